@@ -1,0 +1,55 @@
+"""Everything that depends on the JAX version: the table of known-bad versions, and every API spelled two ways.
+
+No other file reads a JAX version.
+"""
+
+from dataclasses import dataclass
+
+import jax
+from packaging.version import Version
+
+JAX_VERSION: str = jax.__version__
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """An implementation is broken on JAX versions in ``[broken_from, fixed_in)``; None leaves that side open."""
+
+    implementation: str  # "operation/name", or "*" for all
+    broken_from: str | None = None
+    fixed_in: str | None = None
+    reason: str  # what goes wrong there
+    found: str  # how it was found: the test, the compile or the thread that showed it
+
+
+GUARDS: tuple[Guard, ...] = (
+    Guard(
+        implementation="*",
+        fixed_in="0.10.2",
+        reason="raggedmoe is tested from JAX 0.10.2 on",
+        found="the oldest version in .ci/run",
+    ),
+)
+
+
+def version_why_not(
+    implementation: str, jax_version: str = JAX_VERSION, guards: tuple[Guard, ...] = GUARDS
+) -> str | None:
+    """The reason why ``operation/name`` cannot be used on that JAX version, or None."""
+    version = Version(jax_version)
+    for guard in guards:
+        if guard.implementation not in ("*", implementation):
+            continue
+        # A development build of the first fixed version may precede the fix: it counts as broken, by PEP 440's order.
+        after_start = guard.broken_from is None or version >= Version(guard.broken_from)
+        before_end = guard.fixed_in is None or version < Version(guard.fixed_in)
+        if after_start and before_end:
+            remedy = f"use JAX {guard.fixed_in} or newer" if guard.fixed_in else f"use JAX before {guard.broken_from}"
+            return f"JAX {jax_version}: {guard.reason}; {remedy} ({guard.found})"
+    return None
+
+
+def in_versions(jax_version: str, first: str | None, last: str | None) -> bool:
+    """Whether ``first <= jax_version <= last``, None leaving a side open."""
+    version = Version(jax_version)
+    return (first is None or version >= Version(first)) and (last is None or version <= Version(last))

@@ -1,0 +1,60 @@
+"""Checks of arguments, and the few array facts, that all operations share."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def accumulator(*dtypes: Any) -> jnp.dtype:
+    """The type in which sums are kept: float32 at least, float64 if any input is."""
+    return jnp.result_type(jnp.float32, *dtypes)
+
+
+def check_array(operation: str, name: str, array: Any, dims: str, *, integer: bool = False) -> None:
+    """Require an array of the rank that the legend's letters spell ("T D"), floating or integer."""
+    expected = f"{operation}: expected {name} [{dims}] of {'an integer type' if integer else 'a floating type'}"
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise TypeError(f"{expected}, got {type(array).__name__}; pass a jax or numpy array")
+    got = f"got {array.dtype}{list(array.shape)}"
+    if len(array.shape) != len(dims.split()):
+        raise ValueError(f"{expected}, {got}; reshape it to {len(dims.split())} dimension(s)")
+    kind_is_right = jnp.issubdtype(array.dtype, jnp.integer) if integer else str(array.dtype) in FLOATS
+    if not kind_is_right:
+        wanted = "int32" if integer else "one of " + ", ".join(FLOATS)
+        raise TypeError(f"{expected}, {got}; cast it to {wanted}")
+
+
+def check_size(operation: str, what: str, expected: int, got: int, remedy: str) -> None:
+    """Require two sizes to agree."""
+    if expected != got:
+        raise ValueError(f"{operation}: expected {what} to be {expected}, got {got}; {remedy}")
+
+
+def check_sizes_fit(operation: str, group_sizes: Any, num_rows: int) -> None:
+    """Require group sizes whose values are known now to be non-negative and to sum to at most the rows there are."""
+    if isinstance(group_sizes, jax.core.Tracer):
+        return
+    values = jax.device_get(group_sizes)
+    if values.size and values.min() < 0:
+        raise ValueError(f"{operation}: expected group_sizes >= 0, got {int(values.min())} at {int(values.argmin())}")
+    if values.sum() > num_rows:
+        raise ValueError(
+            f"{operation}: expected group_sizes to sum to at most the {num_rows} rows given, got {int(values.sum())}; "
+            "count only the rows that are in the buffer"
+        )
+
+
+def structs(**arrays: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the arrays that were given, for a `Call`."""
+    return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in arrays.items() if a is not None}
+
+
+def scalar(value: Any, default: int) -> jax.Array:
+    """An int32 scalar from an optional Python or traced integer."""
+    array = jnp.asarray(default if value is None else value)
+    if array.shape != () or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"expected an integer scalar, got {array.dtype}{list(array.shape)}; pass an int or an int32[]")
+    return array.astype(jnp.int32)

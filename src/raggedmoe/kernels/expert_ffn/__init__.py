@@ -1,0 +1,1 @@
+from raggedmoe.kernels.expert_ffn.api import expert_ffn as expert_ffn

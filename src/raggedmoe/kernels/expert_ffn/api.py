@@ -1,0 +1,144 @@
+"""`expert_ffn`: up projection, activation and down projection of every group, in one operation."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from raggedmoe.hardware import Hardware, target_hardware
+from raggedmoe.kernels.arrays import check_array, check_size, check_sizes_fit, structs
+from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
+from raggedmoe.kernels.grouped_matmul.api import group_bounds
+from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
+from raggedmoe.names import unknown
+
+NAME = "expert_ffn"
+
+
+class ExpertBiases(NamedTuple):
+    """What is added after each projection, for the valid rows only."""
+
+    wi_0: Float[Array, "G F"]
+    wi_1: Float[Array, "G F"] | None  # None for ungated experts
+    wo: Float[Array, "G D"]
+
+
+class ExpertWeights(NamedTuple):
+    """The differentiable arguments but the rows; gradients come back in the same shape."""
+
+    wi_0: Float[Array, "G F D"]
+    wi_1: Float[Array, "G F D"] | None
+    wo: Float[Array, "G F D"]
+    biases: ExpertBiases | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    activation: str
+
+
+def expert_ffn(
+    rows: Float[Array, "R D"],
+    wi_0: Float[Array, "G F D"],
+    wi_1: Float[Array, "G F D"] | None,
+    wo: Float[Array, "G F D"],
+    group_sizes: Int[Array, " G"],
+    *,
+    biases: ExpertBiases | None = None,
+    activation: str = "silu",
+    implementation: Choice = "auto",
+    hardware: Hardware | str | None = None,
+) -> Float[Array, "R D"]:
+    """``activation(rows @ wi_0[g]ᵀ, rows @ wi_1[g]ᵀ) @ wo[g]`` for the rows of each group g; other rows are zero.
+
+    Args:
+      rows: rows, ordered by group. What stands past the last group is never used, NaN included.
+      wi_0, wi_1, wo: the weights, all ``[G F D]``. ``wi_1`` is None for ungated experts.
+      group_sizes: the rows of each group. An empty group's gradients are zero.
+      biases: added after the projections, to the valid rows.
+      activation: one of `ACTIVATIONS`. The sums that it is given are float32; its result is rounded to the input's
+        type before the down projection, as are the cotangents before their matmuls.
+      implementation: "auto", a name, a tuple of names in order of preference, or `Directions`.
+      hardware: the chip to choose for; by default that of the mesh in use, or of the arrays.
+
+    >>> import jax.numpy as jnp
+    >>> w = jnp.ones((1, 1, 2))
+    >>> expert_ffn(jnp.ones((2, 2)), w, None, w, jnp.array([1]), activation="relu2")
+    Array([[4., 4.],
+           [0., 0.]], dtype=float32)
+    """
+    weights = ExpertWeights(wi_0, wi_1, wo, biases)
+    _check(rows, weights, group_sizes, activation)
+    if 0 in rows.shape or 0 in wi_0.shape:
+        return jnp.zeros(rows.shape, rows.dtype)
+    target = target_hardware(hardware, (rows, wi_0))
+    arrays = structs(rows=rows, wi_0=wi_0, wi_1=wi_1, wo=wo, group_sizes=group_sizes)
+    options = {"activation": activation, "biases": biases is not None}
+    forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
+    backward = select(
+        Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target
+    )
+    plan = _Plan(forward.chosen.forward, backward.chosen.backward, activation)
+    return _expert_ffn(plan, rows, weights, group_bounds(group_sizes, wi_0.shape[0], rows.shape[0]))
+
+
+def check_activation(name: str) -> None:
+    """Require the name of an activation."""
+    if name not in ACTIVATIONS:
+        raise unknown("activation", name, ACTIVATIONS)
+
+
+def _check(rows: Any, weights: ExpertWeights, group_sizes: Any, activation: str) -> None:
+    check_activation(activation)
+    check_array(NAME, "rows", rows, "R D")
+    check_array(NAME, "group_sizes", group_sizes, "G", integer=True)
+    check_array(NAME, "wi_0", weights.wi_0, "G F D")
+    num_groups, num_hidden, width = weights.wi_0.shape
+    check_size(NAME, "D (the last dimension) of wi_0", rows.shape[1], width, "all weights are [G F D], D last")
+    for name in ("wi_1", "wo"):
+        array = getattr(weights, name)
+        if array is None and name == "wi_1":
+            continue
+        check_array(NAME, name, array, "G F D")
+        if array.shape != weights.wi_0.shape:
+            raise ValueError(
+                f"{NAME}: expected {name} [G F D] = {list(weights.wi_0.shape)} like wi_0, got {list(array.shape)}; "
+                "all three are stored with D last, the down projection too"
+            )
+        if array.dtype != rows.dtype:
+            raise TypeError(f"{NAME}: expected {name} of the rows' type {rows.dtype}, got {array.dtype}; cast it")
+    if weights.wi_0.dtype != rows.dtype:
+        raise TypeError(f"{NAME}: expected wi_0 of the rows' type {rows.dtype}, got {weights.wi_0.dtype}; cast it")
+    check_size(NAME, "len(group_sizes)", num_groups, group_sizes.shape[0], "give one size for each expert held here")
+    check_sizes_fit(NAME, group_sizes, rows.shape[0])
+    if weights.biases is not None:
+        for name, bias_width in (("wi_0", num_hidden), ("wi_1", num_hidden), ("wo", width)):
+            bias = getattr(weights.biases, name)
+            if bias is None and name == "wi_1" and weights.wi_1 is None:
+                continue
+            check_array(NAME, f"biases.{name}", bias, "G F" if name != "wo" else "G D")
+            check_size(NAME, f"biases.{name}.shape[1]", bias_width, bias.shape[1], "give one bias for each output")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _expert_ffn(plan, rows, weights, bounds):  # type: ignore[no-untyped-def]
+    return plan.forward(rows, weights, bounds, activation=plan.activation)
+
+
+def _forward(plan, rows, weights, bounds):  # type: ignore[no-untyped-def]
+    return _expert_ffn(plan, rows, weights, bounds), (rows, weights, bounds)
+
+
+def _backward(plan, residuals, cotangent):  # type: ignore[no-untyped-def]
+    rows, weights, bounds = residuals
+    drows, dweights = plan.backward(rows, weights, bounds, cotangent, activation=plan.activation)
+    return drows, dweights, None
+
+
+_expert_ffn.defvjp(_forward, _backward)

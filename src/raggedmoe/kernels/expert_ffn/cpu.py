@@ -1,0 +1,54 @@
+"""`expert_ffn` for CPUs: both projections of a tile of rows while its hidden activations are in the cache."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from raggedmoe.kernels.arrays import accumulator
+from raggedmoe.kernels.expert_ffn import matmuls
+from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
+from raggedmoe.kernels.grouped_matmul import cpu as grouped_matmul
+from raggedmoe.kernels.grouped_matmul.cpu import dot, for_each_group, for_each_tile, from_bits, to_bits, write_rows
+from raggedmoe.kernels.proof import PLAIN_XLA
+from raggedmoe.kernels.registry import Implementation
+
+
+def forward(rows, weights, bounds, *, activation):  # type: ignore[no-untyped-def]
+    wide = accumulator(rows.dtype)
+    row_bits, weight_bits = to_bits(rows), jax.tree.map(to_bits, weights)
+
+    def one_group(group, first, last, out_bits):  # type: ignore[no-untyped-def]
+        def of_this_group(bits, weight):  # type: ignore[no-untyped-def]
+            return from_bits(lax.dynamic_index_in_dim(bits, group, 0, keepdims=False), weight.dtype, wide)
+
+        expert = jax.tree.map(of_this_group, weight_bits, weights)
+
+        def one_tile(position, size, new, out_bits):  # type: ignore[no-untyped-def]
+            tile = from_bits(lax.dynamic_slice_in_dim(row_bits, position, size), rows.dtype, wide)
+            gate = dot(tile, expert.wi_0, 1, 1)
+            up = None if expert.wi_1 is None else dot(tile, expert.wi_1, 1, 1)
+            if expert.biases is not None:
+                gate = gate + expert.biases.wi_0
+                up = None if up is None else up + expert.biases.wi_1
+            hidden = ACTIVATIONS[activation](gate, up).astype(rows.dtype).astype(wide)
+            out = dot(hidden, expert.wo, 1, 0)
+            if expert.biases is not None:
+                out = out + expert.biases.wo
+            return write_rows(out_bits, to_bits(out.astype(rows.dtype)), position, new)
+
+        return for_each_tile(first, last, rows.shape[0], grouped_matmul.TILE_SIZES, one_tile, out_bits)
+
+    out = for_each_group(bounds, one_group, to_bits(jnp.zeros(rows.shape, rows.dtype)))
+    return from_bits(out, rows.dtype, rows.dtype)
+
+
+IMPLEMENTATION = Implementation(
+    operation="expert_ffn",
+    name="cpu",
+    forward=forward,
+    backward=functools.partial(matmuls.backward, grouped_matmul),
+    rank={"cpu": 10},
+    proofs=PLAIN_XLA,
+)

@@ -1,0 +1,59 @@
+"""The oracle of `expert_ffn`. Short, slow and independent: do not tidy it, do not speed it up."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from raggedmoe.kernels.arrays import accumulator
+from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
+from raggedmoe.kernels.proof import PLAIN_XLA
+from raggedmoe.kernels.registry import Implementation
+
+
+def forward(rows, weights, bounds, *, activation):  # type: ignore[no-untyped-def]
+    return forward_with(ACTIVATIONS[activation], rows, weights, bounds)
+
+
+def forward_with(function, rows, weights, bounds):  # type: ignore[no-untyped-def]
+    wide = accumulator(rows.dtype)
+    row = jnp.arange(rows.shape[0])[:, None]
+    out = jnp.zeros(rows.shape, wide)
+    for g in range(weights.wi_0.shape[0]):
+        mine = (row >= bounds[g]) & (row < bounds[g + 1])
+        one = jax.tree.map(lambda weight: weight[g].astype(wide), weights)  # noqa: B023 (used in this turn only)
+        x = jnp.where(mine, rows, 0).astype(wide)
+        gate = jnp.matmul(x, one.wi_0.T, precision=lax.Precision.HIGHEST)
+        up = None if one.wi_1 is None else jnp.matmul(x, one.wi_1.T, precision=lax.Precision.HIGHEST)
+        if one.biases is not None:
+            gate = gate + one.biases.wi_0
+            up = None if up is None else up + one.biases.wi_1
+        y = jnp.matmul(function(gate, up), one.wo, precision=lax.Precision.HIGHEST)
+        if one.biases is not None:
+            y = y + one.biases.wo
+        out = out + jnp.where(mine, y, 0)
+    return out.astype(rows.dtype)
+
+
+def backward(rows, weights, bounds, cotangent, *, activation):  # type: ignore[no-untyped-def]
+    wide = accumulator(rows.dtype)
+
+    def whole(rows, weights):  # type: ignore[no-untyped-def]
+        return forward(rows, weights, bounds, activation=activation)
+
+    wide_inputs = jax.tree.map(lambda array: array.astype(wide), (rows, weights))
+    row = jnp.arange(rows.shape[0])[:, None]
+    here = (row >= bounds[0]) & (row < bounds[-1])
+    _, vjp = jax.vjp(whole, *wide_inputs)
+    gradients = vjp(jnp.where(here, cotangent, 0).astype(wide))
+    return jax.tree.map(lambda gradient, value: gradient.astype(value.dtype), gradients, (rows, weights))
+
+
+IMPLEMENTATION = Implementation(
+    operation="expert_ffn",
+    name="reference",
+    forward=forward,
+    backward=backward,
+    rank={"cpu": 90, "gpu": 90, "tpu": 90},
+    proofs=PLAIN_XLA,
+    note=lambda call, hardware: "the oracle: slow by design",
+)

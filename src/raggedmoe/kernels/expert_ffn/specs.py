@@ -1,0 +1,81 @@
+"""Example calls of `expert_ffn`."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from raggedmoe.kernels.example import Example, Spec, normal, poisoned
+from raggedmoe.kernels.expert_ffn.api import ExpertBiases
+
+
+def _make(
+    rng: np.random.Generator,
+    dtype: Any,
+    *,
+    sizes: tuple[int, ...],
+    width: int,
+    hidden: int,
+    spare: int = 0,
+    gated: bool = True,
+    biases: bool = False,
+    activation: str = "silu",
+) -> Example:
+    row = np.arange(sum(sizes) + spare)
+    keep = row < sum(sizes)
+    groups = len(sizes)
+    shape = (groups, hidden, width)
+    up_scale, down_scale = width**-0.5, hidden**-0.5  # so that the activation is in its curved part
+    arrays: dict[str, Any] = {
+        "rows": poisoned(normal(rng, (row.size, width), dtype), keep),
+        "wi_0": normal(rng, shape, dtype) * jnp.asarray(2 * up_scale, dtype),
+        "wi_1": normal(rng, shape, dtype) * jnp.asarray(2 * up_scale, dtype) if gated else None,
+        "wo": normal(rng, shape, dtype) * jnp.asarray(down_scale, dtype),
+        "group_sizes": jnp.asarray(sizes, jnp.int32),
+    }
+    if biases:
+        arrays["biases"] = ExpertBiases(
+            wi_0=normal(rng, (groups, hidden), dtype),
+            wi_1=normal(rng, (groups, hidden), dtype) if gated else None,
+            wo=normal(rng, (groups, width), dtype),
+        )
+    cotangent = poisoned(normal(rng, (row.size, width), dtype), keep)
+    flops = 2 * sum(sizes) * width * hidden * (3 if gated else 2)
+    return Example(arrays=arrays, options={"activation": activation}, cotangent=cotangent, flops=flops)
+
+
+def _routed(rng: np.random.Generator, dtype: Any, *, tokens: int, experts: int, per_token: int, **rest: Any) -> Example:
+    """Group sizes as a router makes them, every expert equally likely."""
+    drawn = rng.integers(0, experts, tokens * per_token)
+    sizes = tuple(int(size) for size in np.bincount(drawn, minlength=experts))
+    return _make(rng, dtype, sizes=sizes, **rest)
+
+
+def _spec(name: str, **sizes: Any) -> Spec:
+    return Spec(name=name, make=functools.partial(_make, **sizes))
+
+
+SPECS = (
+    _spec("one-row", sizes=(0, 1, 0), width=8, hidden=12),
+    _spec("spare-rows", sizes=(7, 0, 20), width=24, hidden=17, spare=6),
+    _spec("no-row", sizes=(0, 0), width=8, hidden=8, spare=3, biases=True),
+    _spec("all-in-one", sizes=(0, 60), width=32, hidden=16),
+    _spec("several-tiles", sizes=(300, 2, 530), width=16, hidden=24, spare=5),
+    _spec("gelu", sizes=(7, 0, 20), width=24, hidden=17, activation="gelu"),
+    _spec("gelu-tanh", sizes=(7, 0, 20), width=24, hidden=17, activation="gelu_tanh", spare=1),
+    _spec("relu2-ungated", sizes=(7, 0, 20), width=24, hidden=17, activation="relu2", gated=False, spare=2),
+    _spec("biases", sizes=(7, 0, 20), width=24, hidden=17, biases=True, spare=2),
+    _spec("ungated-biases", sizes=(4, 9), width=24, hidden=17, gated=False, activation="gelu", biases=True, spare=2),
+    _spec("gpt-oss", sizes=(5, 0, 3), width=2880, hidden=45, activation="clamped_swiglu", biases=True, spare=2),
+    Spec(
+        name="mixtral",
+        make=functools.partial(_routed, tokens=2048, experts=16, per_token=2, width=512, hidden=1024),
+        large=True,
+    ),
+    Spec(
+        name="fine-grained",
+        make=functools.partial(_routed, tokens=2048, experts=64, per_token=8, width=512, hidden=1024),
+        large=True,
+    ),
+)

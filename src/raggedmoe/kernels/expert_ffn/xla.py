@@ -1,0 +1,27 @@
+"""`expert_ffn` as XLA's ragged dots around the activation."""
+
+import functools
+
+from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.expert_ffn import matmuls
+from raggedmoe.kernels.grouped_matmul import xla as grouped_matmul
+from raggedmoe.kernels.proof import PLAIN_XLA
+from raggedmoe.kernels.registry import Call, Implementation
+
+
+def note(call: Call, hardware: Hardware) -> str | None:
+    """What the contract's sixth point makes us say."""
+    if hardware.platform == "cpu":
+        return "XLA multiplies every row by every group's matrix on a CPU: G times the work"
+    return "three ragged dots, not fused: the hidden rows go through memory"
+
+
+IMPLEMENTATION = Implementation(
+    operation="expert_ffn",
+    name="xla",
+    forward=functools.partial(matmuls.forward, grouped_matmul),
+    backward=functools.partial(matmuls.backward, grouped_matmul),
+    rank={"cpu": 20, "gpu": 20, "tpu": 20},
+    proofs=PLAIN_XLA,
+    note=note,
+)

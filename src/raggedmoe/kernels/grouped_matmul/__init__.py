@@ -1,0 +1,1 @@
+from raggedmoe.kernels.grouped_matmul.api import grouped_matmul as grouped_matmul

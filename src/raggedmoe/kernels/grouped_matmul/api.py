@@ -1,0 +1,126 @@
+"""`grouped_matmul`: each group of rows times its own matrix."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from raggedmoe.hardware import Hardware, target_hardware
+from raggedmoe.kernels.arrays import FLOATS, check_array, check_size, check_sizes_fit, scalar, structs
+from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
+
+NAME = "grouped_matmul"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    transpose_rhs: bool
+    out_dtype: Any
+
+
+def grouped_matmul(
+    lhs: Float[Array, "R I"],
+    rhs: Float[Array, "G I O"] | Float[Array, "G O I"],
+    group_sizes: Int[Array, " E"],
+    *,
+    transpose_rhs: bool = False,
+    group_offset: int | Int[Array, ""] | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    implementation: Choice = "auto",
+    hardware: Hardware | str | None = None,
+) -> Float[Array, "R O"]:
+    """``out[r] = lhs[r] @ rhs[g]`` for the rows r of group g; rows of no group that is here are zero.
+
+    Args:
+      lhs: rows, ordered by group. What stands past the last group is never used, NaN included.
+      rhs: one matrix for each group held here, ``[G I O]``, or ``[G O I]`` with ``transpose_rhs``.
+      group_sizes: the rows in each of the model's groups. An empty group costs and contributes nothing, and its
+        matrix's gradient is zero. Groups that run past the end of ``lhs`` are cut there.
+      group_offset: None, and G == E; or the number of the group that ``rhs[0]`` is, whose rows start at
+        ``sum(group_sizes[:group_offset])``.
+      preferred_element_type: type of the result, by default that of ``lhs``. Sums are float32 at least in any case.
+        The cotangent is rounded to the type of ``lhs`` before the gradients' own matmuls.
+      implementation: "auto", a name, a tuple of names in order of preference, or `Directions`.
+      hardware: the chip to choose for; by default that of the mesh in use, or of the arrays.
+
+    >>> import jax.numpy as jnp
+    >>> lhs, rhs = jnp.ones((3, 2)), jnp.array([[[1.0], [1.0]], [[5.0], [5.0]]])
+    >>> grouped_matmul(lhs, rhs, jnp.array([1, 1]))[:, 0]
+    Array([ 2., 10.,  0.], dtype=float32)
+    """
+    _check(lhs, rhs, group_sizes, transpose_rhs, group_offset)
+    out_dtype = jnp.dtype(lhs.dtype if preferred_element_type is None else preferred_element_type)
+    if str(out_dtype) not in FLOATS:
+        raise TypeError(f"{NAME}: expected preferred_element_type to be one of {', '.join(FLOATS)}, got {out_dtype}")
+    out_dim = rhs.shape[1] if transpose_rhs else rhs.shape[2]
+    if 0 in lhs.shape or 0 in rhs.shape:
+        return jnp.zeros((lhs.shape[0], out_dim), out_dtype)
+    target = target_hardware(hardware, (lhs, rhs))
+    arrays = structs(lhs=lhs, rhs=rhs, group_sizes=group_sizes)
+    options = {"transpose_rhs": transpose_rhs, "group_offset": group_offset is not None, "out_dtype": str(out_dtype)}
+    forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
+    backward = select(
+        Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target
+    )
+    plan = _Plan(forward.chosen.forward, backward.chosen.backward, transpose_rhs, out_dtype)
+    return _grouped_matmul(plan, lhs, rhs, group_bounds(group_sizes, rhs.shape[0], lhs.shape[0], group_offset))
+
+
+def group_bounds(
+    group_sizes: Int[Array, " E"], num_groups: int, num_rows: int, group_offset: Any = None
+) -> Int[Array, " G+1"]:
+    """Group g of those held here owns the rows ``bounds[g] <= r < bounds[g + 1]``."""
+    ends = jnp.cumsum(group_sizes.astype(jnp.int32), dtype=jnp.int32)
+    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    if group_offset is not None:
+        # Groups before the first and after the last of the model's have no rows: clipped, both their bounds agree.
+        bounds = jnp.take(bounds, scalar(group_offset, 0) + jnp.arange(num_groups + 1, dtype=jnp.int32), mode="clip")
+    return jnp.minimum(bounds, num_rows)
+
+
+def _check(lhs: Any, rhs: Any, group_sizes: Any, transpose_rhs: bool, group_offset: Any) -> None:
+    check_array(NAME, "lhs", lhs, "R I")
+    check_array(NAME, "rhs", rhs, "G O I" if transpose_rhs else "G I O")
+    check_array(NAME, "group_sizes", group_sizes, "E", integer=True)
+    inner = rhs.shape[2] if transpose_rhs else rhs.shape[1]
+    layout = "[G O I]" if transpose_rhs else "[G I O]"
+    if lhs.shape[1] != inner:
+        other = rhs.shape[1] if transpose_rhs else rhs.shape[2]
+        remedy = f"pass transpose_rhs={not transpose_rhs}" if other == lhs.shape[1] else "check which weights these are"
+        raise ValueError(
+            f"{NAME}: expected rhs {layout} with I = {lhs.shape[1]} as in lhs, got {list(rhs.shape)} "
+            f"with transpose_rhs={transpose_rhs}; {remedy}"
+        )
+    if lhs.dtype != rhs.dtype:
+        raise TypeError(f"{NAME}: expected lhs and rhs of one type, got {lhs.dtype} and {rhs.dtype}; cast one of them")
+    if group_offset is None:
+        remedy = "give one size for each matrix, or group_offset if rhs holds only some of the groups"
+        check_size(NAME, "len(group_sizes)", rhs.shape[0], group_sizes.shape[0], remedy)
+    elif rhs.shape[0] > group_sizes.shape[0]:
+        raise ValueError(f"{NAME}: expected G <= E, got {rhs.shape[0]} matrices and {group_sizes.shape[0]} group sizes")
+    check_sizes_fit(NAME, group_sizes, lhs.shape[0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_matmul(plan, lhs, rhs, bounds):  # type: ignore[no-untyped-def]
+    return plan.forward(lhs, rhs, bounds, transpose_rhs=plan.transpose_rhs, out_dtype=plan.out_dtype)
+
+
+def _forward(plan, lhs, rhs, bounds):  # type: ignore[no-untyped-def]
+    return _grouped_matmul(plan, lhs, rhs, bounds), (lhs, rhs, bounds)
+
+
+def _backward(plan, residuals, cotangent):  # type: ignore[no-untyped-def]
+    lhs, rhs, bounds = residuals
+    dlhs, drhs = plan.backward(lhs, rhs, bounds, cotangent.astype(lhs.dtype), transpose_rhs=plan.transpose_rhs)
+    return dlhs, drhs, None
+
+
+_grouped_matmul.defvjp(_forward, _backward)

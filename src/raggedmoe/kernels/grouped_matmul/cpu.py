@@ -1,0 +1,132 @@
+"""`grouped_matmul` for CPUs: a loop over the groups that have rows, tile by tile, each tile one dense matmul.
+
+Measured with `raggedmoe bench grouped_matmul`; docs/log.md has the alternatives. Four things carry the speed:
+
+- Only groups with rows are visited, so an idle expert costs nothing, and a group's matrix is read once.
+- A group is whole tiles of 256 rows and one last tile of the smallest size that holds the rest. That last one is a
+  `while` that runs once or never, not a `switch`: XLA copies the carried output around a `switch` (JAX 0.10.2).
+- Each `while` advances its own position. With a body that does not depend on what it carries, XLA would hoist the
+  matmul out of the loop and run it always.
+- 16-bit arrays are carried as their bits: on JAX 0.10.2 XLA widens a whole bfloat16 buffer to float32 and back
+  around every update (0.32 of the limit, instead of 0.9 and more).
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from raggedmoe.kernels.arrays import accumulator
+from raggedmoe.kernels.proof import PLAIN_XLA
+from raggedmoe.kernels.registry import Implementation
+
+TILE_SIZES = (256, 128, 64, 32, 16, 8)
+# The gradient of rhs adds a whole matrix for every tile: larger tiles, and finer last ones, pay.
+TRANSPOSED_TILE_SIZES = (512, 448, 384, 320, 256, 192, 128, 64, 32, 16)
+
+
+def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):  # type: ignore[no-untyped-def]
+    wide = accumulator(lhs.dtype)
+    out = jnp.zeros((lhs.shape[0], rhs.shape[1] if transpose_rhs else rhs.shape[2]), out_dtype)
+    lhs_bits, rhs_bits = to_bits(lhs), to_bits(rhs)
+
+    def one_group(group, first, last, out_bits):  # type: ignore[no-untyped-def]
+        matrix = from_bits(lax.dynamic_index_in_dim(rhs_bits, group, 0, keepdims=False), rhs.dtype, wide)
+
+        def one_tile(position, size, new, out_bits):  # type: ignore[no-untyped-def]
+            rows = from_bits(lax.dynamic_slice_in_dim(lhs_bits, position, size), lhs.dtype, wide)
+            product = dot(rows, matrix, 1, 1 if transpose_rhs else 0)
+            return write_rows(out_bits, to_bits(product.astype(out_dtype)), position, new)
+
+        return for_each_tile(first, last, lhs.shape[0], TILE_SIZES, one_tile, out_bits)
+
+    return from_bits(for_each_group(bounds, one_group, to_bits(out)), out_dtype, out_dtype)
+
+
+def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs):  # type: ignore[no-untyped-def]
+    dlhs = forward(cotangent, rhs, bounds, transpose_rhs=not transpose_rhs, out_dtype=lhs.dtype)
+    first, second = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
+    return dlhs, transposed(first, second, bounds)
+
+
+def transposed(lhs, rhs, bounds):  # type: ignore[no-untyped-def]
+    """``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
+    wide = accumulator(lhs.dtype)
+    shape = (lhs.shape[1], rhs.shape[1])
+    out = to_bits(jnp.zeros((bounds.shape[0] - 1, *shape), lhs.dtype))
+    lhs_bits, rhs_bits = to_bits(lhs), to_bits(rhs)
+
+    def one_group(group, first, last, out):  # type: ignore[no-untyped-def]
+        def one_tile(position, size, new, total):  # type: ignore[no-untyped-def]
+            a = from_bits(lax.dynamic_slice_in_dim(lhs_bits, position, size), lhs.dtype, wide)
+            b = from_bits(lax.dynamic_slice_in_dim(rhs_bits, position, size), rhs.dtype, wide)
+            return total + dot(jnp.where(new, a, 0), jnp.where(new, b, 0), 0, 0)
+
+        start = jnp.zeros(shape, wide)
+        total = for_each_tile(first, last, lhs.shape[0], TRANSPOSED_TILE_SIZES, one_tile, start)
+        return lax.dynamic_update_index_in_dim(out, to_bits(total.astype(lhs.dtype)), group, 0)
+
+    return from_bits(for_each_group(bounds, one_group, out), lhs.dtype, lhs.dtype)
+
+
+def for_each_group(bounds, one_group, carry):  # type: ignore[no-untyped-def]
+    """``carry = one_group(group, first, last, carry)`` for each group that has rows, in order."""
+    has_rows = bounds[1:] > bounds[:-1]
+    groups = jnp.nonzero(has_rows, size=has_rows.shape[0], fill_value=0)[0].astype(jnp.int32)
+
+    def body(i, carry):  # type: ignore[no-untyped-def]
+        return one_group(groups[i], bounds[groups[i]], bounds[groups[i] + 1], carry)
+
+    return lax.fori_loop(0, has_rows.sum(dtype=jnp.int32), body, carry)
+
+
+def for_each_tile(first, last, num_rows, sizes, one_tile, carry):  # type: ignore[no-untyped-def]
+    """``carry = one_tile(position, size, new, carry)`` over tiles that cover the rows ``first <= r < last``.
+
+    A tile never leaves the array, so the last one may reach back into rows that were done before, and beyond ``last``:
+    ``new`` is the column that says which of its rows are the group's and not yet done.
+    """
+    sizes = tuple(size for size in sizes if size <= num_rows) or (num_rows,)
+
+    def loop(size, more_than, state):  # type: ignore[no-untyped-def]
+        def body(state):  # type: ignore[no-untyped-def]
+            done, carry = state
+            position = jnp.minimum(done, num_rows - size)
+            row = position + lax.iota(jnp.int32, size)[:, None]
+            return done + size, one_tile(position, size, (row >= done) & (row < last), carry)
+
+        return lax.while_loop(lambda state: last - state[0] > more_than, body, state)
+
+    state = loop(sizes[0], sizes[0] - 1, (first, carry))
+    for size, smaller in zip(sizes, (*sizes[1:], 0)):
+        state = loop(size, smaller, state)
+    return state[1]
+
+
+def write_rows(out, tile, position, new):  # type: ignore[no-untyped-def]
+    """``out`` with the new rows of a tile written at ``position``."""
+    old = lax.dynamic_slice_in_dim(out, position, tile.shape[0])
+    return lax.dynamic_update_slice_in_dim(out, jnp.where(new, tile, old), position, 0)
+
+
+def dot(a, b, a_dim, b_dim):  # type: ignore[no-untyped-def]
+    """A matmul contracting those dimensions, in full precision."""
+    return lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((), ())), precision=lax.Precision.HIGHEST)
+
+
+def to_bits(x):  # type: ignore[no-untyped-def]
+    """A 16-bit array as unsigned integers; any other as it is."""
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+
+
+def from_bits(x, dtype, wide):  # type: ignore[no-untyped-def]
+    """The inverse of `to_bits` for an array of type ``dtype``, widened."""
+    return (lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x).astype(wide)
+
+
+IMPLEMENTATION = Implementation(
+    operation="grouped_matmul",
+    name="cpu",
+    forward=forward,
+    backward=backward,
+    rank={"cpu": 10},
+    proofs=PLAIN_XLA,
+)

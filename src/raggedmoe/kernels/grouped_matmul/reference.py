@@ -1,0 +1,44 @@
+"""The oracle of `grouped_matmul`. Short, slow and independent: do not tidy it, do not speed it up."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from raggedmoe.kernels.arrays import accumulator
+from raggedmoe.kernels.proof import PLAIN_XLA
+from raggedmoe.kernels.registry import Implementation
+
+
+def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):  # type: ignore[no-untyped-def]
+    wide = accumulator(lhs.dtype)
+    row = jnp.arange(lhs.shape[0])[:, None]
+    out = jnp.zeros((lhs.shape[0], rhs.shape[1] if transpose_rhs else rhs.shape[2]), wide)
+    for g in range(rhs.shape[0]):
+        mine = jnp.where((row >= bounds[g]) & (row < bounds[g + 1]), lhs, 0).astype(wide)
+        matrix = (rhs[g].T if transpose_rhs else rhs[g]).astype(wide)
+        out = out + jnp.matmul(mine, matrix, precision=lax.Precision.HIGHEST)
+    return out.astype(out_dtype)
+
+
+def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs):  # type: ignore[no-untyped-def]
+    wide = accumulator(lhs.dtype)
+    row = jnp.arange(lhs.shape[0])[:, None]
+    here = (row >= bounds[0]) & (row < bounds[-1])
+
+    def product(lhs, rhs):  # type: ignore[no-untyped-def]
+        return forward(lhs, rhs, bounds, transpose_rhs=transpose_rhs, out_dtype=wide)
+
+    _, vjp = jax.vjp(product, lhs.astype(wide), rhs.astype(wide))
+    dlhs, drhs = vjp(jnp.where(here, cotangent, 0).astype(wide))
+    return dlhs.astype(lhs.dtype), drhs.astype(rhs.dtype)
+
+
+IMPLEMENTATION = Implementation(
+    operation="grouped_matmul",
+    name="reference",
+    forward=forward,
+    backward=backward,
+    rank={"cpu": 90, "gpu": 90, "tpu": 90},
+    proofs=PLAIN_XLA,
+    note=lambda call, hardware: "the oracle: slow by design",
+)

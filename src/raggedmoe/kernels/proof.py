@@ -1,0 +1,127 @@
+"""How far an implementation is proven on a chip: levels, the declared proofs, and certificates from `verify`."""
+
+import enum
+import functools
+import hashlib
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from raggedmoe.compat import in_versions
+from raggedmoe.hardware import Hardware
+
+logger = logging.getLogger("raggedmoe")
+
+
+class Level(enum.IntEnum):
+    """What stands behind an implementation on a chip. `auto` takes INTERPRETED and RUN."""
+
+    UNPROVEN = 0  # nobody has tried
+    COMPILED = 1  # compiled for the chip, never executed
+    INTERPRETED = 2  # executed elsewhere (TPU interpret mode; for a plain XLA program, another backend)
+    RUN = 3  # executed on that hardware and verified
+
+
+AUTO_TAKES = Level.INTERPRETED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """A level that an implementation declares for some chips and JAX versions, and what shows it."""
+
+    level: Level
+    platforms: tuple[str, ...] = ()  # empty: every one
+    chips: tuple[str, ...] = ()  # empty: every one of those platforms
+    first_jax: str | None = None
+    last_jax: str | None = None
+    shown_by: str
+
+
+# A plain XLA program means the same on every backend; the tests run it on a CPU.
+PLAIN_XLA: tuple[Proof, ...] = (
+    Proof(level=Level.RUN, platforms=("cpu",), shown_by="make test"),
+    Proof(level=Level.INTERPRETED, shown_by="a plain XLA program; make test runs it on the CPU backend"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What `raggedmoe verify` saw on a real chip. `auto` reads it from then on."""
+
+    implementation: str  # "operation/name"
+    source: str  # digest of the operation's folder: another kernel needs another certificate
+    chip: str
+    jax_version: str
+    libtpu_version: str | None
+    cases: int
+    worst_error: float  # largest error as a fraction of its bound, over all cases
+    seconds: float  # the whole verification, as a hint of speed
+
+
+def certificate_folder() -> Path:
+    """Where certificates are kept: $RAGGEDMOE_CERTIFICATES, or the user's data folder."""
+    given = os.environ.get("RAGGEDMOE_CERTIFICATES")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "raggedmoe" / "certificates"
+
+
+def write_certificate(certificate: Certificate, folder: Path | None = None) -> Path:
+    """Keep a certificate for later processes, and return its path."""
+    folder = folder or certificate_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{certificate.implementation}-{certificate.chip}-jax{certificate.jax_version}.json".replace("/", "-")
+    path = folder / name.replace(":", "-").replace(" ", "-")
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps(asdict(certificate), indent=2) + "\n")
+    partial.replace(path)
+    read_certificates.cache_clear()
+    return path
+
+
+@functools.lru_cache(maxsize=8)
+def read_certificates(folder: Path | None = None) -> tuple[Certificate, ...]:
+    """All certificates in a folder. One that cannot be read is named in a warning and proves nothing."""
+    found = []
+    for path in sorted((folder or certificate_folder()).glob("*.json")):
+        try:
+            found.append(Certificate(**json.loads(path.read_text())))
+        except (TypeError, ValueError, OSError) as error:
+            logger.warning("certificate %s ignored: %s; run `raggedmoe verify` to make it again", path, error)
+    return tuple(found)
+
+
+@functools.cache
+def source_digest(operation: str) -> str:
+    """Digest of all files in an operation's folder."""
+    folder = Path(__file__).parent / operation
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))).hexdigest()[:16]
+
+
+def level_on(
+    name: str,
+    proofs: tuple[Proof, ...],
+    hardware: Hardware,
+    jax_version: str,
+    certificates: tuple[Certificate, ...],
+) -> tuple[Level, str]:
+    """The best level that proofs and certificates give ``operation/name`` on a chip, and what shows it."""
+    best = (Level.UNPROVEN, "nothing yet")
+    for proof in proofs:
+        here = (not proof.platforms or hardware.platform in proof.platforms) and (
+            not proof.chips or hardware.name in proof.chips
+        )
+        if here and in_versions(jax_version, proof.first_jax, proof.last_jax) and proof.level > best[0]:
+            best = (proof.level, proof.shown_by)
+    for certificate in certificates:
+        if (
+            certificate.implementation == name
+            and certificate.chip == hardware.name
+            and certificate.jax_version == jax_version
+            and certificate.source == source_digest(name.split("/")[0])
+            and best[0] < Level.RUN
+        ):
+            best = (Level.RUN, f"a certificate of `raggedmoe verify` on {hardware.name}")
+    return best

@@ -1,0 +1,90 @@
+"""`ragged_gather`: rows fanned out from T tokens to R routed rows."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from raggedmoe.hardware import Hardware, target_hardware
+from raggedmoe.kernels.arrays import check_array, check_size, scalar, structs
+from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
+
+NAME = "ragged_gather"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    x: jax.ShapeDtypeStruct
+
+
+def ragged_gather(
+    x: Float[Array, "T D"],
+    indices: Int[Array, " R"],
+    *,
+    start: int | Int[Array, ""] | None = None,
+    end: int | Int[Array, ""] | None = None,
+    weights: Float[Array, " R"] | None = None,
+    inverse: Int[Array, "T K"] | None = None,
+    implementation: Choice = "auto",
+    hardware: Hardware | str | None = None,
+) -> Float[Array, "R D"]:
+    """``out[i] = weights[i] · x[indices[i]]`` for ``start <= i < end``; every other row is zero.
+
+    Args:
+      x: the rows to read.
+      indices: the row of ``x`` for each output row. One outside ``[0, T)`` gives a zero row; there is no wrap-around.
+      start, end: the valid range of output rows, traced or not; by default all.
+      weights: a factor for each output row, applied in float32 at least.
+      inverse: where each row of ``x`` went, each valid output row once; -1 or any row out of range: nowhere. With it
+        the gradient of ``x`` is a `ragged_gather_reduce`, without it a scatter-add.
+      implementation: "auto", a name, a tuple of names in order of preference, or `Directions`.
+      hardware: the chip to choose for; by default that of the mesh in use, or of the arrays.
+
+    >>> import jax.numpy as jnp
+    >>> ragged_gather(jnp.array([[1.0], [2.0]]), jnp.array([1, 0, 1]), end=2)[:, 0]
+    Array([2., 1., 0.], dtype=float32)
+    """
+    check_array(NAME, "x", x, "T D")
+    check_array(NAME, "indices", indices, "R", integer=True)
+    if weights is not None:
+        check_array(NAME, "weights", weights, "R")
+        check_size(NAME, "len(weights)", indices.shape[0], weights.shape[0], "give one weight for each index")
+    if inverse is not None:
+        check_array(NAME, "inverse", inverse, "T K", integer=True)
+        check_size(NAME, "inverse.shape[0]", x.shape[0], inverse.shape[0], "give one line for each row of x")
+    if 0 in x.shape or indices.shape[0] == 0:
+        return jnp.zeros((indices.shape[0], x.shape[1]), x.dtype)
+    target = target_hardware(hardware, (x, indices))
+    arrays = structs(x=x, indices=indices, weights=weights, inverse=inverse)
+    forward = select(Call(operation=NAME, arrays=arrays), implementation, target)
+    backward = select(Call(operation=NAME, arrays=arrays, direction=BACKWARD), implementation, target)
+    plan = _Plan(forward.chosen.forward, backward.chosen.backward, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    start_row, end_row = scalar(start, 0), scalar(end, indices.shape[0])
+    return _ragged_gather(plan, x, indices, start_row, end_row, weights, inverse)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ragged_gather(plan, x, indices, start, end, weights, inverse):  # type: ignore[no-untyped-def]
+    return plan.forward(x, indices, start, end, weights)
+
+
+def _forward(plan, x, indices, start, end, weights, inverse):  # type: ignore[no-untyped-def]
+    # x itself is kept only for the weights' gradient; that of x needs its shape alone.
+    kept = None if weights is None else x
+    return plan.forward(x, indices, start, end, weights), (kept, indices, start, end, weights, inverse)
+
+
+def _backward(plan, residuals, cotangent):  # type: ignore[no-untyped-def]
+    kept, indices, start, end, weights, inverse = residuals
+    x = plan.x if kept is None else kept
+    dx, dweights = plan.backward(x, indices, start, end, weights, inverse, cotangent)
+    return dx, None, None, None, dweights, None
+
+
+_ragged_gather.defvjp(_forward, _backward)

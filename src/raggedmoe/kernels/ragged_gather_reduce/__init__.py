@@ -1,0 +1,1 @@
+from raggedmoe.kernels.ragged_gather_reduce.api import ragged_gather_reduce as ragged_gather_reduce

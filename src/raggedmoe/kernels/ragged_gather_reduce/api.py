@@ -1,0 +1,95 @@
+"""`ragged_gather_reduce`: R routed rows summed back into T tokens, weighted."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from raggedmoe.hardware import Hardware, target_hardware
+from raggedmoe.kernels.arrays import check_array, check_size, scalar, structs
+from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
+
+NAME = "ragged_gather_reduce"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    rows: jax.ShapeDtypeStruct
+
+
+def ragged_gather_reduce(
+    rows: Float[Array, "R D"],
+    indices: Int[Array, "T K"],
+    *,
+    weights: Float[Array, "T K"] | None = None,
+    start: int | Int[Array, ""] | None = None,
+    end: int | Int[Array, ""] | None = None,
+    inverse: Int[Array, " R"] | None = None,
+    implementation: Choice = "auto",
+    hardware: Hardware | str | None = None,
+) -> Float[Array, "T D"]:
+    """``out[t] = Σ_k weights[t, k] · rows[indices[t, k]]``, over the slots whose index is in ``[start, end)``.
+
+    Args:
+      rows: the rows to sum, of which those in ``[start, end)`` are valid.
+      indices: the row of each slot. A slot whose index is outside ``[start, end)``, or outside the array, adds nothing.
+      weights: a factor for each slot, applied in float32 at least; its gradient is the row-dot of rows and cotangent.
+      start, end: the valid range of rows, traced or not; by default all.
+      inverse: the slot ``t·K + k`` that each row serves, -1 for none. With it the gradient of ``rows`` is a
+        `ragged_gather`, without it a scatter-add.
+      implementation: "auto", a name, a tuple of names in order of preference, or `Directions`.
+      hardware: the chip to choose for; by default that of the mesh in use, or of the arrays.
+
+    >>> import jax.numpy as jnp
+    >>> rows = jnp.array([[1.0], [10.0], [100.0]])
+    >>> ragged_gather_reduce(rows, jnp.array([[0, 1], [2, 0]]), end=2)[:, 0]
+    Array([11.,  1.], dtype=float32)
+    """
+    check_array(NAME, "rows", rows, "R D")
+    check_array(NAME, "indices", indices, "T K", integer=True)
+    if weights is not None:
+        check_array(NAME, "weights", weights, "T K")
+        if weights.shape != indices.shape:
+            raise ValueError(
+                f"{NAME}: expected weights of the shape of indices, {list(indices.shape)}, got {list(weights.shape)}; "
+                "give one weight for each slot"
+            )
+    if inverse is not None:
+        check_array(NAME, "inverse", inverse, "R", integer=True)
+        check_size(NAME, "len(inverse)", rows.shape[0], inverse.shape[0], "give one slot for each row")
+    if 0 in rows.shape or 0 in indices.shape:
+        return jnp.zeros((indices.shape[0], rows.shape[1]), rows.dtype)
+    target = target_hardware(hardware, (rows, indices))
+    arrays = structs(rows=rows, indices=indices, weights=weights, inverse=inverse)
+    forward = select(Call(operation=NAME, arrays=arrays), implementation, target)
+    backward = select(Call(operation=NAME, arrays=arrays, direction=BACKWARD), implementation, target)
+    plan = _Plan(forward.chosen.forward, backward.chosen.backward, jax.ShapeDtypeStruct(rows.shape, rows.dtype))
+    start_row, end_row = scalar(start, 0), scalar(end, rows.shape[0])
+    return _ragged_gather_reduce(plan, rows, indices, start_row, end_row, weights, inverse)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ragged_gather_reduce(plan, rows, indices, start, end, weights, inverse):  # type: ignore[no-untyped-def]
+    return plan.forward(rows, indices, start, end, weights)
+
+
+def _forward(plan, rows, indices, start, end, weights, inverse):  # type: ignore[no-untyped-def]
+    # The rows are kept only for the weights' gradient; their own needs their shape alone.
+    kept = None if weights is None else rows
+    return plan.forward(rows, indices, start, end, weights), (kept, indices, start, end, weights, inverse)
+
+
+def _backward(plan, residuals, cotangent):  # type: ignore[no-untyped-def]
+    kept, indices, start, end, weights, inverse = residuals
+    rows = plan.rows if kept is None else kept
+    drows, dweights = plan.backward(rows, indices, start, end, weights, inverse, cotangent)
+    return drows, None, None, None, dweights, None
+
+
+_ragged_gather_reduce.defvjp(_forward, _backward)

@@ -1,0 +1,60 @@
+"""Example calls of `ragged_gather_reduce`."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from raggedmoe.kernels.example import Example, Spec, normal, poisoned, routing
+
+
+def _make(
+    rng: np.random.Generator,
+    dtype: Any,
+    *,
+    tokens: int,
+    experts: int,
+    per_token: int,
+    width: int,
+    start: int | None = None,
+    end: int | None = None,
+    weights: bool = True,
+    inverse: bool = True,
+) -> Example:
+    slots = np.argsort(routing(rng, tokens, experts, per_token).reshape(-1), kind="stable")
+    row = np.arange(slots.size)
+    keep = (row >= (start or 0)) & (row < (slots.size if end is None else end))
+    arrays: dict[str, Any] = {
+        "rows": poisoned(normal(rng, (slots.size, width), dtype), keep),
+        "indices": jnp.asarray(np.argsort(slots).reshape(tokens, per_token), jnp.int32),
+    }
+    if start is not None:
+        arrays["start"] = jnp.int32(start)
+    if end is not None:
+        arrays["end"] = jnp.int32(end)
+    if weights:
+        arrays["weights"] = normal(rng, (tokens, per_token), jnp.float32)
+    if inverse:
+        arrays["inverse"] = jnp.asarray(slots, jnp.int32)
+    flops = 2 * int(keep.sum()) * width
+    return Example(arrays=arrays, options={}, cotangent=normal(rng, (tokens, width), dtype), flops=flops)
+
+
+def _spec(name: str, large: bool = False, **sizes: Any) -> Spec:
+    return Spec(name=name, make=functools.partial(_make, **sizes), large=large)
+
+
+SPECS = (
+    _spec("one-token", tokens=1, experts=4, per_token=2, width=8),
+    _spec("plain", tokens=33, experts=8, per_token=2, width=48, inverse=False),
+    _spec("no-weights", tokens=33, experts=8, per_token=2, width=48, weights=False),
+    _spec("no-weights-plain", tokens=21, experts=8, per_token=3, width=7, weights=False, inverse=False, end=40),
+    _spec("every-expert", tokens=17, experts=20, per_token=20, width=24),
+    _spec("range", tokens=40, experts=8, per_token=3, width=31, start=11, end=77),
+    _spec("range-plain", tokens=40, experts=8, per_token=3, width=31, start=11, end=77, inverse=False),
+    _spec("no-row", tokens=9, experts=4, per_token=2, width=16, start=5, end=5),
+    _spec("width-2880", tokens=12, experts=4, per_token=4, width=2880),
+    _spec("mixtral", tokens=2048, experts=16, per_token=2, width=512, large=True),
+    _spec("fine-grained", tokens=2048, experts=64, per_token=8, width=512, large=True),
+)

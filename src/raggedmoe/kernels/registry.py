@@ -1,0 +1,212 @@
+"""Which implementation computes an operation: the declarations, the choice, and the only selection loop.
+
+An implementation is one file in its operation's folder that defines ``IMPLEMENTATION``; it is found by looking there.
+"""
+
+import functools
+import importlib
+import logging
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import jax
+
+from raggedmoe import compat
+from raggedmoe.hardware import Hardware
+from raggedmoe.names import unknown
+from raggedmoe.kernels.proof import AUTO_TAKES, Certificate, Level, Proof, level_on, read_certificates
+
+logger = logging.getLogger("raggedmoe")
+
+OPERATIONS = ("ragged_gather", "ragged_gather_reduce", "grouped_matmul", "expert_ffn")
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What is known of a call before tracing: names, shapes and dtypes of the arrays given, and static options."""
+
+    operation: str
+    direction: str = FORWARD
+    arrays: Mapping[str, jax.ShapeDtypeStruct]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _nothing(call: Call, hardware: Hardware) -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """One way to compute an operation, both directions as plain functions (the operation's `api.py` says of what)."""
+
+    operation: str
+    name: str
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    rank: Mapping[str, int]  # platform -> place in auto's order, smallest first; a platform left out: named use only
+    proofs: tuple[Proof, ...]
+    why_not: Callable[[Call, Hardware], str | None] = _nothing  # why it cannot run; None: it can
+    note: Callable[[Call, Hardware], str | None] = _nothing  # what a user should know of its cost there
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.operation}/{self.name}"
+
+
+Ordered = str | tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Directions:
+    """A choice for each direction of one operation."""
+
+    forward: Ordered = "auto"
+    backward: Ordered = "auto"
+
+
+Choice = str | tuple[str, ...] | Directions
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelChoice:
+    """Which implementation each operation may use: "auto", a name, an ordered tuple of names, or Directions of those."""
+
+    ragged_gather: Choice = "auto"
+    ragged_gather_reduce: Choice = "auto"
+    grouped_matmul: Choice = "auto"
+    expert_ffn: Choice = "auto"
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            for direction in (FORWARD, BACKWARD):
+                _names(entry.name, _ordered(getattr(self, entry.name), direction))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """What the selection found out about one implementation."""
+
+    implementation: Implementation
+    reason: str | None  # why it was not taken; None: it was, or nobody asked it because an earlier one was taken
+    level: Level
+    shown_by: str
+    note: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The implementation that was taken for one call and direction, with all that were looked at, in order."""
+
+    call: Call
+    hardware: Hardware
+    chosen: Implementation
+    candidates: tuple[Candidate, ...]
+
+
+@functools.cache
+def implementations(operation: str) -> dict[str, Implementation]:
+    """All implementations of an operation, by name."""
+    package = importlib.import_module(f"raggedmoe.kernels.{operation}")
+    found = {}
+    for module_info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{module_info.name}")
+        implementation = getattr(module, "IMPLEMENTATION", None)
+        if implementation is not None:
+            found[implementation.name] = implementation
+    return found
+
+
+def _ordered(choice: Choice, direction: str) -> Ordered:
+    return getattr(choice, direction) if isinstance(choice, Directions) else choice
+
+
+def _names(operation: str, ordered: Ordered) -> tuple[str, ...] | None:
+    """The names in a choice, each checked to exist; None for auto."""
+    if ordered == "auto":
+        return None
+    names = (ordered,) if isinstance(ordered, str) else ordered
+    known = implementations(operation)
+    if not isinstance(names, tuple) or not names:
+        raise ValueError(
+            f"implementation of {operation}: expected 'auto', a name, a non-empty tuple of names or Directions, "
+            f"got {ordered!r}"
+        )
+    for name in names:
+        if name not in known:
+            raise unknown(f"implementation of {operation},", name, ("auto", *known))
+    return names
+
+
+def _look_at(
+    implementation: Implementation,
+    call: Call,
+    hardware: Hardware,
+    jax_version: str,
+    certificates: tuple[Certificate, ...],
+    auto: bool,
+) -> Candidate:
+    level, shown_by = level_on(
+        implementation.full_name, implementation.proofs, hardware, jax_version, certificates
+    )
+    reason = compat.version_why_not(implementation.full_name, jax_version) or implementation.why_not(call, hardware)
+    if reason is None and auto and hardware.platform not in implementation.rank:
+        reason = f"auto does not offer it on {hardware.platform}; it runs when named"
+    if reason is None and auto and level < AUTO_TAKES:
+        reason = f"only {level.name.lower()} on {hardware.name}; name it, or run `raggedmoe verify` on such a chip"
+    return Candidate(
+        implementation=implementation,
+        reason=reason,
+        level=level,
+        shown_by=shown_by,
+        note=implementation.note(call, hardware),
+    )
+
+
+def candidates(
+    call: Call,
+    choice: Choice,
+    hardware: Hardware,
+    *,
+    jax_version: str = compat.JAX_VERSION,
+    certificates: tuple[Certificate, ...] = (),
+) -> tuple[Candidate, ...]:
+    """Every implementation that the choice allows, in order, each with the reason why it cannot be taken, or None."""
+    known = implementations(call.operation)
+    names = _names(call.operation, _ordered(choice, call.direction))
+    auto = names is None
+    if names is None:
+        last = max((max(i.rank.values(), default=0) for i in known.values()), default=0) + 1
+        names = tuple(sorted(known, key=lambda name: (known[name].rank.get(hardware.platform, last), name)))
+    return tuple(_look_at(known[name], call, hardware, jax_version, certificates, auto) for name in names)
+
+
+def select(
+    call: Call,
+    choice: Choice,
+    hardware: Hardware,
+    *,
+    jax_version: str = compat.JAX_VERSION,
+    certificates: tuple[Certificate, ...] | None = None,
+) -> Selection:
+    """The first implementation in the choice's order that can run; each one skipped is logged once, with its reason."""
+    if certificates is None:
+        certificates = read_certificates()
+    looked_at = candidates(call, choice, hardware, jax_version=jax_version, certificates=certificates)
+    for candidate in looked_at:
+        if candidate.reason is None:
+            return Selection(call=call, hardware=hardware, chosen=candidate.implementation, candidates=looked_at)
+        report_skip(candidate.implementation.full_name, call.direction, hardware.name, candidate.reason)
+    reasons = "\n".join(f"  {c.implementation.name}: {c.reason}" for c in looked_at)
+    raise NotImplementedError(
+        f"{call.operation} ({call.direction}) on {hardware.name}: no implementation in "
+        f"{_ordered(choice, call.direction)!r} can run:\n{reasons}"
+    )
+
+
+@functools.cache
+def report_skip(full_name: str, direction: str, hardware: str, reason: str) -> None:
+    """Log that an implementation was passed over. Cached, so that each is said once."""
+    logger.warning("%s (%s) on %s not used: %s", full_name, direction, hardware, reason)

@@ -1,0 +1,83 @@
+"""Keeping experts evenly used: the losses, the loss-free bias rule, and the statistics.
+
+Every mean is made of sums and counts, which ``axis`` reduces over the mesh first: a loss is that of the global batch,
+not the mean of what the shards computed for themselves.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+Axis = str | tuple[str, ...] | None
+
+
+def total(value: jax.Array, axis: Axis) -> jax.Array:
+    """The sum over the mesh axis, or the value itself without one."""
+    return value if axis is None else lax.psum(value, axis)
+
+
+def expert_counts(experts: Int[Array, "T K"], num_experts: int) -> Int[Array, " E"]:
+    """How many slots each expert got; slots of no expert (E) are left out."""
+    return jnp.zeros(num_experts, jnp.int32).at[experts.reshape(-1)].add(1, mode="drop")
+
+
+def load_balance_loss(
+    probabilities: Float[Array, "T E"],
+    experts: Int[Array, "T K"],
+    mask: Bool[Array, " T"],
+    *,
+    num_sequences: int | None = None,
+    axis: Axis = None,
+) -> Float[Array, ""]:
+    """``E · Σ_e f_e · P_e``: f the share of slots, P the mean probability of each expert; 1 at perfect balance.
+
+    Over the whole batch by default. With ``num_sequences`` the tokens are that many equal sequences, the loss is taken
+    in each, and the mean is over the sequences that have a token.
+    """
+    num_experts, per_token = probabilities.shape[1], experts.shape[1]
+    parts = num_sequences or 1
+    probabilities = jnp.where(mask[:, None], probabilities, 0).reshape(parts, -1, num_experts)
+    counts = jax.vmap(lambda part: expert_counts(part, num_experts))(experts.reshape(parts, -1, per_token))
+    tokens = mask.reshape(parts, -1).sum(1, dtype=jnp.int32)
+    sums = probabilities.sum(1)
+    if num_sequences is None:
+        counts, tokens, sums = total(counts, axis), total(tokens, axis), total(sums, axis)
+    safe = jnp.maximum(tokens, 1)[:, None].astype(sums.dtype)
+    losses = num_experts * (counts.astype(sums.dtype) / (safe * per_token) * (sums / safe)).sum(1)
+    if num_sequences is None:
+        return losses[0]
+    present = total((tokens > 0).sum(), axis)
+    return total(losses.sum(), axis) / jnp.maximum(present, 1).astype(losses.dtype)
+
+
+def router_z_loss(logits: Float[Array, "T E"], mask: Bool[Array, " T"], axis: Axis = None) -> Float[Array, ""]:
+    """The mean of ``logsumexp(logits)²`` over the tokens."""
+    squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
+    tokens = jnp.maximum(total(mask.sum(), axis), 1).astype(logits.dtype)
+    return total(jnp.where(mask, squares, 0).sum(), axis) / tokens
+
+
+def updated_selection_bias(
+    bias: Float[Array, " E"], load: Int[Array, " E"], rate: float = 1e-3
+) -> Float[Array, " E"]:
+    """The loss-free rule: an expert with less than the mean load gets ``rate`` more, one with more gets less.
+
+    Give the load of the whole batch. The sign of a sum is not the sum of signs: add up the loads of shards and chunks
+    first, then call this once.
+    """
+    # In integers, so that a load that equals the mean is seen to: mean - load has the sign of total - E · load.
+    load = load.astype(jnp.int32)
+    return bias + rate * jnp.sign(load.sum() - load.shape[0] * load).astype(bias.dtype)
+
+
+def load_entropy(load: Int[Array, " E"]) -> Float[Array, ""]:
+    """Entropy of the distribution of slots over experts, in nats; 0 without any slot."""
+    share = load / jnp.maximum(load.sum(), 1)
+    return -jnp.where(load > 0, share * jnp.log(jnp.where(load > 0, share, 1)), 0).sum()
+
+
+def max_violation(load: Int[Array, " E"]) -> Float[Array, ""]:
+    """How far the busiest expert is above the mean load, as a share of it; 0 without any slot."""
+    mean = load.sum() / load.shape[0]
+    return jnp.where(mean > 0, load.max() / jnp.where(mean > 0, mean, 1) - 1, 0.0)

@@ -1,0 +1,224 @@
+"""What an MoE layer is: small frozen configurations, checked when they are made."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+
+from raggedmoe.kernels.expert_ffn.api import check_activation
+from raggedmoe.kernels.registry import KernelChoice
+from raggedmoe.moe.backends import Backend, backend_named
+from raggedmoe.names import unknown
+from raggedmoe.params import ParamSpec
+
+SCORES = ("softmax", "sigmoid", "sqrt_softplus", "logits")
+SELECTIONS = ("learned", "random", "hash", "balanced", "expert_choice")
+NORMALIZATIONS = ("none", "sum", "softmax")
+STRATEGIES = ("local", "capacity", "dense", "ring")
+
+
+def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise unknown(what, value, known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """score → (bias) → (group limit) → top-k → normalise → scale.
+
+    Mixtral, Qwen3: the defaults. OLMoE: ``normalize="none"``. gpt-oss (top-k, then softmax): ``score="logits",
+    normalize="softmax", logit_bias=True``. DeepSeek V3: ``score="sigmoid", selection_bias=True, num_groups=8,
+    groups_per_token=4, scale=2.5``. DeepSeek V2: ``normalize="none", group_score="max"``. Llama 4:
+    ``score="sigmoid", normalize="none", weigh="input"``.
+    """
+
+    score: str = "softmax"  # from logits to the scores that rank experts and become weights
+    selection: str = "learned"  # who picks: the scores, chance, the token's id, a round robin, or each expert its tokens
+    normalize: str = "sum"  # the chosen scores: as they are, divided by their sum, or through a softmax
+    normalize_epsilon: float = 1e-20  # added to that sum
+    scale: float = 1.0  # of the weights, last
+    weigh: str = "output"  # what the weights multiply: the expert's "output" or its "input"
+    logit_bias: bool = False  # a trained bias on the logits
+    selection_bias: bool = False  # a bias on the scores that decides who is chosen, and never enters the weights
+    expert_scale: bool = False  # a trained factor for each expert's weights
+    num_groups: int = 1  # experts in equal groups, of which a token may use only
+    groups_per_token: int = 1  # this many,
+    group_score: str = "top2_sum"  # the best by the sum of their two best scores, or by their "max"
+    jitter: float = 0.0  # the router's input is multiplied by uniform noise in 1 ± jitter, where a key is given
+    aux_loss: str = "batch"  # balance over the whole "batch" or over each "sequence"
+    aux_loss_weight: float = 0.0
+    z_loss_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        _one_of("score", self.score, SCORES)
+        _one_of("selection", self.selection, SELECTIONS)
+        _one_of("normalize", self.normalize, NORMALIZATIONS)
+        _one_of("weigh", self.weigh, ("output", "input"))
+        _one_of("group_score", self.group_score, ("top2_sum", "max"))
+        _one_of("aux_loss", self.aux_loss, ("batch", "sequence"))
+        if self.score == "logits" and self.normalize == "sum":
+            raise ValueError(
+                "score='logits' may be negative, so normalize='sum' can divide by zero; use normalize='softmax'"
+            )
+        if not 0 <= self.jitter < 1:
+            raise ValueError(f"expected 0 <= jitter < 1, got {self.jitter}")
+        if not 1 <= self.groups_per_token <= self.num_groups:
+            raise ValueError(
+                f"expected 1 <= groups_per_token <= num_groups, got {self.groups_per_token} and {self.num_groups}"
+            )
+        if self.selection == "expert_choice" and (self.num_groups > 1 or self.selection_bias):
+            raise ValueError("selection='expert_choice' has no group limit and no selection bias; leave them out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """What one expert computes, and what all tokens share."""
+
+    activation: str = "silu"
+    gated: bool = True
+    biases: bool = False
+    num_shared: int = 0  # experts that see every token, as one MLP of num_shared times the width
+    shared_gate: bool = False  # their sum times a sigmoid of the token
+
+    def __post_init__(self) -> None:
+        check_activation(self.activation)
+        if self.num_shared < 0:
+            raise ValueError(f"expected num_shared >= 0, got {self.num_shared}")
+        if self.shared_gate and not self.num_shared:
+            raise ValueError("shared_gate=True needs num_shared >= 1, got 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """One MoE layer."""
+
+    num_experts: int  # E
+    experts_per_token: int  # K; with expert-choice routing, the average
+    model_dim: int  # D
+    expert_dim: int  # F
+    router: RouterConfig = field(default_factory=RouterConfig)
+    experts: ExpertConfig = field(default_factory=ExpertConfig)
+    moe_backend: str = "auto"  # a named pair of strategy and kernels
+    strategy: str | None = None  # how rows reach their experts; None: the backend's
+    kernels: KernelChoice | None = None  # None: the backend's
+    capacity_factor: float | None = None  # strategy "capacity": slots of each expert, as a multiple of T·K/E
+    width_chunks: int = 1  # the model width in this many parts, so that moving one overlaps with multiplying another
+    hardware: str | None = None  # the chip to choose kernels for; None: that of the mesh or the arrays
+    param_dtype: Any = jnp.float32
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "experts_per_token", "model_dim", "expert_dim", "width_chunks"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"expected {name} to be a positive integer, got {value!r}")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} is more than num_experts={self.num_experts}; "
+                f"a token uses an expert at most once: use at most {self.num_experts}"
+            )
+        self._check_groups()
+        self._check_strategy()
+
+    def _check_groups(self) -> None:
+        router, experts = self.router, self.num_experts
+        if experts % router.num_groups:
+            fitting = [n for n in range(1, experts + 1) if experts % n == 0 and n <= 2 * router.num_groups]
+            padded = math.ceil(experts / router.num_groups) * router.num_groups
+            raise ValueError(
+                f"num_experts={experts} is not divisible by num_groups={router.num_groups}; "
+                f"use num_groups in {fitting}, or pad with num_experts={padded}"
+            )
+        size = experts // router.num_groups
+        if router.num_groups > 1 and router.group_score == "top2_sum" and size < 2:
+            raise ValueError("group_score='top2_sum' needs two experts in a group, got 1; use 'max' or fewer groups")
+        if router.groups_per_token * size < self.experts_per_token:
+            raise ValueError(
+                f"groups_per_token={router.groups_per_token} groups of {size} hold fewer experts than "
+                f"experts_per_token={self.experts_per_token}; use more groups per token"
+            )
+
+    def _check_strategy(self) -> None:
+        backend = backend_named(self.moe_backend)
+        if self.moe_backend != "auto" and (self.strategy is not None or self.kernels is not None):
+            raise ValueError(
+                f"moe_backend={self.moe_backend!r} already names a strategy and kernels; give either the backend, "
+                "or strategy and kernels with moe_backend='auto'"
+            )
+        strategy = self.strategy_name
+        _one_of("strategy", strategy, STRATEGIES)
+        if (self.capacity_factor is not None) != (strategy == "capacity"):
+            raise ValueError(
+                f"capacity_factor belongs to strategy='capacity' alone, got {self.capacity_factor} with {strategy!r}"
+            )
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise ValueError(f"expected capacity_factor > 0, got {self.capacity_factor}")
+        if self.router.selection == "expert_choice" and strategy != "capacity":
+            raise ValueError(
+                f"selection='expert_choice' has no fixed K and needs strategy='capacity', got {strategy!r}"
+            )
+        if backend.fused and self.width_chunks > 1:
+            raise ValueError(
+                "moe_backend='expert_ffn' fuses the activation, which needs the sums over the whole width; "
+                f"it cannot be used with width_chunks={self.width_chunks}: use width_chunks=1 or another backend"
+            )
+        if self.model_dim % self.width_chunks:
+            raise ValueError(f"model_dim={self.model_dim} is not divisible by width_chunks={self.width_chunks}")
+
+    @property
+    def backend(self) -> Backend:
+        return backend_named(self.moe_backend)
+
+    @property
+    def strategy_name(self) -> str:
+        return self.strategy or self.backend.strategy
+
+    @property
+    def kernel_choice(self) -> KernelChoice:
+        return self.kernels or self.backend.kernels
+
+    def capacity(self, num_tokens: int) -> int:
+        """Slots of each expert under strategy "capacity", C."""
+        share = (self.capacity_factor or 1.0) * num_tokens * self.experts_per_token / self.num_experts
+        return min(max(math.ceil(share), 1), num_tokens)
+
+    def param_specs(self) -> dict[str, ParamSpec]:
+        """Every parameter of the layer, by name."""
+        num, width, hidden, dtype = self.num_experts, self.model_dim, self.expert_dim, self.param_dtype
+
+        def weight(contracts: str) -> ParamSpec:
+            axes = ("expert", "expert_dim", "model_dim")
+            return ParamSpec(shape=(num, hidden, width), dtype=dtype, axes=axes, contracts=contracts)
+
+        def per_expert(init: str) -> ParamSpec:
+            return ParamSpec(shape=(num,), dtype=jnp.float32, axes=("expert",), init=init)
+
+        def bias(size: int, axis: str) -> ParamSpec:
+            return ParamSpec(shape=(num, size), dtype=dtype, axes=("expert", axis), init="zeros")
+
+        def shared(contracts: str) -> ParamSpec:
+            shape = (self.experts.num_shared * hidden, width)
+            return ParamSpec(shape=shape, dtype=dtype, axes=("shared_dim", "model_dim"), contracts=contracts)
+
+        gated, router = self.experts.gated, self.router
+        specs: dict[str, ParamSpec | None] = {
+            "router_kernel": ParamSpec(
+                shape=(num, width), dtype=jnp.float32, axes=("expert", "model_dim"), contracts="model_dim"
+            ),
+            "router_logit_bias": per_expert("zeros") if router.logit_bias else None,
+            "router_selection_bias": per_expert("zeros") if router.selection_bias else None,
+            "router_expert_scale": per_expert("ones") if router.expert_scale else None,
+            "wi_0": weight("model_dim"),
+            "wi_1": weight("model_dim") if gated else None,
+            "wo": weight("expert_dim"),
+            "bias_wi_0": bias(hidden, "expert_dim") if self.experts.biases else None,
+            "bias_wi_1": bias(hidden, "expert_dim") if self.experts.biases and gated else None,
+            "bias_wo": bias(width, "model_dim") if self.experts.biases else None,
+            "shared_wi_0": shared("model_dim") if self.experts.num_shared else None,
+            "shared_wi_1": shared("model_dim") if self.experts.num_shared and gated else None,
+            "shared_wo": shared("shared_dim") if self.experts.num_shared else None,
+            "shared_gate": ParamSpec(shape=(width,), dtype=dtype, axes=("model_dim",), contracts="model_dim")
+            if self.experts.shared_gate
+            else None,
+        }
+        return {name: spec for name, spec in specs.items() if spec is not None}

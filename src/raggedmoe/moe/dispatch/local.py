@@ -1,0 +1,39 @@
+"""Strategy `local`: all experts are here. Rows are sorted by expert; none is lost."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from raggedmoe.moe.balance import expert_counts
+from raggedmoe.moe.dispatch.strategy import Strategy, StrategySettings, combine_rows, gather_rows
+from raggedmoe.moe.records import RouteMetadata, RouteOutput
+
+
+def make(settings: StrategySettings) -> Strategy:
+    return Strategy(
+        prepare=lambda routing: prepare(routing, settings.num_experts),
+        dispatch=lambda x, routing, metadata: gather_rows(x, metadata, settings),
+        unpermute=lambda rows, routing, metadata: combine_rows(rows, metadata, settings),
+    )
+
+
+def sorted_slots(experts: Int[Array, "T K"]) -> tuple[Int[Array, " T*K"], Int[Array, "T K"]]:
+    """The slots in the order of their experts, ties in the order of the slots, and each slot's place in it."""
+    slots = jnp.argsort(experts.reshape(-1), stable=True).astype(jnp.int32)
+    places = jnp.zeros_like(slots).at[slots].set(jnp.arange(slots.shape[0], dtype=jnp.int32), unique_indices=True)
+    return slots, places.reshape(experts.shape)
+
+
+def prepare(routing: RouteOutput, num_experts: int) -> RouteMetadata:
+    """Sort the slots by expert. Masked tokens are of expert E: their rows come last, past the valid ones."""
+    assert routing.experts is not None
+    slots, places = sorted_slots(routing.experts)
+    group_sizes = expert_counts(routing.experts, num_experts)
+    return RouteMetadata(
+        token_of_row=slots // routing.experts.shape[1],
+        slot_of_row=slots,
+        row_of_slot=places,
+        weights=routing.weights,
+        group_sizes=group_sizes,
+        num_rows=group_sizes.sum(dtype=jnp.int32),
+        dropped=jnp.zeros((), jnp.int32),
+    )

@@ -1,0 +1,132 @@
+"""What the experts compute on the rows that a strategy brought them. Written once; knows no strategy."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.arrays import accumulator
+from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
+from raggedmoe.kernels.expert_ffn.api import ExpertBiases, expert_ffn
+from raggedmoe.kernels.expert_ffn.matmuls import add_bias
+from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
+from raggedmoe.kernels.registry import KernelChoice
+from raggedmoe.moe.records import SharedParams
+
+Target = Hardware | str | None
+GroupSizes = Int[Array, " G"] | None  # None: every group has R/G rows
+
+
+def gmm_up(
+    rows: Float[Array, "R D"],
+    wi_0: Float[Array, "G F D"],
+    wi_1: Float[Array, "G F D"] | None,
+    group_sizes: GroupSizes,
+    kernels: KernelChoice,
+    hardware: Target = None,
+) -> tuple[Float[Array, "R F"], Float[Array, "R F"] | None]:
+    """Both up projections, as float32 sums without biases: parts of the width can be added up before the activation."""
+    wide = accumulator(rows.dtype)
+    gate = _matmul(rows, wi_0, group_sizes, kernels, hardware, transpose_rhs=True, result=wide)
+    if wi_1 is None:
+        return gate, None
+    return gate, _matmul(rows, wi_1, group_sizes, kernels, hardware, transpose_rhs=True, result=wide)
+
+
+def activate(
+    gate: Float[Array, "R F"],
+    up: Float[Array, "R F"] | None,
+    biases: ExpertBiases | None,
+    group_sizes: GroupSizes,
+    num_groups: int,
+    activation: str,
+    dtype: jnp.dtype,
+) -> Float[Array, "R F"]:
+    """The hidden rows, from complete sums."""
+    if biases is not None:
+        bounds = _bounds(group_sizes, num_groups, gate.shape[0])
+        gate = add_bias(gate, biases.wi_0, bounds)
+        up = None if up is None else add_bias(up, biases.wi_1, bounds)
+    return ACTIVATIONS[activation](gate, up).astype(dtype)
+
+
+def gmm_down(
+    hidden: Float[Array, "R F"],
+    wo: Float[Array, "G F D"],
+    bias: Float[Array, "G D"] | None,
+    group_sizes: GroupSizes,
+    kernels: KernelChoice,
+    hardware: Target = None,
+) -> Float[Array, "R D"]:
+    """The down projection."""
+    if bias is None:
+        return _matmul(hidden, wo, group_sizes, kernels, hardware, transpose_rhs=False, result=hidden.dtype)
+    wide = accumulator(hidden.dtype)
+    out = _matmul(hidden, wo, group_sizes, kernels, hardware, transpose_rhs=False, result=wide)
+    return add_bias(out, bias, _bounds(group_sizes, wo.shape[0], hidden.shape[0])).astype(hidden.dtype)
+
+
+def fused_experts(
+    rows: Float[Array, "R D"],
+    wi_0: Float[Array, "G F D"],
+    wi_1: Float[Array, "G F D"] | None,
+    wo: Float[Array, "G F D"],
+    biases: ExpertBiases | None,
+    group_sizes: GroupSizes,
+    activation: str,
+    kernels: KernelChoice,
+    hardware: Target = None,
+) -> Float[Array, "R D"]:
+    """All of it in one operation, which never holds all hidden rows."""
+    if group_sizes is None:
+        group_sizes = jnp.full(wi_0.shape[0], rows.shape[0] // wi_0.shape[0], jnp.int32)
+    return expert_ffn(
+        rows,
+        wi_0,
+        wi_1,
+        wo,
+        group_sizes,
+        biases=biases,
+        activation=activation,
+        implementation=kernels.expert_ffn,
+        hardware=hardware,
+    )
+
+
+def shared_experts(x: Float[Array, "T D"], params: SharedParams, activation: str) -> Float[Array, "T D"]:
+    """The MLP that every token goes through, times its sigmoid gate if there is one."""
+    wide, dtype = accumulator(x.dtype), x.dtype
+    up = None if params.wi_1 is None else jnp.matmul(x, params.wi_1.astype(dtype).T, preferred_element_type=wide)
+    gate = jnp.matmul(x, params.wi_0.astype(dtype).T, preferred_element_type=wide)
+    hidden = ACTIVATIONS[activation](gate, up).astype(dtype)
+    out = jnp.matmul(hidden, params.wo.astype(dtype), preferred_element_type=wide)
+    if params.gate is not None:
+        out = out * jax.nn.sigmoid(jnp.matmul(x, params.gate.astype(dtype), preferred_element_type=wide))[:, None]
+    return out.astype(dtype)
+
+
+def _matmul(rows, weights, group_sizes, kernels, hardware, *, transpose_rhs, result):  # type: ignore[no-untyped-def]
+    if group_sizes is None:
+        parts = rows.reshape(weights.shape[0], -1, rows.shape[1])
+        contract = ((2,), (2 if transpose_rhs else 1,))
+        precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+        out = lax.dot_general(
+            parts, weights, (contract, ((0,), (0,))), precision=precision, preferred_element_type=accumulator(rows.dtype)
+        )
+        return out.astype(result).reshape(rows.shape[0], out.shape[-1])
+    return grouped_matmul(
+        rows,
+        weights,
+        group_sizes,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=result,
+        implementation=kernels.grouped_matmul,
+        hardware=hardware,
+    )
+
+
+def _bounds(group_sizes, num_groups, num_rows):  # type: ignore[no-untyped-def]
+    if group_sizes is None:
+        return jnp.arange(num_groups + 1, dtype=jnp.int32) * (num_rows // num_groups)
+    return group_bounds(group_sizes, num_groups, num_rows)

@@ -1,0 +1,109 @@
+"""`MoE`: the layer as a flax nnx module."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from raggedmoe.moe.config import MoEConfig
+from raggedmoe.moe.layer import moe_route_and_compute
+from raggedmoe.moe.records import MoEOutput, MoEParams
+from raggedmoe.params import check_param, check_params, init_params
+
+
+class SelectionBias(nnx.Variable):
+    """A bias that decides who is chosen. Not an `nnx.Param`: no gradient, no optimizer; see `updated_selection_bias`."""
+
+
+class MoE(nnx.Module):
+    """A Mixture-of-Experts layer.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from raggedmoe import MoE, MoEConfig
+    >>> config = MoEConfig(num_experts=8, experts_per_token=2, model_dim=16, expert_dim=32)
+    >>> layer = MoE(config, rngs=nnx.Rngs(0))
+    >>> out = layer(jnp.ones((2, 5, 16)))
+    >>> out.output.shape, int(out.load.sum()), int(out.dropped)
+    ((2, 5, 16), 20, 0)
+    """
+
+    def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self._set(init_params(config.param_specs(), rngs.params()))
+
+    @classmethod
+    def from_arrays(
+        cls, config: MoEConfig, arrays: Mapping[str, Any], axes: Mapping[str, tuple[str, ...]]
+    ) -> "MoE":
+        """A layer with given weights. ``axes`` names each one's dimensions, as in ``config.param_specs()``."""
+        check_params(config.param_specs(), arrays, axes)
+        layer = cls.__new__(cls)
+        layer.config = config
+        layer._set({name: jnp.asarray(array) for name, array in arrays.items()})
+        return layer
+
+    def _set(self, arrays: Mapping[str, jax.Array]) -> None:
+        for name, spec in self.config.param_specs().items():
+            kind = SelectionBias if name == "router_selection_bias" else nnx.Param
+            setattr(self, name, kind(arrays[name], axes=spec.axes))
+
+    @property
+    def params(self) -> MoEParams:
+        """The weights as the functional core takes them, their axes and shapes checked."""
+        flat = {}
+        for name, spec in self.config.param_specs().items():
+            variable = getattr(self, name)
+            check_param(name, spec, variable[...], tuple(variable.get_metadata().get("axes", spec.axes)))
+            flat[name] = variable[...]
+        return MoEParams.from_flat(flat)
+
+    def __call__(
+        self,
+        x: Float[Array, "... D"],
+        *,
+        mask: Bool[Array, "..."] | None = None,
+        key: jax.Array | None = None,
+        token_ids: Int[Array, "..."] | None = None,
+        replay: Int[Array, "... K"] | None = None,
+    ) -> MoEOutput:
+        """The layer on ``x [..., D]``; the other arguments have its leading dimensions.
+
+        Args:
+          x: tokens. The last leading dimension is the sequence, for the sequence-wise loss.
+          mask: True for tokens that count; a masked token's output is zero.
+          key: for random selection and for jitter.
+          token_ids: for hash selection.
+          replay: a recorded routing, ``MoEOutput.experts`` of an earlier call, used again.
+        """
+        width = self.config.model_dim
+        if x.ndim < 2 or x.shape[-1] != width:
+            raise ValueError(f"expected x [..., D] with D = {width} and at least one more dimension, got {x.shape}")
+        lead = x.shape[:-1]
+        for name, value in (("mask", mask), ("token_ids", token_ids)):
+            if value is not None and value.shape != lead:
+                raise ValueError(f"expected {name} with the leading dimensions of x, {lead}, got {value.shape}")
+        if mask is not None and mask.dtype != jnp.bool_:
+            raise TypeError(f"expected a mask of bool, got {mask.dtype}; use mask.astype(bool)")
+        flat = x.reshape(-1, width)
+        out = moe_route_and_compute(
+            flat,
+            self.params,
+            self.config,
+            mask=None if mask is None else mask.reshape(-1),
+            key=key,
+            token_ids=None if token_ids is None else token_ids.reshape(-1),
+            replay=None if replay is None else replay.reshape(-1, replay.shape[-1]),
+            num_sequences=max(flat.shape[0] // lead[-1], 1) if lead[-1] else 1,
+        )
+        experts = None if out.experts is None else out.experts.reshape(*lead, -1)
+        return MoEOutput(
+            **{
+                **{name: getattr(out, name) for name in out.__dataclass_fields__},
+                "output": out.output.reshape(x.shape),
+                "experts": experts,
+            }
+        )

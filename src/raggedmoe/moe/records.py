@@ -1,0 +1,120 @@
+"""What the stages hand to each other: named, frozen, and pytrees."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from raggedmoe.kernels.expert_ffn.api import ExpertBiases
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class RouterParams:
+    """The router's parameters; None where the configuration has none."""
+
+    kernel: Float[Array, "E D"]
+    logit_bias: Float[Array, " E"] | None = None
+    selection_bias: Float[Array, " E"] | None = None
+    expert_scale: Float[Array, " E"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class SharedParams:
+    """The shared experts' parameters, as one MLP of width S."""
+
+    wi_0: Float[Array, "S D"]
+    wi_1: Float[Array, "S D"] | None
+    wo: Float[Array, "S D"]
+    gate: Float[Array, " D"] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class MoEParams:
+    """All parameters of a layer."""
+
+    router: RouterParams
+    wi_0: Float[Array, "G F D"]
+    wi_1: Float[Array, "G F D"] | None
+    wo: Float[Array, "G F D"]
+    biases: ExpertBiases | None
+    shared: SharedParams | None
+
+    @staticmethod
+    def from_flat(flat: Mapping[str, Any]) -> "MoEParams":
+        """From the names of `MoEConfig.param_specs`."""
+        biases = shared = None
+        if "bias_wo" in flat:
+            biases = ExpertBiases(flat["bias_wi_0"], flat.get("bias_wi_1"), flat["bias_wo"])
+        if "shared_wo" in flat:
+            shared = SharedParams(
+                wi_0=flat["shared_wi_0"],
+                wi_1=flat.get("shared_wi_1"),
+                wo=flat["shared_wo"],
+                gate=flat.get("shared_gate"),
+            )
+        return MoEParams(
+            router=RouterParams(
+                kernel=flat["router_kernel"],
+                logit_bias=flat.get("router_logit_bias"),
+                selection_bias=flat.get("router_selection_bias"),
+                expert_scale=flat.get("router_expert_scale"),
+            ),
+            wi_0=flat["wi_0"],
+            wi_1=flat.get("wi_1"),
+            wo=flat["wo"],
+            biases=biases,
+            shared=shared,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class RouteOutput:
+    """What the router decided. Knows no strategy and no model width.
+
+    Token choice fills ``experts`` and ``weights [T K]``; expert choice fills ``tokens`` and ``weights [E C]``.
+    """
+
+    experts: Int[Array, "T K"] | None  # E: nowhere (a masked token)
+    tokens: Int[Array, "E C"] | None  # T: none (an empty slot)
+    mask: Bool[Array, " T"]  # the tokens that count
+    weights: Float[Array, "T K"] | Float[Array, "E C"]  # zero where there is no expert or no token
+    aux_loss: Float[Array, ""]  # load balance, times its configured weight
+    z_loss: Float[Array, ""]  # size of the logits, times its configured weight
+    load: Int[Array, " E"]  # routed slots of each expert
+    entropy: Float[Array, ""]  # of the load, in nats; log(E) is perfect balance
+    max_violation: Float[Array, ""]  # busiest expert's load over the mean, minus 1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class RouteMetadata:
+    """What a strategy needs to move the rows to their experts, and back."""
+
+    token_of_row: Int[Array, " R"]  # the token that each row copies; out of range: none
+    slot_of_row: Int[Array, " R"] | None  # the slot t·K + k that each row serves; out of range: none
+    row_of_slot: Int[Array, "T K"] | None  # the row of each slot; out of range: none here
+    weights: Float[Array, "T K"] | Float[Array, " R"]  # of the slots, or of the rows where there are no slots
+    group_sizes: Int[Array, " G"] | None  # rows of each expert held here, in order; None: R/G each
+    num_rows: Int[Array, ""]  # valid rows, at the front of the buffer
+    dropped: Int[Array, ""]  # routed slots (expert choice: tokens that count) that have no row anywhere
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class MoEOutput:
+    """What a layer returns, whatever its configuration."""
+
+    output: Float[Array, "... D"]
+    aux_loss: Float[Array, ""]  # add to the loss as it is: its weight is in it
+    z_loss: Float[Array, ""]  # add to the loss as it is: its weight is in it
+    load: Int[Array, " E"]  # routed slots of each expert
+    entropy: Float[Array, ""]  # of the load, in nats
+    max_violation: Float[Array, ""]  # busiest expert's load over the mean, minus 1
+    dropped: Int[Array, ""]  # slots (expert choice: tokens) that were routed or present, and computed by no expert
+    experts: Int[Array, "... K"] | None  # the routing, to record and to give again as `replay`; None: expert choice

@@ -1,0 +1,215 @@
+"""`route`: who goes where. A composition of score → (bias) → (group limit) → top-k → normalise → scale.
+
+NaN in the logits is neither hidden nor spread: the token's experts are still K different ones in range, its weights
+(hence its output, and the losses) are NaN, and every other token's result is what it would be without it.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from raggedmoe.kernels.arrays import accumulator
+from raggedmoe.moe import balance
+from raggedmoe.moe.balance import Axis
+from raggedmoe.moe.config import RouterConfig
+from raggedmoe.moe.records import RouteOutput, RouterParams
+
+
+def route(
+    x: Float[Array, "T D"],
+    params: RouterParams,
+    config: RouterConfig,
+    experts_per_token: int,
+    *,
+    mask: Bool[Array, " T"] | None = None,
+    key: jax.Array | None = None,
+    token_ids: Int[Array, " T"] | None = None,
+    replay: Int[Array, "T K"] | None = None,
+    num_sequences: int = 1,
+    capacity: int | None = None,
+    axis: Axis = None,
+) -> RouteOutput:
+    """Choose experts and weights for every token.
+
+    Args:
+      x: the tokens.
+      mask: True for tokens that count; the others go nowhere and enter no loss or statistic.
+      key: for random selection, and for jitter, which is left out without one (evaluation).
+      token_ids: for hash selection.
+      replay: experts recorded earlier, used instead of choosing; the weights are computed, with their gradients.
+      num_sequences: equal parts of the tokens, for the sequence-wise loss.
+      capacity: tokens that each expert takes, for expert choice.
+      axis: the mesh axis over which losses and statistics are reduced, inside `shard_map`.
+    """
+    mask = jnp.ones(x.shape[0], bool) if mask is None else mask
+    logits = router_logits(x, params, config, key)
+    scores = SCORES[config.score](logits)
+    num_experts = logits.shape[1]
+    z_loss = config.z_loss_weight * balance.router_z_loss(logits, mask, axis)
+    if config.selection == "expert_choice":
+        if replay is not None:
+            raise ValueError("replay gives experts for each token, expert choice picks tokens; use another selection")
+        return _expert_choice(scores, params, config, mask, capacity, z_loss, axis)
+    if replay is not None:
+        experts = _checked_replay(replay, x.shape[0], experts_per_token)
+    else:
+        experts = select_experts(scores, params, config, experts_per_token, mask, key, token_ids)
+    weights = combine_weights(scores, experts, params, config)
+    experts = jnp.where(mask[:, None], experts, num_experts)
+    probabilities = scores if config.score == "softmax" else _probabilities(logits, scores, config)
+    parts = num_sequences if config.aux_loss == "sequence" else None
+    aux_loss = balance.load_balance_loss(probabilities, experts, mask, num_sequences=parts, axis=axis)
+    load = balance.total(balance.expert_counts(experts, num_experts), axis)
+    return RouteOutput(
+        experts=experts,
+        tokens=None,
+        mask=mask,
+        weights=jnp.where(mask[:, None], weights, 0),
+        aux_loss=config.aux_loss_weight * aux_loss,
+        z_loss=z_loss,
+        load=load,
+        entropy=balance.load_entropy(load),
+        max_violation=balance.max_violation(load),
+    )
+
+
+def router_logits(
+    x: Float[Array, "T D"], params: RouterParams, config: RouterConfig, key: jax.Array | None
+) -> Float[Array, "T E"]:
+    """One logit for each token and expert, in float32 at least."""
+    wide = accumulator(x.dtype)
+    x = x.astype(wide)
+    if config.jitter and key is not None:
+        noise = jax.random.uniform(
+            jax.random.fold_in(key, 1), x.shape, wide, minval=1 - config.jitter, maxval=1 + config.jitter
+        )
+        x = x * noise
+    logits = jnp.matmul(x, params.kernel.astype(wide).T, precision=lax.Precision.HIGHEST)
+    return logits if params.logit_bias is None else logits + params.logit_bias.astype(wide)
+
+
+def _sqrt_softplus(logits: jax.Array) -> jax.Array:
+    # exp(log(softplus) / 2): far below zero softplus(x) is exp(x) and would underflow under the root's infinite slope.
+    far = logits < -15
+    near = jax.nn.softplus(jnp.where(far, 0, logits))
+    return jnp.exp(0.5 * jnp.where(far, logits, jnp.log(near)))
+
+
+SCORES = {
+    "softmax": lambda logits: jax.nn.softmax(logits, axis=-1),
+    "sigmoid": jax.nn.sigmoid,
+    "sqrt_softplus": _sqrt_softplus,
+    "logits": lambda logits: logits,
+}
+
+
+def _probabilities(logits: jax.Array, scores: jax.Array, config: RouterConfig) -> jax.Array:
+    """What the balance loss takes for probabilities: scores that sum to 1 over the experts."""
+    if config.score == "logits":
+        return jax.nn.softmax(logits, axis=-1)
+    return scores / (scores.sum(-1, keepdims=True) + config.normalize_epsilon)
+
+
+def select_experts(
+    scores: Float[Array, "T E"],
+    params: RouterParams,
+    config: RouterConfig,
+    experts_per_token: int,
+    mask: Bool[Array, " T"],
+    key: jax.Array | None = None,
+    token_ids: Int[Array, " T"] | None = None,
+) -> Int[Array, "T K"]:
+    """K different experts for every token. No gradient flows through who is chosen."""
+    num_tokens, num_experts = scores.shape
+    if config.selection == "learned":
+        ranking = lax.stop_gradient(scores)
+        if params.selection_bias is not None:
+            ranking = ranking + lax.stop_gradient(params.selection_bias).astype(ranking.dtype)
+        return lax.top_k(limited_to_groups(ranking, config), experts_per_token)[1]
+    if config.selection == "random":
+        if key is None:
+            raise ValueError("selection='random' needs a key, got None; pass key=jax.random.key(seed)")
+        # The K largest of E independent numbers: a uniform draw without replacement.
+        numbers = jax.random.uniform(jax.random.fold_in(key, 0), (num_tokens, num_experts))
+        return lax.top_k(numbers, experts_per_token)[1]
+    if config.selection == "hash":
+        if token_ids is None:
+            raise ValueError("selection='hash' needs the token ids, got None; pass token_ids [T]")
+        # Fibonacci hashing; neighbours of the first choice are the others, so that they differ.
+        first = ((token_ids.astype(jnp.uint32) * jnp.uint32(2654435769)) >> 7) % jnp.uint32(num_experts)
+        first = first.astype(jnp.int32)
+    else:  # balanced: a round robin over the tokens that count
+        first = (jnp.cumsum(mask, dtype=jnp.int32) - 1) * experts_per_token
+    return (first[:, None] + jnp.arange(experts_per_token, dtype=jnp.int32)) % num_experts
+
+
+def limited_to_groups(ranking: Float[Array, "T E"], config: RouterConfig) -> Float[Array, "T E"]:
+    """The ranking with -inf for experts outside the token's best groups."""
+    if config.num_groups == 1:
+        return ranking
+    groups = ranking.reshape(ranking.shape[0], config.num_groups, -1)
+    if config.group_score == "max":
+        group_scores = groups.max(-1)
+    else:
+        group_scores = lax.top_k(groups, 2)[0].sum(-1)
+    best = lax.top_k(group_scores, config.groups_per_token)[1]
+    allowed = (jnp.arange(config.num_groups) == best[:, :, None]).any(1)
+    return jnp.where(allowed[:, :, None], groups, -jnp.inf).reshape(ranking.shape)
+
+
+def combine_weights(
+    scores: Float[Array, "T E"], experts: Int[Array, "T K"], params: RouterParams, config: RouterConfig
+) -> Float[Array, "T K"]:
+    """Weights of the chosen experts from the unbiased scores."""
+    weights = jnp.take_along_axis(scores, experts, axis=1, mode="clip")
+    if config.normalize == "sum":
+        weights = weights / (weights.sum(-1, keepdims=True) + config.normalize_epsilon)
+    elif config.normalize == "softmax":
+        weights = jax.nn.softmax(weights, axis=-1)
+    if params.expert_scale is not None:
+        weights = weights * jnp.take(params.expert_scale, experts, mode="clip").astype(weights.dtype)
+    return weights * config.scale
+
+
+def _checked_replay(replay: jax.Array, num_tokens: int, experts_per_token: int) -> jax.Array:
+    expected = (num_tokens, experts_per_token)
+    if replay.shape != expected or not jnp.issubdtype(replay.dtype, jnp.integer):
+        raise ValueError(
+            f"expected replay [T K] = {list(expected)} of an integer type, got {replay.dtype}{list(replay.shape)}; "
+            "give MoEOutput.experts of the recorded call"
+        )
+    return replay.astype(jnp.int32)
+
+
+def _expert_choice(
+    scores: Float[Array, "T E"],
+    params: RouterParams,
+    config: RouterConfig,
+    mask: Bool[Array, " T"],
+    capacity: int | None,
+    z_loss: Float[Array, ""],
+    axis: Axis,
+) -> RouteOutput:
+    """Each expert takes the tokens that score highest with it: balanced by construction, so no balance loss."""
+    if capacity is None:
+        raise ValueError("selection='expert_choice' needs a capacity, got None; use strategy='capacity'")
+    num_tokens = scores.shape[0]
+    ranking = jnp.where(mask[:, None], lax.stop_gradient(scores), -jnp.inf)
+    tokens = lax.top_k(ranking.T, capacity)[1]
+    taken = jnp.take(mask, tokens)
+    weights = jnp.take_along_axis(scores.T, tokens, axis=1) * config.scale
+    if params.expert_scale is not None:
+        weights = weights * params.expert_scale[:, None].astype(weights.dtype)
+    load = balance.total(taken.sum(1, dtype=jnp.int32), axis)
+    return RouteOutput(
+        experts=None,
+        tokens=jnp.where(taken, tokens, num_tokens),
+        mask=mask,
+        weights=jnp.where(taken, weights, 0),
+        aux_loss=jnp.zeros((), scores.dtype),
+        z_loss=z_loss,
+        load=load,
+        entropy=balance.load_entropy(load),
+        max_violation=balance.max_violation(load),
+    )

@@ -1,0 +1,135 @@
+"""One implementation against the reference: the value and every gradient of one example, within a derived bound.
+
+The bound of a sum is ``eps(result) · |result| + SUM_ROUNDINGS · eps(accumulator) · Σ|terms|``: the two roundings of the
+result to its type, and the roundings of the sum, whose error grows like ``eps · sqrt(n) · |partial sums|``, about
+``eps · Σ|terms|``. ``Σ|terms|`` is the reference itself on the absolute values of the inputs, so no length or scale is
+guessed. The fused FFN rounds its hidden activations as well: there the bound is ``FFN_ROUNDINGS · eps(input)`` times
+the same network on absolute values, with the activation replaced by a polynomial that bounds it, its slope and its
+curvature.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from raggedmoe.kernels.arrays import accumulator
+from raggedmoe.kernels.catalog import Operation
+from raggedmoe.kernels.example import Example, Spec
+from raggedmoe.kernels.expert_ffn import reference as expert_ffn_reference
+from raggedmoe.kernels.expert_ffn.api import ExpertWeights
+from raggedmoe.kernels.grouped_matmul.api import group_bounds
+
+SUM_ROUNDINGS = 4
+FFN_ROUNDINGS = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One compared quantity."""
+
+    operation: str
+    implementation: str
+    spec: str
+    dtype: str
+    quantity: str  # "value", or "d" and the argument's name
+    error: float  # largest absolute difference
+    share: float  # largest difference as a share of its bound; NaN if anything is not finite or not of the right type
+    problem: str | None  # what else is wrong
+
+    @property
+    def passed(self) -> bool:
+        return self.problem is None and self.share <= 1
+
+
+def value_and_gradients(function: Any, arrays: dict[str, Any], cotangent: Any) -> dict[str, Any]:
+    """The result, and the gradient of every floating argument (leaf by leaf), by name."""
+    floating = {
+        name: array
+        for name, array in arrays.items()
+        if all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(array)) and array is not None
+    }
+    rest = {name: array for name, array in arrays.items() if name not in floating}
+    value, vjp = jax.vjp(lambda floating: function(**floating, **rest), floating)
+    (gradients,) = vjp(cotangent)
+    named = {"value": value}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+        named["d" + "".join(str(getattr(part, "key", getattr(part, "name", ""))) for part in path[:1])
+              + "".join("." + str(getattr(part, "name", part)) for part in path[1:])] = leaf
+    return named
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run(function: Any, options: tuple[tuple[str, Any], ...], arrays: Any, cotangent: Any) -> dict[str, Any]:
+    return value_and_gradients(functools.partial(function, **dict(options)), arrays, cotangent)
+
+
+def magnitudes(operation: Operation, example: Example) -> dict[str, Any]:
+    """Σ|terms| of the value and of every gradient."""
+    arrays, cotangent = jax.tree.map(
+        lambda a: jnp.abs(a).astype(accumulator(a.dtype)) if jnp.issubdtype(a.dtype, jnp.floating) else a,
+        (dict(example.arrays), example.cotangent),
+    )
+    if operation.name == "expert_ffn":
+        function = functools.partial(_ffn_majorant, activation=example.options["activation"])
+        return _run(function, (), arrays, cotangent)
+    options = {**example.options, "implementation": "reference"}
+    options.pop("preferred_element_type", None)
+    return _run(operation.function, tuple(options.items()), arrays, cotangent)
+
+
+def _ffn_majorant(rows, wi_0, wi_1, wo, group_sizes, biases=None, *, activation):  # type: ignore[no-untyped-def]
+    def polynomial(gate, up):  # type: ignore[no-untyped-def]
+        # |f| <= 1.2 g, |f'| <= 1.2 and |f''| <= 1.8 for the smooth ones, with 1.702² · 0.5 the steepest curvature.
+        bound = jnp.square(gate) if activation == "relu2" else 1.2 * gate + jnp.square(gate)
+        return bound if up is None else bound * (up + 1 if activation == "clamped_swiglu" else up)
+
+    bounds = group_bounds(group_sizes, wi_0.shape[0], rows.shape[0])
+    return expert_ffn_reference.forward_with(polynomial, rows, ExpertWeights(wi_0, wi_1, wo, biases), bounds)
+
+
+def bound_of(operation: Operation, example: Example, reference: Any, magnitude: Any) -> np.ndarray:
+    """The largest difference that rounding explains, element by element."""
+    magnitude = np.asarray(magnitude, np.float64)
+    if operation.name == "expert_ffn":
+        return FFN_ROUNDINGS * float(jnp.finfo(example.arrays["rows"].dtype).eps) * magnitude
+    out_eps = float(jnp.finfo(reference.dtype).eps)
+    sum_eps = float(jnp.finfo(accumulator(reference.dtype)).eps)
+    return out_eps * np.abs(np.asarray(reference, np.float64)) + SUM_ROUNDINGS * sum_eps * magnitude
+
+
+def check(operation: Operation, names: list[str], spec: Spec, dtype: Any) -> Iterator[Check]:
+    """Compare implementations with the reference on one spec: one `Check` a quantity."""
+    example = spec.example(dtype)
+    options = dict(example.options)
+
+    def run(name: str) -> dict[str, Any]:
+        static = (*options.items(), ("implementation", name))
+        return _run(operation.function, static, dict(example.arrays), example.cotangent)
+
+    reference, magnitude = run("reference"), magnitudes(operation, example)
+    for name in names:
+        found = run(name)
+        for quantity, expected in reference.items():
+            difference = np.abs(np.asarray(found[quantity], np.float64) - np.asarray(expected, np.float64))
+            bound = bound_of(operation, example, expected, magnitude[quantity])
+            share = np.divide(difference, bound, out=np.where(difference == 0, 0.0, np.inf), where=bound > 0)
+            problem = None
+            if found[quantity].dtype != expected.dtype:
+                problem = f"expected type {expected.dtype}, got {found[quantity].dtype}"
+            elif not np.isfinite(difference).all():
+                problem = "not finite"
+            yield Check(
+                operation=operation.name,
+                implementation=name,
+                spec=spec.name,
+                dtype=str(jnp.dtype(dtype)),
+                quantity=quantity,
+                error=float(difference.max(initial=0.0)),
+                share=float(share.max(initial=0.0)),
+                problem=problem,
+            )
