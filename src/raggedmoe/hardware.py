@@ -173,6 +173,6 @@ def target_hardware(given: "Hardware | str | None" = None, arrays: Iterable[Any]
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
             concrete = next(iter(array.devices()))
             return hardware_of_device(concrete.platform, concrete.device_kind)
-    default = jax.config.jax_default_device
+    default: Any = jax.config.values["jax_default_device"]
     concrete = default if isinstance(default, jax.Device) else jax.devices(default)[0]
     return hardware_of_device(concrete.platform, concrete.device_kind)

@@ -50,7 +50,7 @@ def init_params(specs: Specs, key: jax.Array) -> dict[str, jax.Array]:
 
 
 def check_param(name: str, spec: ParamSpec, array: Any, axes: tuple[str, ...]) -> None:
-    """Require a tensor to have the declared axes, by name, and shape. Swapped axes are refused where sizes agree too."""
+    """Require a tensor's axes, by name, and its shape. Swapped axes are refused even where the sizes agree."""
     expected = f"expected {name} ({', '.join(spec.axes)}) = {spec.shape}"
     got = f"got ({', '.join(axes)}) = {tuple(array.shape)}"
     if tuple(axes) != spec.axes:

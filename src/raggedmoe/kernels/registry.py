@@ -15,8 +15,8 @@ import jax
 
 from raggedmoe import compat
 from raggedmoe.hardware import Hardware
-from raggedmoe.names import unknown
 from raggedmoe.kernels.proof import AUTO_TAKES, Certificate, Level, Proof, level_on, read_certificates
+from raggedmoe.names import unknown
 
 logger = logging.getLogger("raggedmoe")
 
@@ -148,9 +148,7 @@ def _look_at(
     certificates: tuple[Certificate, ...],
     auto: bool,
 ) -> Candidate:
-    level, shown_by = level_on(
-        implementation.full_name, implementation.proofs, hardware, jax_version, certificates
-    )
+    level, shown_by = level_on(implementation.full_name, implementation.proofs, hardware, jax_version, certificates)
     reason = compat.version_why_not(implementation.full_name, jax_version) or implementation.why_not(call, hardware)
     if reason is None and auto and hardware.platform not in implementation.rank:
         reason = f"auto does not offer it on {hardware.platform}; it runs when named"

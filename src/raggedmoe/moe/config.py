@@ -34,7 +34,9 @@ class RouterConfig:
     """
 
     score: str = "softmax"  # from logits to the scores that rank experts and become weights
-    selection: str = "learned"  # who picks: the scores, chance, the token's id, a round robin, or each expert its tokens
+    selection: str = (
+        "learned"  # who picks: the scores, chance, the token's id, a round robin, or each expert its tokens
+    )
     normalize: str = "sum"  # the chosen scores: as they are, divided by their sum, or through a softmax
     normalize_epsilon: float = 1e-20  # added to that sum
     scale: float = 1.0  # of the weights, last

@@ -106,13 +106,17 @@ def shared_experts(x: Float[Array, "T D"], params: SharedParams, activation: str
     return out.astype(dtype)
 
 
-def _matmul(rows, weights, group_sizes, kernels, hardware, *, transpose_rhs, result):  # type: ignore[no-untyped-def]
+def _matmul(rows, weights, group_sizes, kernels, hardware, *, transpose_rhs, result):
     if group_sizes is None:
         parts = rows.reshape(weights.shape[0], -1, rows.shape[1])
         contract = ((2,), (2 if transpose_rhs else 1,))
         precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
         out = lax.dot_general(
-            parts, weights, (contract, ((0,), (0,))), precision=precision, preferred_element_type=accumulator(rows.dtype)
+            parts,
+            weights,
+            (contract, ((0,), (0,))),
+            precision=precision,
+            preferred_element_type=accumulator(rows.dtype),
         )
         return out.astype(result).reshape(rows.shape[0], out.shape[-1])
     return grouped_matmul(
@@ -126,7 +130,7 @@ def _matmul(rows, weights, group_sizes, kernels, hardware, *, transpose_rhs, res
     )
 
 
-def _bounds(group_sizes, num_groups, num_rows):  # type: ignore[no-untyped-def]
+def _bounds(group_sizes, num_groups, num_rows):
     if group_sizes is None:
         return jnp.arange(num_groups + 1, dtype=jnp.int32) * (num_rows // num_groups)
     return group_bounds(group_sizes, num_groups, num_rows)

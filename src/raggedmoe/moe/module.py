@@ -15,7 +15,7 @@ from raggedmoe.params import check_param, check_params, init_params
 
 
 class SelectionBias(nnx.Variable):
-    """A bias that decides who is chosen. Not an `nnx.Param`: no gradient, no optimizer; see `updated_selection_bias`."""
+    """A bias that only decides who is chosen: no `nnx.Param`, no gradient; `updated_selection_bias` moves it."""
 
 
 class MoE(nnx.Module):
@@ -36,9 +36,7 @@ class MoE(nnx.Module):
         self._set(init_params(config.param_specs(), rngs.params()))
 
     @classmethod
-    def from_arrays(
-        cls, config: MoEConfig, arrays: Mapping[str, Any], axes: Mapping[str, tuple[str, ...]]
-    ) -> "MoE":
+    def from_arrays(cls, config: MoEConfig, arrays: Mapping[str, Any], axes: Mapping[str, tuple[str, ...]]) -> "MoE":
         """A layer with given weights. ``axes`` names each one's dimensions, as in ``config.param_specs()``."""
         check_params(config.param_specs(), arrays, axes)
         layer = cls.__new__(cls)

@@ -58,8 +58,11 @@ def value_and_gradients(function: Any, arrays: dict[str, Any], cotangent: Any) -
     (gradients,) = vjp(cotangent)
     named = {"value": value}
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
-        named["d" + "".join(str(getattr(part, "key", getattr(part, "name", ""))) for part in path[:1])
-              + "".join("." + str(getattr(part, "name", part)) for part in path[1:])] = leaf
+        named[
+            "d"
+            + "".join(str(getattr(part, "key", getattr(part, "name", ""))) for part in path[:1])
+            + "".join("." + str(getattr(part, "name", part)) for part in path[1:])
+        ] = leaf
     return named
 
 
@@ -82,8 +85,8 @@ def magnitudes(operation: Operation, example: Example) -> dict[str, Any]:
     return _run(operation.function, tuple(options.items()), arrays, cotangent)
 
 
-def _ffn_majorant(rows, wi_0, wi_1, wo, group_sizes, biases=None, *, activation):  # type: ignore[no-untyped-def]
-    def polynomial(gate, up):  # type: ignore[no-untyped-def]
+def _ffn_majorant(rows, wi_0, wi_1, wo, group_sizes, biases=None, *, activation):
+    def polynomial(gate, up):
         # |f| <= 1.2 g, |f'| <= 1.2 and |f''| <= 1.8 for the smooth ones, with 1.702² · 0.5 the steepest curvature.
         bound = jnp.square(gate) if activation == "relu2" else 1.2 * gate + jnp.square(gate)
         return bound if up is None else bound * (up + 1 if activation == "clamped_swiglu" else up)

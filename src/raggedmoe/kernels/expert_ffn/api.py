@@ -81,9 +81,7 @@ def expert_ffn(
     arrays = structs(rows=rows, wi_0=wi_0, wi_1=wi_1, wo=wo, group_sizes=group_sizes)
     options = {"activation": activation, "biases": biases is not None}
     forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
-    backward = select(
-        Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target
-    )
+    backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
     plan = _Plan(forward.chosen.forward, backward.chosen.backward, activation)
     return _expert_ffn(plan, rows, weights, group_bounds(group_sizes, wi_0.shape[0], rows.shape[0]))
 
@@ -127,15 +125,15 @@ def _check(rows: Any, weights: ExpertWeights, group_sizes: Any, activation: str)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _expert_ffn(plan, rows, weights, bounds):  # type: ignore[no-untyped-def]
+def _expert_ffn(plan, rows, weights, bounds):
     return plan.forward(rows, weights, bounds, activation=plan.activation)
 
 
-def _forward(plan, rows, weights, bounds):  # type: ignore[no-untyped-def]
+def _forward(plan, rows, weights, bounds):
     return _expert_ffn(plan, rows, weights, bounds), (rows, weights, bounds)
 
 
-def _backward(plan, residuals, cotangent):  # type: ignore[no-untyped-def]
+def _backward(plan, residuals, cotangent):
     rows, weights, bounds = residuals
     drows, dweights = plan.backward(rows, weights, bounds, cotangent, activation=plan.activation)
     return drows, dweights, None

@@ -15,17 +15,17 @@ from raggedmoe.kernels.proof import PLAIN_XLA
 from raggedmoe.kernels.registry import Implementation
 
 
-def forward(rows, weights, bounds, *, activation):  # type: ignore[no-untyped-def]
+def forward(rows, weights, bounds, *, activation):
     wide = accumulator(rows.dtype)
     row_bits, weight_bits = to_bits(rows), jax.tree.map(to_bits, weights)
 
-    def one_group(group, first, last, out_bits):  # type: ignore[no-untyped-def]
-        def of_this_group(bits, weight):  # type: ignore[no-untyped-def]
+    def one_group(group, first, last, out_bits):
+        def of_this_group(bits, weight):
             return from_bits(lax.dynamic_index_in_dim(bits, group, 0, keepdims=False), weight.dtype, wide)
 
         expert = jax.tree.map(of_this_group, weight_bits, weights)
 
-        def one_tile(position, size, new, out_bits):  # type: ignore[no-untyped-def]
+        def one_tile(position, size, new, out_bits):
             tile = from_bits(lax.dynamic_slice_in_dim(row_bits, position, size), rows.dtype, wide)
             gate = dot(tile, expert.wi_0, 1, 1)
             up = None if expert.wi_1 is None else dot(tile, expert.wi_1, 1, 1)

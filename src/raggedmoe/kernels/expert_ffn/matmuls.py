@@ -8,14 +8,14 @@ from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases, ExpertWeights
 
 
-def group_of_row(bounds, num_rows):  # type: ignore[no-untyped-def]
+def group_of_row(bounds, num_rows):
     """The group of each row, and whether it has one."""
     row = jnp.arange(num_rows, dtype=jnp.int32)
     group = jnp.searchsorted(bounds, row, side="right").astype(jnp.int32) - 1
     return jnp.clip(group, 0, bounds.shape[0] - 2), (row >= bounds[0]) & (row < bounds[-1])
 
 
-def add_bias(rows, bias, bounds):  # type: ignore[no-untyped-def]
+def add_bias(rows, bias, bounds):
     """``rows + bias[group]`` for the valid rows; the others are left as they are."""
     if bias is None:
         return rows
@@ -23,18 +23,21 @@ def add_bias(rows, bias, bounds):  # type: ignore[no-untyped-def]
     return rows + jnp.where(valid[:, None], jnp.take(bias, group, axis=0).astype(rows.dtype), 0)
 
 
-def up_projections(matmul, rows, weights, bounds):  # type: ignore[no-untyped-def]
+def up_projections(matmul, rows, weights, bounds):
     """The activation's arguments, ``(gate, up)`` in float32, biases added; ``up`` is None for ungated experts."""
 
-    def project(weight, bias):  # type: ignore[no-untyped-def]
+    def project(weight, bias):
         sums = matmul.forward(rows, weight, bounds, transpose_rhs=True, out_dtype=accumulator(rows.dtype))
         return add_bias(sums, bias, bounds)
 
-    biases = weights.biases or ExpertBiases(None, None, None)
-    return project(weights.wi_0, biases.wi_0), None if weights.wi_1 is None else project(weights.wi_1, biases.wi_1)
+    biases = weights.biases
+    gate = project(weights.wi_0, None if biases is None else biases.wi_0)
+    if weights.wi_1 is None:
+        return gate, None
+    return gate, project(weights.wi_1, None if biases is None else biases.wi_1)
 
 
-def forward(matmul, rows, weights, bounds, activation):  # type: ignore[no-untyped-def]
+def forward(matmul, rows, weights, bounds, activation):
     """The three matmuls and the activation between them."""
     hidden = ACTIVATIONS[activation](*up_projections(matmul, rows, weights, bounds)).astype(rows.dtype)
     if weights.biases is None:
@@ -43,7 +46,7 @@ def forward(matmul, rows, weights, bounds, activation):  # type: ignore[no-untyp
     return add_bias(out, weights.biases.wo, bounds).astype(rows.dtype)
 
 
-def backward(matmul, rows, weights, bounds, cotangent, activation):  # type: ignore[no-untyped-def]
+def backward(matmul, rows, weights, bounds, cotangent, activation):
     """Gradients of the rows and of all weights; the activation's arguments are computed again."""
     (gate, up) = up_projections(matmul, rows, weights, bounds)
     hidden, activation_vjp = jax.vjp(ACTIVATIONS[activation], gate, up)
@@ -69,7 +72,7 @@ def backward(matmul, rows, weights, bounds, cotangent, activation):  # type: ign
     return drows, ExpertWeights(dwi_0, dwi_1, dwo, dbiases)
 
 
-def group_sums(matmul, rows, bounds, like):  # type: ignore[no-untyped-def]
+def group_sums(matmul, rows, bounds, like):
     """The sum of each group's rows: a transposed grouped matmul with a column of ones."""
     ones = jnp.ones((rows.shape[0], 1), rows.dtype)
     return matmul.transposed(ones, rows, bounds)[:, 0].astype(like.dtype)

@@ -10,11 +10,11 @@ from raggedmoe.kernels.proof import PLAIN_XLA
 from raggedmoe.kernels.registry import Implementation
 
 
-def forward(rows, weights, bounds, *, activation):  # type: ignore[no-untyped-def]
+def forward(rows, weights, bounds, *, activation):
     return forward_with(ACTIVATIONS[activation], rows, weights, bounds)
 
 
-def forward_with(function, rows, weights, bounds):  # type: ignore[no-untyped-def]
+def forward_with(function, rows, weights, bounds):
     wide = accumulator(rows.dtype)
     row = jnp.arange(rows.shape[0])[:, None]
     out = jnp.zeros(rows.shape, wide)
@@ -34,10 +34,10 @@ def forward_with(function, rows, weights, bounds):  # type: ignore[no-untyped-de
     return out.astype(rows.dtype)
 
 
-def backward(rows, weights, bounds, cotangent, *, activation):  # type: ignore[no-untyped-def]
+def backward(rows, weights, bounds, cotangent, *, activation):
     wide = accumulator(rows.dtype)
 
-    def whole(rows, weights):  # type: ignore[no-untyped-def]
+    def whole(rows, weights):
         return forward(rows, weights, bounds, activation=activation)
 
     wide_inputs = jax.tree.map(lambda array: array.astype(wide), (rows, weights))

@@ -66,9 +66,7 @@ def grouped_matmul(
     arrays = structs(lhs=lhs, rhs=rhs, group_sizes=group_sizes)
     options = {"transpose_rhs": transpose_rhs, "group_offset": group_offset is not None, "out_dtype": str(out_dtype)}
     forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
-    backward = select(
-        Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target
-    )
+    backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
     plan = _Plan(forward.chosen.forward, backward.chosen.backward, transpose_rhs, out_dtype)
     return _grouped_matmul(plan, lhs, rhs, group_bounds(group_sizes, rhs.shape[0], lhs.shape[0], group_offset))
 
@@ -109,15 +107,15 @@ def _check(lhs: Any, rhs: Any, group_sizes: Any, transpose_rhs: bool, group_offs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_matmul(plan, lhs, rhs, bounds):  # type: ignore[no-untyped-def]
+def _grouped_matmul(plan, lhs, rhs, bounds):
     return plan.forward(lhs, rhs, bounds, transpose_rhs=plan.transpose_rhs, out_dtype=plan.out_dtype)
 
 
-def _forward(plan, lhs, rhs, bounds):  # type: ignore[no-untyped-def]
+def _forward(plan, lhs, rhs, bounds):
     return _grouped_matmul(plan, lhs, rhs, bounds), (lhs, rhs, bounds)
 
 
-def _backward(plan, residuals, cotangent):  # type: ignore[no-untyped-def]
+def _backward(plan, residuals, cotangent):
     lhs, rhs, bounds = residuals
     dlhs, drhs = plan.backward(lhs, rhs, bounds, cotangent.astype(lhs.dtype), transpose_rhs=plan.transpose_rhs)
     return dlhs, drhs, None

@@ -23,15 +23,15 @@ TILE_SIZES = (256, 128, 64, 32, 16, 8)
 TRANSPOSED_TILE_SIZES = (512, 448, 384, 320, 256, 192, 128, 64, 32, 16)
 
 
-def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):  # type: ignore[no-untyped-def]
+def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
     wide = accumulator(lhs.dtype)
     out = jnp.zeros((lhs.shape[0], rhs.shape[1] if transpose_rhs else rhs.shape[2]), out_dtype)
     lhs_bits, rhs_bits = to_bits(lhs), to_bits(rhs)
 
-    def one_group(group, first, last, out_bits):  # type: ignore[no-untyped-def]
+    def one_group(group, first, last, out_bits):
         matrix = from_bits(lax.dynamic_index_in_dim(rhs_bits, group, 0, keepdims=False), rhs.dtype, wide)
 
-        def one_tile(position, size, new, out_bits):  # type: ignore[no-untyped-def]
+        def one_tile(position, size, new, out_bits):
             rows = from_bits(lax.dynamic_slice_in_dim(lhs_bits, position, size), lhs.dtype, wide)
             product = dot(rows, matrix, 1, 1 if transpose_rhs else 0)
             return write_rows(out_bits, to_bits(product.astype(out_dtype)), position, new)
@@ -41,21 +41,21 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):  # type: ignore[no-u
     return from_bits(for_each_group(bounds, one_group, to_bits(out)), out_dtype, out_dtype)
 
 
-def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs):  # type: ignore[no-untyped-def]
+def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs):
     dlhs = forward(cotangent, rhs, bounds, transpose_rhs=not transpose_rhs, out_dtype=lhs.dtype)
     first, second = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
     return dlhs, transposed(first, second, bounds)
 
 
-def transposed(lhs, rhs, bounds):  # type: ignore[no-untyped-def]
+def transposed(lhs, rhs, bounds):
     """``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
     wide = accumulator(lhs.dtype)
     shape = (lhs.shape[1], rhs.shape[1])
     out = to_bits(jnp.zeros((bounds.shape[0] - 1, *shape), lhs.dtype))
     lhs_bits, rhs_bits = to_bits(lhs), to_bits(rhs)
 
-    def one_group(group, first, last, out):  # type: ignore[no-untyped-def]
-        def one_tile(position, size, new, total):  # type: ignore[no-untyped-def]
+    def one_group(group, first, last, out):
+        def one_tile(position, size, new, total):
             a = from_bits(lax.dynamic_slice_in_dim(lhs_bits, position, size), lhs.dtype, wide)
             b = from_bits(lax.dynamic_slice_in_dim(rhs_bits, position, size), rhs.dtype, wide)
             return total + dot(jnp.where(new, a, 0), jnp.where(new, b, 0), 0, 0)
@@ -67,18 +67,18 @@ def transposed(lhs, rhs, bounds):  # type: ignore[no-untyped-def]
     return from_bits(for_each_group(bounds, one_group, out), lhs.dtype, lhs.dtype)
 
 
-def for_each_group(bounds, one_group, carry):  # type: ignore[no-untyped-def]
+def for_each_group(bounds, one_group, carry):
     """``carry = one_group(group, first, last, carry)`` for each group that has rows, in order."""
     has_rows = bounds[1:] > bounds[:-1]
     groups = jnp.nonzero(has_rows, size=has_rows.shape[0], fill_value=0)[0].astype(jnp.int32)
 
-    def body(i, carry):  # type: ignore[no-untyped-def]
+    def body(i, carry):
         return one_group(groups[i], bounds[groups[i]], bounds[groups[i] + 1], carry)
 
     return lax.fori_loop(0, has_rows.sum(dtype=jnp.int32), body, carry)
 
 
-def for_each_tile(first, last, num_rows, sizes, one_tile, carry):  # type: ignore[no-untyped-def]
+def for_each_tile(first, last, num_rows, sizes, one_tile, carry):
     """``carry = one_tile(position, size, new, carry)`` over tiles that cover the rows ``first <= r < last``.
 
     A tile never leaves the array, so the last one may reach back into rows that were done before, and beyond ``last``:
@@ -86,8 +86,8 @@ def for_each_tile(first, last, num_rows, sizes, one_tile, carry):  # type: ignor
     """
     sizes = tuple(size for size in sizes if size <= num_rows) or (num_rows,)
 
-    def loop(size, more_than, state):  # type: ignore[no-untyped-def]
-        def body(state):  # type: ignore[no-untyped-def]
+    def loop(size, more_than, state):
+        def body(state):
             done, carry = state
             position = jnp.minimum(done, num_rows - size)
             row = position + lax.iota(jnp.int32, size)[:, None]
@@ -101,23 +101,23 @@ def for_each_tile(first, last, num_rows, sizes, one_tile, carry):  # type: ignor
     return state[1]
 
 
-def write_rows(out, tile, position, new):  # type: ignore[no-untyped-def]
+def write_rows(out, tile, position, new):
     """``out`` with the new rows of a tile written at ``position``."""
     old = lax.dynamic_slice_in_dim(out, position, tile.shape[0])
     return lax.dynamic_update_slice_in_dim(out, jnp.where(new, tile, old), position, 0)
 
 
-def dot(a, b, a_dim, b_dim):  # type: ignore[no-untyped-def]
+def dot(a, b, a_dim, b_dim):
     """A matmul contracting those dimensions, in full precision."""
     return lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((), ())), precision=lax.Precision.HIGHEST)
 
 
-def to_bits(x):  # type: ignore[no-untyped-def]
+def to_bits(x):
     """A 16-bit array as unsigned integers; any other as it is."""
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
-def from_bits(x, dtype, wide):  # type: ignore[no-untyped-def]
+def from_bits(x, dtype, wide):
     """The inverse of `to_bits` for an array of type ``dtype``, widened."""
     return (lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x).astype(wide)
 

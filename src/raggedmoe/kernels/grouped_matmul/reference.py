@@ -9,7 +9,7 @@ from raggedmoe.kernels.proof import PLAIN_XLA
 from raggedmoe.kernels.registry import Implementation
 
 
-def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):  # type: ignore[no-untyped-def]
+def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
     wide = accumulator(lhs.dtype)
     row = jnp.arange(lhs.shape[0])[:, None]
     out = jnp.zeros((lhs.shape[0], rhs.shape[1] if transpose_rhs else rhs.shape[2]), wide)
@@ -20,12 +20,12 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):  # type: ignore[no-u
     return out.astype(out_dtype)
 
 
-def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs):  # type: ignore[no-untyped-def]
+def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs):
     wide = accumulator(lhs.dtype)
     row = jnp.arange(lhs.shape[0])[:, None]
     here = (row >= bounds[0]) & (row < bounds[-1])
 
-    def product(lhs, rhs):  # type: ignore[no-untyped-def]
+    def product(lhs, rhs):
         return forward(lhs, rhs, bounds, transpose_rhs=transpose_rhs, out_dtype=wide)
 
     _, vjp = jax.vjp(product, lhs.astype(wide), rhs.astype(wide))

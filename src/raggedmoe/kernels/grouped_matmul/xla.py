@@ -9,7 +9,7 @@ from raggedmoe.kernels.proof import PLAIN_XLA
 from raggedmoe.kernels.registry import Call, Implementation
 
 
-def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):  # type: ignore[no-untyped-def]
+def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
     here = _row_is_here(lhs, bounds)
     numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2 if transpose_rhs else 1,)), ((), ())),
@@ -22,13 +22,13 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):  # type: ignore[no-u
     return jnp.where(here, jnp.roll(out, bounds[0], axis=0), 0).astype(out_dtype)
 
 
-def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs):  # type: ignore[no-untyped-def]
+def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs):
     dlhs = forward(cotangent, rhs, bounds, transpose_rhs=not transpose_rhs, out_dtype=lhs.dtype)
     first, second = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
     return dlhs, transposed(first, second, bounds)
 
 
-def transposed(lhs, rhs, bounds):  # type: ignore[no-untyped-def]
+def transposed(lhs, rhs, bounds):
     """``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
     here = _row_is_here(lhs, bounds)
     numbers = lax.RaggedDotDimensionNumbers(
@@ -39,12 +39,12 @@ def transposed(lhs, rhs, bounds):  # type: ignore[no-untyped-def]
     return _ragged_dot(lhs, rhs, bounds, numbers).astype(lhs.dtype)
 
 
-def _row_is_here(lhs, bounds):  # type: ignore[no-untyped-def]
+def _row_is_here(lhs, bounds):
     row = jnp.arange(lhs.shape[0], dtype=jnp.int32)[:, None]
     return (row >= bounds[0]) & (row < bounds[-1])
 
 
-def _ragged_dot(lhs, rhs, bounds, numbers):  # type: ignore[no-untyped-def]
+def _ragged_dot(lhs, rhs, bounds, numbers):
     return lax.ragged_dot_general(
         lhs,
         rhs,

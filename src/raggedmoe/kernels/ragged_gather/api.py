@@ -70,17 +70,17 @@ def ragged_gather(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged_gather(plan, x, indices, start, end, weights, inverse):  # type: ignore[no-untyped-def]
+def _ragged_gather(plan, x, indices, start, end, weights, inverse):
     return plan.forward(x, indices, start, end, weights)
 
 
-def _forward(plan, x, indices, start, end, weights, inverse):  # type: ignore[no-untyped-def]
+def _forward(plan, x, indices, start, end, weights, inverse):
     # x itself is kept only for the weights' gradient; that of x needs its shape alone.
     kept = None if weights is None else x
     return plan.forward(x, indices, start, end, weights), (kept, indices, start, end, weights, inverse)
 
 
-def _backward(plan, residuals, cotangent):  # type: ignore[no-untyped-def]
+def _backward(plan, residuals, cotangent):
     kept, indices, start, end, weights, inverse = residuals
     x = plan.x if kept is None else kept
     dx, dweights = plan.backward(x, indices, start, end, weights, inverse, cotangent)

@@ -8,7 +8,7 @@ from raggedmoe.kernels.proof import PLAIN_XLA
 from raggedmoe.kernels.registry import Implementation
 
 
-def forward(x, indices, start, end, weights):  # type: ignore[no-untyped-def]
+def forward(x, indices, start, end, weights):
     row = jnp.arange(indices.shape[0])
     valid = (row >= start) & (row < end) & (indices >= 0) & (indices < x.shape[0])
     wide = accumulator(x.dtype)
@@ -19,7 +19,7 @@ def forward(x, indices, start, end, weights):  # type: ignore[no-untyped-def]
     return picked.astype(x.dtype)
 
 
-def backward(x, indices, start, end, weights, inverse, cotangent):  # type: ignore[no-untyped-def]
+def backward(x, indices, start, end, weights, inverse, cotangent):
     del inverse  # the definition does not need it
     row = jnp.arange(indices.shape[0])[:, None]
     cotangent = jnp.where((row >= start) & (row < end), cotangent, 0).astype(accumulator(x.dtype))

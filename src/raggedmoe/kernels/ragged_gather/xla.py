@@ -8,13 +8,13 @@ from raggedmoe.kernels.proof import PLAIN_XLA
 from raggedmoe.kernels.registry import BACKWARD, Call, Implementation
 
 
-def valid_rows(indices, start, end, num_tokens):  # type: ignore[no-untyped-def]
+def valid_rows(indices, start, end, num_tokens):
     """Which output rows are in range and read an existing row."""
     row = jnp.arange(indices.shape[0], dtype=jnp.int32)
     return (row >= start) & (row < end) & (indices >= 0) & (indices < num_tokens)
 
 
-def forward(x, indices, start, end, weights):  # type: ignore[no-untyped-def]
+def forward(x, indices, start, end, weights):
     valid = valid_rows(indices, start, end, x.shape[0])[:, None]
     rows = jnp.take(x, indices, axis=0, mode="clip")
     if weights is not None:
@@ -23,7 +23,7 @@ def forward(x, indices, start, end, weights):  # type: ignore[no-untyped-def]
     return jnp.where(valid, rows, jnp.zeros((), x.dtype))
 
 
-def backward(x, indices, start, end, weights, inverse, cotangent):  # type: ignore[no-untyped-def]
+def backward(x, indices, start, end, weights, inverse, cotangent):
     valid = valid_rows(indices, start, end, x.shape[0])
     wide = accumulator(x.dtype)
     dweights = None

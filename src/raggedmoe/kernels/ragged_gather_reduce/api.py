@@ -75,17 +75,17 @@ def ragged_gather_reduce(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged_gather_reduce(plan, rows, indices, start, end, weights, inverse):  # type: ignore[no-untyped-def]
+def _ragged_gather_reduce(plan, rows, indices, start, end, weights, inverse):
     return plan.forward(rows, indices, start, end, weights)
 
 
-def _forward(plan, rows, indices, start, end, weights, inverse):  # type: ignore[no-untyped-def]
+def _forward(plan, rows, indices, start, end, weights, inverse):
     # The rows are kept only for the weights' gradient; their own needs their shape alone.
     kept = None if weights is None else rows
     return plan.forward(rows, indices, start, end, weights), (kept, indices, start, end, weights, inverse)
 
 
-def _backward(plan, residuals, cotangent):  # type: ignore[no-untyped-def]
+def _backward(plan, residuals, cotangent):
     kept, indices, start, end, weights, inverse = residuals
     rows = plan.rows if kept is None else kept
     drows, dweights = plan.backward(rows, indices, start, end, weights, inverse, cotangent)

@@ -8,7 +8,7 @@ from raggedmoe.kernels.proof import PLAIN_XLA
 from raggedmoe.kernels.registry import Implementation
 
 
-def forward(rows, indices, start, end, weights):  # type: ignore[no-untyped-def]
+def forward(rows, indices, start, end, weights):
     valid = (indices >= start) & (indices < end) & (indices >= 0) & (indices < rows.shape[0])
     wide = accumulator(rows.dtype)
     # Both factors are masked before they meet, so that a NaN in an invalid place stays out of the gradients too.
@@ -18,7 +18,7 @@ def forward(rows, indices, start, end, weights):  # type: ignore[no-untyped-def]
     return picked.sum(axis=1).astype(rows.dtype)
 
 
-def backward(rows, indices, start, end, weights, inverse, cotangent):  # type: ignore[no-untyped-def]
+def backward(rows, indices, start, end, weights, inverse, cotangent):
     del inverse  # the definition does not need it
     cotangent = cotangent.astype(accumulator(rows.dtype))
     # Linear in the rows, whose value does not matter without weights. Wide, so that the sum over a row's slots is.

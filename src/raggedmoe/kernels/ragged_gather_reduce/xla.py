@@ -14,16 +14,16 @@ from raggedmoe.kernels.registry import BACKWARD, Call, Implementation
 UNROLLED_SLOTS = 16
 
 
-def valid_slots(indices, start, end, num_rows):  # type: ignore[no-untyped-def]
+def valid_slots(indices, start, end, num_rows):
     """Which slots point to an existing row in range."""
     return (indices >= jnp.maximum(start, 0)) & (indices < jnp.minimum(end, num_rows))
 
 
-def forward(rows, indices, start, end, weights):  # type: ignore[no-untyped-def]
+def forward(rows, indices, start, end, weights):
     valid = valid_slots(indices, start, end, rows.shape[0])
     wide = accumulator(rows.dtype)
 
-    def add_slot(k, total):  # type: ignore[no-untyped-def]
+    def add_slot(k, total):
         row = jnp.take(rows, indices[:, k], axis=0, mode="clip").astype(wide)
         if weights is not None:
             row = row * weights[:, k, None].astype(wide)
@@ -37,7 +37,7 @@ def forward(rows, indices, start, end, weights):  # type: ignore[no-untyped-def]
     return total.astype(rows.dtype)
 
 
-def backward(rows, indices, start, end, weights, inverse, cotangent):  # type: ignore[no-untyped-def]
+def backward(rows, indices, start, end, weights, inverse, cotangent):
     valid = valid_slots(indices, start, end, rows.shape[0])
     wide = accumulator(rows.dtype)
     dweights = None if weights is None else row_dots(rows, indices, valid, cotangent).astype(weights.dtype)
@@ -53,11 +53,11 @@ def backward(rows, indices, start, end, weights, inverse, cotangent):  # type: i
     return jnp.zeros(rows.shape, wide).at[target].add(contributions, mode="drop").astype(rows.dtype), dweights
 
 
-def row_dots(rows, indices, valid, cotangent):  # type: ignore[no-untyped-def]
+def row_dots(rows, indices, valid, cotangent):
     """``out[t, k] = rows[indices[t, k]] · cotangent[t]`` for the valid slots, zero elsewhere."""
     wide = accumulator(rows.dtype)
 
-    def one_slot(slot):  # type: ignore[no-untyped-def]
+    def one_slot(slot):
         index, ok = slot
         dots = (jnp.take(rows, index, axis=0, mode="clip").astype(wide) * cotangent.astype(wide)).sum(1)
         return jnp.where(ok, dots, 0)

@@ -33,9 +33,7 @@ def prepare(routing: RouteOutput, num_experts: int) -> RouteMetadata:
     )
 
 
-def dispatch(
-    x: Float[Array, "T D"], routing: RouteOutput, num_experts: int, weigh_input: bool
-) -> Float[Array, "R D"]:
+def dispatch(x: Float[Array, "T D"], routing: RouteOutput, num_experts: int, weigh_input: bool) -> Float[Array, "R D"]:
     """All tokens, once for each expert."""
     if not weigh_input:
         return jnp.tile(x, (num_experts, 1))

@@ -34,9 +34,7 @@ class Strategy:
     unpermute: Callable[[Float[Array, "R D"], RouteOutput, RouteMetadata], Float[Array, "T D"]]
 
 
-def gather_rows(
-    x: Float[Array, "T D"], metadata: RouteMetadata, settings: StrategySettings
-) -> Float[Array, "R D"]:
+def gather_rows(x: Float[Array, "T D"], metadata: RouteMetadata, settings: StrategySettings) -> Float[Array, "R D"]:
     """The token of every row, times its weight if weights are for the input."""
     weights = None
     if settings.weigh_input:
@@ -54,9 +52,7 @@ def gather_rows(
     )
 
 
-def combine_rows(
-    rows: Float[Array, "R D"], metadata: RouteMetadata, settings: StrategySettings
-) -> Float[Array, "T D"]:
+def combine_rows(rows: Float[Array, "R D"], metadata: RouteMetadata, settings: StrategySettings) -> Float[Array, "T D"]:
     """The weighted sum of every token's rows."""
     assert metadata.row_of_slot is not None
     return ragged_gather_reduce(
