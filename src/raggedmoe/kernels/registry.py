@@ -3,11 +3,13 @@
 An implementation is one file in its operation's folder that defines ``IMPLEMENTATION``; it is found by looking there.
 """
 
+import contextlib
+import contextvars
 import functools
 import importlib
 import logging
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -72,7 +74,7 @@ Choice = str | tuple[str, ...] | Directions
 
 @dataclass(frozen=True, kw_only=True)
 class KernelChoice:
-    """Which implementation each operation may use: "auto", a name, an ordered tuple of names, or Directions of those."""
+    """The implementation of each operation: "auto", a name, an ordered tuple of names, or Directions of those."""
 
     ragged_gather: Choice = "auto"
     ragged_gather_reduce: Choice = "auto"
@@ -195,13 +197,31 @@ def select(
     looked_at = candidates(call, choice, hardware, jax_version=jax_version, certificates=certificates)
     for candidate in looked_at:
         if candidate.reason is None:
-            return Selection(call=call, hardware=hardware, chosen=candidate.implementation, candidates=looked_at)
+            selection = Selection(call=call, hardware=hardware, chosen=candidate.implementation, candidates=looked_at)
+            recorded = _recorded.get()
+            if recorded is not None:
+                recorded.append(selection)
+            return selection
         report_skip(candidate.implementation.full_name, call.direction, hardware.name, candidate.reason)
     reasons = "\n".join(f"  {c.implementation.name}: {c.reason}" for c in looked_at)
     raise NotImplementedError(
         f"{call.operation} ({call.direction}) on {hardware.name}: no implementation in "
         f"{_ordered(choice, call.direction)!r} can run:\n{reasons}"
     )
+
+
+_recorded: contextvars.ContextVar[list[Selection] | None] = contextvars.ContextVar("recorded", default=None)
+
+
+@contextlib.contextmanager
+def recorded_selections() -> Iterator[list[Selection]]:
+    """Collect every selection made inside: trace a function under it to see what it would use."""
+    selections: list[Selection] = []
+    token = _recorded.set(selections)
+    try:
+        yield selections
+    finally:
+        _recorded.reset(token)
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """`moe_backend`, the one switch that users know: a name for a strategy and a choice of kernels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raggedmoe.kernels.registry import KernelChoice
 from raggedmoe.names import unknown
@@ -11,7 +11,7 @@ class Backend:
     """What a name stands for."""
 
     strategy: str = "local"
-    kernels: KernelChoice = KernelChoice()
+    kernels: KernelChoice = field(default_factory=KernelChoice)
     fused: bool = False  # the experts as one `expert_ffn` instead of grouped matmuls
 
 

@@ -17,12 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.arrays import accumulator
 from raggedmoe.kernels.catalog import Operation
 from raggedmoe.kernels.example import Example, Spec
 from raggedmoe.kernels.expert_ffn import reference as expert_ffn_reference
 from raggedmoe.kernels.expert_ffn.api import ExpertWeights
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
+from raggedmoe.kernels.registry import implementations
 
 SUM_ROUNDINGS = 4
 FFN_ROUNDINGS = 1
@@ -37,8 +39,9 @@ class Check:
     spec: str
     dtype: str
     quantity: str  # "value", or "d" and the argument's name
-    error: float  # largest absolute difference
-    share: float  # largest difference as a share of its bound; NaN if anything is not finite or not of the right type
+    error: float  # the difference where it is the largest share of its bound
+    bound: float  # the bound there
+    share: float  # that share
     problem: str | None  # what else is wrong
 
     @property
@@ -105,9 +108,25 @@ def bound_of(operation: Operation, example: Example, reference: Any, magnitude: 
     return out_eps * np.abs(np.asarray(reference, np.float64)) + SUM_ROUNDINGS * sum_eps * magnitude
 
 
-def check(operation: Operation, names: list[str], spec: Spec, dtype: Any) -> Iterator[Check]:
-    """Compare implementations with the reference on one spec: one `Check` a quantity."""
+def runnable(operation: Operation, example: Example) -> list[str]:
+    """The implementations, but for the reference, that accept the call on this machine in both directions."""
+    hardware = target_hardware()
+
+    def accepts(name: str) -> bool:
+        call = functools.partial(operation.function, **example.options, implementation=name, hardware=hardware)
+        try:
+            jax.eval_shape(lambda arrays: call(**arrays), dict(example.arrays))
+        except NotImplementedError:  # its reason is in the log
+            return False
+        return True
+
+    return [name for name in implementations(operation.name) if name != "reference" and accepts(name)]
+
+
+def check(operation: Operation, names: list[str] | None, spec: Spec, dtype: Any) -> Iterator[Check]:
+    """Compare implementations (None: all that run here) with the reference on one spec: one `Check` a quantity."""
     example = spec.example(dtype)
+    names = runnable(operation, example) if names is None else names
     options = dict(example.options)
 
     def run(name: str) -> dict[str, Any]:
@@ -121,6 +140,7 @@ def check(operation: Operation, names: list[str], spec: Spec, dtype: Any) -> Ite
             difference = np.abs(np.asarray(found[quantity], np.float64) - np.asarray(expected, np.float64))
             bound = bound_of(operation, example, expected, magnitude[quantity])
             share = np.divide(difference, bound, out=np.where(difference == 0, 0.0, np.inf), where=bound > 0)
+            worst = int(np.argmax(np.nan_to_num(share, nan=np.inf)))
             problem = None
             if found[quantity].dtype != expected.dtype:
                 problem = f"expected type {expected.dtype}, got {found[quantity].dtype}"
@@ -132,7 +152,8 @@ def check(operation: Operation, names: list[str], spec: Spec, dtype: Any) -> Ite
                 spec=spec.name,
                 dtype=str(jnp.dtype(dtype)),
                 quantity=quantity,
-                error=float(difference.max(initial=0.0)),
-                share=float(share.max(initial=0.0)),
+                error=float(difference.flat[worst]),
+                bound=float(bound.flat[worst]),
+                share=float(share.flat[worst]),
                 problem=problem,
             )

@@ -73,7 +73,7 @@ def grouped_matmul(
 
 def group_bounds(
     group_sizes: Int[Array, " E"], num_groups: int, num_rows: int, group_offset: Any = None
-) -> Int[Array, " G+1"]:
+) -> Int[Array, " {num_groups}+1"]:
     """Group g of those held here owns the rows ``bounds[g] <= r < bounds[g + 1]``."""
     ends = jnp.cumsum(group_sizes.astype(jnp.int32), dtype=jnp.int32)
     bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])

@@ -36,7 +36,8 @@ def prepare(routing: RouteOutput, num_experts: int, axis: str) -> RouteMetadata:
     if num_experts % num_ranks:
         fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
         raise ValueError(
-            f"num_experts={num_experts} is not divisible by the {num_ranks} ranks of axis {axis!r}; use one of {fitting}"
+            f"num_experts={num_experts} is not divisible by the {num_ranks} ranks of axis {axis!r}; "
+            f"use a number of ranks in {fitting}"
         )
     held = num_experts // num_ranks
     experts = lax.all_gather(routing.experts, axis, tiled=True)

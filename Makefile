@@ -1,0 +1,49 @@
+# Two commands: `make demo` shows what the library does here, `make test` runs the tests. Both set everything up first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test test-all lint format bench clean
+
+help:
+	@echo "make demo      kernel choices for this machine, a verification, a short benchmark and its plot"
+	@echo "make test      the tests"
+	@echo "make test-all  the tests, slow ones included"
+	@echo "make lint      format, lint, types, direction of imports"
+	@echo "make format    rewrite the files as the formatter wants them"
+	@echo "make bench     the benchmark of docs/speed.md"
+	@echo "PYTHON=python3.13 VENV=.venv-3.13 make test   the same on another Python"
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "raggedmoe needs Python 3.11 or newer, got " + sys.version.split()[0] + "; name one with PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/raggedmoe explain
+	$(BIN)/raggedmoe verify ragged_gather grouped_matmul --quick
+	$(BIN)/raggedmoe bench grouped_matmul layer --case mixtral --rounds 5 --plot out/demo.png
+
+test: $(READY)
+	$(BIN)/python -m pytest -n auto -m 'not slow'
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -n auto
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/raggedmoe bench grouped_matmul expert_ffn layer sweep --plot out/bench.png
+
+clean:
+	rm -rf .venv .venv-* out .mypy_cache .ruff_cache .pytest_cache .hypothesis

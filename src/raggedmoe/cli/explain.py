@@ -1,0 +1,110 @@
+"""`raggedmoe explain`: which kernel would run, and why not the others."""
+
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+
+from raggedmoe import compat
+from raggedmoe.cli.layer_choice import layer_of
+from raggedmoe.hardware import hardware_named, target_hardware
+from raggedmoe.kernels.proof import read_certificates
+from raggedmoe.kernels.registry import BACKWARD, FORWARD, Call, Candidate, candidates, recorded_selections
+from raggedmoe.moe.backends import NOT_BUILT, backend_named
+from raggedmoe.moe.config import MoEConfig
+from raggedmoe.moe.layer import moe_route_and_compute
+from raggedmoe.moe.records import MoEParams
+
+
+def explain(
+    model: str | None = None,
+    shape: str | None = None,
+    hardware: str | None = None,
+    jax_version: Annotated[str, tyro.conf.arg(name="jax")] = compat.JAX_VERSION,
+    dtype: str = "bfloat16",
+    moe_backend: str = "auto",
+) -> int:
+    """Print which kernel each operation of a layer would use, in each direction, and why the others would not.
+
+    Nothing is computed and no such hardware is needed: the layer is traced with shapes alone.
+
+    Args:
+        model: a public model's MoE layer, such as deepseek-v3 or gpt-oss-20b.
+        shape: sizes of a layer, as T=2048,D=512,F=1024,E=16,K=2.
+        hardware: the chip to choose for, such as tpu7x; this machine's by default.
+        jax_version: the JAX version to choose for; the one installed by default.
+        dtype: type of activations.
+        moe_backend: the bundle of strategy and kernels to explain.
+    """
+    title, config, num_tokens = layer_of(model, shape)
+    chip = target_hardware() if hardware is None else hardware_named(hardware)
+    console = Console()
+    console.print(f"[bold]{title}[/] on [bold]{chip.name}[/], JAX {jax_version}, {dtype}, moe_backend={moe_backend}")
+    choices = backend_named(moe_backend).kernels
+    for heading, directions in _by_shapes(layer_calls(config, num_tokens, dtype, moe_backend)).items():
+        lines = {}
+        for call in directions:
+            choice = getattr(choices, call.operation)
+            looked_at = candidates(call, choice, chip, jax_version=jax_version, certificates=read_certificates())
+            lines[call.direction] = _lines(looked_at)
+        if len(lines) == 2 and lines[FORWARD] == lines[BACKWARD]:
+            lines = {"both directions": lines[FORWARD]}
+        for direction, text in lines.items():
+            console.print(f"\n[bold]{call.operation}[/], {direction}: [dim]{escape(heading)}[/]")
+            for line in text:
+                console.print(Padding(line, (0, 0, 0, 2)))
+    missing = "; ".join(f"{name}: {reason}" for name, reason in NOT_BUILT.items())
+    console.print(f"\nBackends that are not built yet: {missing}.")
+    return 0
+
+
+def layer_calls(config: MoEConfig, num_tokens: int, dtype: str, moe_backend: str) -> list[Call]:
+    """The distinct kernel calls that the layer makes, split and fused, found by tracing it with shapes alone."""
+    fused = moe_backend_config(config, "expert_ffn")
+    found: dict[str, Call] = {}
+    for layer in (moe_backend_config(config, moe_backend), fused):
+        params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in layer.param_specs().items()}
+        x = jax.ShapeDtypeStruct((num_tokens, layer.model_dim), jnp.dtype(dtype))
+
+        def forward(x: Any, params: Any, layer: MoEConfig = layer) -> Any:
+            return moe_route_and_compute(x, MoEParams.from_flat(params), layer)
+
+        with recorded_selections() as selections:
+            jax.eval_shape(forward, x, params)
+        for selection in selections:
+            found.setdefault(str(selection.call), selection.call)
+    return list(found.values())
+
+
+def moe_backend_config(config: MoEConfig, moe_backend: str) -> MoEConfig:
+    """The same layer under another backend."""
+    values = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    return MoEConfig(**{**values, "moe_backend": moe_backend, "strategy": None, "kernels": None})
+
+
+def _by_shapes(calls: list[Call]) -> dict[str, list[Call]]:
+    """The calls of each operation and set of shapes, both directions."""
+    grouped: dict[str, list[Call]] = {}
+    for call in calls:
+        shapes = " ".join(f"{name}[{','.join(map(str, array.shape))}]" for name, array in call.arrays.items())
+        grouped.setdefault(shapes, []).append(call)
+    return grouped
+
+
+def _lines(looked_at: tuple[Candidate, ...]) -> list[str]:
+    """The chosen implementation first, then each other with its reason."""
+    chosen = next((candidate for candidate in looked_at if candidate.reason is None), None)
+    lines = [] if chosen else ["[red]none can run[/]"]
+    for candidate in sorted(looked_at, key=lambda candidate: candidate is not chosen):
+        name, level = candidate.implementation.name, candidate.level.name.lower()
+        if candidate is chosen:
+            note = f"; note: {candidate.note}" if candidate.note else ""
+            lines.append(f"[green]● {name:<10}[/] {level} ({escape(candidate.shown_by)}){escape(note)}")
+        else:
+            reason = candidate.reason or f"could run, but {chosen.implementation.name if chosen else '?'} comes first"
+            lines.append(f"[dim]○ {name:<10} {escape(reason)}[/]")
+    return lines

@@ -1,0 +1,33 @@
+"""The layer that `--model` or `--shape` describe."""
+
+import re
+
+from raggedmoe.moe.config import MoEConfig
+from raggedmoe.moe.presets import PRESETS
+from raggedmoe.names import unknown
+
+DEFAULT_SHAPE = "T=2048,D=512,F=1024,E=16,K=2"
+
+
+def layer_of(model: str | None, shape: str | None) -> tuple[str, MoEConfig, int]:
+    """A title, the layer's configuration, and its number of tokens."""
+    if model is not None and shape is not None:
+        raise ValueError(f"give --model or --shape, not both; got {model!r} and {shape!r}")
+    if model is not None:
+        if model not in PRESETS:
+            raise unknown("model", model, PRESETS)
+        return model, PRESETS[model], 4096
+    sizes = shape_of(shape or DEFAULT_SHAPE)
+    config = MoEConfig(
+        num_experts=sizes["E"], experts_per_token=sizes["K"], model_dim=sizes["D"], expert_dim=sizes["F"]
+    )
+    return shape or DEFAULT_SHAPE, config, sizes["T"]
+
+
+def shape_of(text: str) -> dict[str, int]:
+    """The sizes in a text like ``T=2048,D=512,F=1024,E=16,K=2``, all five of them."""
+    pairs = re.findall(r"([A-Za-z]+)\s*=\s*(\d+)", text)
+    sizes = {letter: int(size) for letter, size in pairs}
+    if sorted(sizes) != sorted("TDFEK") or re.sub(r"[A-Za-z]+\s*=\s*\d+", "", text).strip(" ,"):
+        raise ValueError(f"expected a shape like {DEFAULT_SHAPE} with all of T, D, F, E and K, got {text!r}")
+    return sizes

@@ -1,0 +1,26 @@
+"""The command line: one thin file a command."""
+
+import logging
+import sys
+from collections.abc import Callable
+
+import tyro
+
+from raggedmoe.cli import bench, explain, verify
+
+COMMANDS: dict[str, Callable[..., int]] = {"explain": explain.explain, "verify": verify.verify, "bench": bench.bench}
+
+
+def main() -> None:
+    """Run the command that the arguments name. A user's mistake is one line, not a traceback."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        code: int = tyro.extras.subcommand_cli_from_dict(
+            COMMANDS,
+            prog="raggedmoe",
+            description="Mixture-of-Experts for JAX: which kernel runs where and why, whether it is right, how fast.",
+        )
+    except (ValueError, NotImplementedError) as error:
+        print(f"raggedmoe: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(code)
