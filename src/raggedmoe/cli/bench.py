@@ -8,6 +8,7 @@ from json import dumps
 from pathlib import Path
 
 import tyro
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -47,17 +48,17 @@ def bench(
     title = f"{target_hardware().name}, {os.cpu_count()} cores, JAX {compat.JAX_VERSION}"
     console = Console(stderr=json)
     console.print(f"[bold]{title}[/]; best of {rounds} interleaved rounds")
-    table = Table()
-    for column in ("case", "dtype", "contender", "ms", "GFLOP/s", "of limit"):
-        table.add_column(column, justify="left" if column in ("case", "dtype", "contender") else "right")
+    table = Table(box=SIMPLE_HEAD)
+    for column in ("contender", "ms", "GFLOP/s", "of limit"):
+        table.add_column(column, justify="left" if column == "contender" else "right", no_wrap=True)
     found: list[Timing] = []
     for group in _measured(subjects, dtypes, rounds, case):
         found.extend(group)
-        for i, t in enumerate(group):
-            gflops = f"{t.gflops:.0f}" if t.gflops else ""
-            row = (f"{t.seconds * 1e3:.2f}", gflops, f"{t.of_limit:.2f}")
-            table.add_row(t.case if i == 0 else "", t.dtype if i == 0 else "", t.contender, *row)
         table.add_section()
+        table.add_row(f"[bold]{group[0].case}, {group[0].dtype}[/]")
+        for t in group:
+            gflops = f"{t.gflops:.0f}" if t.gflops else ""
+            table.add_row(f"  {t.contender}", f"{t.seconds * 1e3:.2f}", gflops, f"{t.of_limit:.2f}")
     if json:
         print(dumps({"title": title, "timings": [dataclasses.asdict(t) for t in found]}, indent=1))
     else:

@@ -4,12 +4,12 @@ import dataclasses
 import importlib.metadata
 import sys
 import time
+from collections.abc import Iterator
 from json import dumps
 
 import tyro
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from raggedmoe import compat
 from raggedmoe.hardware import target_hardware
@@ -46,7 +46,8 @@ def verify(
     if json:
         print(dumps([{**dataclasses.asdict(c), "passed": c.passed} for c in checks], indent=1))
         return 1 if failed else 0
-    console.print(_table(checks, every))
+    for line in _report(checks, every):
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(
         f"{len(checks) - len(failed)} of {len(checks)} comparisons within their bound on {chip.name}, "
         f"JAX {compat.JAX_VERSION}"
@@ -72,21 +73,20 @@ def _run(chosen: list[Operation], quick: bool) -> tuple[list[Check], dict[str, f
     return checks, seconds
 
 
-def _table(checks: list[Check], every: bool) -> Table:
-    """Every comparison, or for each kind the one that comes nearest to its bound."""
+def _report(checks: list[Check], every: bool) -> Iterator[str]:
+    """Lines for every comparison, or for each kind the one that comes nearest to its bound."""
     worst: dict[tuple[str, ...], Check] = {}
     for c in checks:
         key = (c.operation, c.implementation, c.dtype, c.quantity, c.spec if every else "")
         if key not in worst or (not c.passed, c.share) > (not worst[key].passed, worst[key].share):
             worst[key] = c
-    table = Table()
-    for column in ("operation", "kernel", "dtype", "quantity", "example", "error", "bound", "share", ""):
-        table.add_column(column, justify="right" if column in ("error", "bound", "share") else "left")
-    for c in worst.values():
-        verdict = "[green]pass[/]" if c.passed else f"[red]FAIL[/] {c.problem or ''}"
-        numbers = (f"{c.error:.1e}", f"{c.bound:.1e}", f"{c.share:.2f}")
-        table.add_row(c.operation, c.implementation, c.dtype, c.quantity, c.spec, *numbers, verdict)
-    return table
+    yield f"[dim]{'':2}{'quantity':<14} {'example':<20} {'error':>8} {'bound':>8} {'share':>6}[/]"
+    title = ""
+    for c in sorted(worst.values(), key=lambda c: (OPERATIONS.index(c.operation), c.implementation, c.dtype)):
+        if title != (title := f"{c.operation}/{c.implementation} {c.dtype}"):
+            yield f"[bold]{title}[/]"
+        verdict = "[green]pass[/]" if c.passed else f"[red]FAIL {c.problem or ''}[/]"
+        yield f"  {c.quantity:<14} {c.spec:<20} {c.error:>8.1e} {c.bound:>8.1e} {c.share:>6.2f}  {verdict}"
 
 
 def _certificates(checks: list[Check], seconds: dict[str, float], chip: str) -> list[Certificate]:

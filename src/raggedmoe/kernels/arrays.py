@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -11,6 +12,13 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 def accumulator(*dtypes: Any) -> jnp.dtype:
     """The type in which sums are kept: float32 at least, float64 if any input is."""
     return jnp.result_type(jnp.float32, *dtypes)
+
+
+def varying_like(value: jax.Array, *arrays: Any) -> jax.Array:
+    """``value``, typed as varying over each mesh axis that an array varies over: a loop's first carry in `shard_map`."""
+    axes = {axis for array in arrays for axis in jax.typeof(array).manual_axis_type.varying}
+    missing = axes - jax.typeof(value).manual_axis_type.varying
+    return lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
 
 
 def check_array(operation: str, name: str, array: Any, dims: str, *, integer: bool = False) -> None:

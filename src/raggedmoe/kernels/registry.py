@@ -9,7 +9,7 @@ import functools
 import importlib
 import logging
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -84,7 +84,7 @@ class KernelChoice:
     def __post_init__(self) -> None:
         for entry in fields(self):
             for direction in (FORWARD, BACKWARD):
-                _names(entry.name, _ordered(getattr(self, entry.name), direction))
+                _names(entry.name, _ordered(getattr(self, entry.name), direction), implementations(entry.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +125,11 @@ def _ordered(choice: Choice, direction: str) -> Ordered:
     return getattr(choice, direction) if isinstance(choice, Directions) else choice
 
 
-def _names(operation: str, ordered: Ordered) -> tuple[str, ...] | None:
-    """The names in a choice, each checked to exist; None for auto."""
+def _names(operation: str, ordered: Ordered, known: Iterable[str]) -> tuple[str, ...] | None:
+    """The names in a choice, each checked to be known; None for auto."""
     if ordered == "auto":
         return None
     names = (ordered,) if isinstance(ordered, str) else ordered
-    known = implementations(operation)
     if not isinstance(names, tuple) or not names:
         raise ValueError(
             f"implementation of {operation}: expected 'auto', a name, a non-empty tuple of names or Directions, "
@@ -172,10 +171,11 @@ def candidates(
     *,
     jax_version: str = compat.JAX_VERSION,
     certificates: tuple[Certificate, ...] = (),
+    known: Mapping[str, Implementation] | None = None,
 ) -> tuple[Candidate, ...]:
     """Every implementation that the choice allows, in order, each with the reason why it cannot be taken, or None."""
-    known = implementations(call.operation)
-    names = _names(call.operation, _ordered(choice, call.direction))
+    known = implementations(call.operation) if known is None else known
+    names = _names(call.operation, _ordered(choice, call.direction), known)
     auto = names is None
     if names is None:
         last = max((max(i.rank.values(), default=0) for i in known.values()), default=0) + 1
@@ -190,11 +190,15 @@ def select(
     *,
     jax_version: str = compat.JAX_VERSION,
     certificates: tuple[Certificate, ...] | None = None,
+    known: Mapping[str, Implementation] | None = None,
 ) -> Selection:
-    """The first implementation in the choice's order that can run; each one skipped is logged once, with its reason."""
+    """The first implementation in the choice's order that can run; each one skipped is logged once, with its reason.
+
+    ``known`` are the implementations to choose from, by name; by default all in the operation's folder.
+    """
     if certificates is None:
         certificates = read_certificates()
-    looked_at = candidates(call, choice, hardware, jax_version=jax_version, certificates=certificates)
+    looked_at = candidates(call, choice, hardware, jax_version=jax_version, certificates=certificates, known=known)
     for candidate in looked_at:
         if candidate.reason is None:
             selection = Selection(call=call, hardware=hardware, chosen=candidate.implementation, candidates=looked_at)

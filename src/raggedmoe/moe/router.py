@@ -86,7 +86,7 @@ def router_logits(
         )
         x = x * noise
     logits = jnp.matmul(x, params.kernel.astype(wide).T, precision=lax.Precision.HIGHEST)
-    return logits if params.logit_bias is None else logits + params.logit_bias.astype(wide)
+    return logits if params.logit_bias is None else logits + params.logit_bias.astype(wide)[None, :]
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:
@@ -125,7 +125,7 @@ def select_experts(
     if config.selection == "learned":
         ranking = lax.stop_gradient(scores)
         if params.selection_bias is not None:
-            ranking = ranking + lax.stop_gradient(params.selection_bias).astype(ranking.dtype)
+            ranking = ranking + lax.stop_gradient(params.selection_bias).astype(ranking.dtype)[None, :]
         return lax.top_k(limited_to_groups(ranking, config), experts_per_token)[1]
     if config.selection == "random":
         if key is None:
@@ -141,7 +141,7 @@ def select_experts(
         first = first.astype(jnp.int32)
     else:  # balanced: a round robin over the tokens that count
         first = (jnp.cumsum(mask, dtype=jnp.int32) - 1) * experts_per_token
-    return (first[:, None] + jnp.arange(experts_per_token, dtype=jnp.int32)) % num_experts
+    return (first[:, None] + jnp.arange(experts_per_token, dtype=jnp.int32)[None, :]) % num_experts
 
 
 def limited_to_groups(ranking: Float[Array, "T E"], config: RouterConfig) -> Float[Array, "T E"]:
@@ -154,7 +154,7 @@ def limited_to_groups(ranking: Float[Array, "T E"], config: RouterConfig) -> Flo
     else:
         group_scores = lax.top_k(groups, 2)[0].sum(-1)
     best = lax.top_k(group_scores, config.groups_per_token)[1]
-    allowed = (jnp.arange(config.num_groups) == best[:, :, None]).any(1)
+    allowed = (jnp.arange(config.num_groups)[None, None, :] == best[:, :, None]).any(1)
     return jnp.where(allowed[:, :, None], groups, -jnp.inf).reshape(ranking.shape)
 
 

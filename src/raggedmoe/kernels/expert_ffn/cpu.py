@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from raggedmoe.kernels.arrays import accumulator
+from raggedmoe.kernels.arrays import accumulator, varying_like
 from raggedmoe.kernels.expert_ffn import matmuls
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.grouped_matmul import cpu as grouped_matmul
@@ -30,17 +30,18 @@ def forward(rows, weights, bounds, *, activation):
             gate = dot(tile, expert.wi_0, 1, 1)
             up = None if expert.wi_1 is None else dot(tile, expert.wi_1, 1, 1)
             if expert.biases is not None:
-                gate = gate + expert.biases.wi_0
-                up = None if up is None else up + expert.biases.wi_1
+                gate = gate + expert.biases.wi_0[None]
+                up = None if up is None else up + expert.biases.wi_1[None]
             hidden = ACTIVATIONS[activation](gate, up).astype(rows.dtype).astype(wide)
             out = dot(hidden, expert.wo, 1, 0)
             if expert.biases is not None:
-                out = out + expert.biases.wo
+                out = out + expert.biases.wo[None]
             return write_rows(out_bits, to_bits(out.astype(rows.dtype)), position, new)
 
         return for_each_tile(first, last, rows.shape[0], grouped_matmul.TILE_SIZES, one_tile, out_bits)
 
-    out = for_each_group(bounds, one_group, to_bits(jnp.zeros(rows.shape, rows.dtype)))
+    out = varying_like(jnp.zeros(rows.shape, rows.dtype), rows, bounds, *jax.tree.leaves(weights))
+    out = for_each_group(bounds, one_group, to_bits(out))
     return from_bits(out, rows.dtype, rows.dtype)
 
 

@@ -25,11 +25,11 @@ def forward_with(function, rows, weights, bounds):
         gate = jnp.matmul(x, one.wi_0.T, precision=lax.Precision.HIGHEST)
         up = None if one.wi_1 is None else jnp.matmul(x, one.wi_1.T, precision=lax.Precision.HIGHEST)
         if one.biases is not None:
-            gate = gate + one.biases.wi_0
-            up = None if up is None else up + one.biases.wi_1
+            gate = gate + one.biases.wi_0[None]
+            up = None if up is None else up + one.biases.wi_1[None]
         y = jnp.matmul(function(gate, up), one.wo, precision=lax.Precision.HIGHEST)
         if one.biases is not None:
-            y = y + one.biases.wo
+            y = y + one.biases.wo[None]
         out = out + jnp.where(mine, y, 0)
     return out.astype(rows.dtype)
 

@@ -14,7 +14,7 @@ Measured with `raggedmoe bench grouped_matmul`; docs/log.md has the alternatives
 import jax.numpy as jnp
 from jax import lax
 
-from raggedmoe.kernels.arrays import accumulator
+from raggedmoe.kernels.arrays import accumulator, varying_like
 from raggedmoe.kernels.proof import PLAIN_XLA
 from raggedmoe.kernels.registry import Implementation
 
@@ -26,6 +26,7 @@ TRANSPOSED_TILE_SIZES = (512, 448, 384, 320, 256, 192, 128, 64, 32, 16)
 def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
     wide = accumulator(lhs.dtype)
     out = jnp.zeros((lhs.shape[0], rhs.shape[1] if transpose_rhs else rhs.shape[2]), out_dtype)
+    out = varying_like(out, lhs, rhs, bounds)
     lhs_bits, rhs_bits = to_bits(lhs), to_bits(rhs)
 
     def one_group(group, first, last, out_bits):
@@ -51,7 +52,7 @@ def transposed(lhs, rhs, bounds):
     """``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
     wide = accumulator(lhs.dtype)
     shape = (lhs.shape[1], rhs.shape[1])
-    out = to_bits(jnp.zeros((bounds.shape[0] - 1, *shape), lhs.dtype))
+    out = to_bits(varying_like(jnp.zeros((bounds.shape[0] - 1, *shape), lhs.dtype), lhs, rhs, bounds))
     lhs_bits, rhs_bits = to_bits(lhs), to_bits(rhs)
 
     def one_group(group, first, last, out):
@@ -60,7 +61,7 @@ def transposed(lhs, rhs, bounds):
             b = from_bits(lax.dynamic_slice_in_dim(rhs_bits, position, size), rhs.dtype, wide)
             return total + dot(jnp.where(new, a, 0), jnp.where(new, b, 0), 0, 0)
 
-        start = jnp.zeros(shape, wide)
+        start = varying_like(jnp.zeros(shape, wide), lhs, rhs, bounds)
         total = for_each_tile(first, last, lhs.shape[0], TRANSPOSED_TILE_SIZES, one_tile, start)
         return lax.dynamic_update_index_in_dim(out, to_bits(total.astype(lhs.dtype)), group, 0)
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from raggedmoe.kernels.arrays import accumulator
 from raggedmoe.moe.dispatch.strategy import Strategy, StrategySettings
@@ -38,7 +38,7 @@ def dispatch(x: Float[Array, "T D"], routing: RouteOutput, num_experts: int, wei
     if not weigh_input:
         return jnp.tile(x, (num_experts, 1))
     combine, _ = combine_matrix(routing, num_experts)
-    return (combine.T[:, :, None] * x.astype(combine.dtype)).astype(x.dtype).reshape(-1, x.shape[1])
+    return (combine.T[:, :, None] * x.astype(combine.dtype)[None]).astype(x.dtype).reshape(-1, x.shape[1])
 
 
 def unpermute(
@@ -53,7 +53,7 @@ def unpermute(
     return jnp.einsum("te,etd->td", weights, outputs, precision=lax.Precision.HIGHEST).astype(rows.dtype)
 
 
-def combine_matrix(routing: RouteOutput, num_experts: int) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
+def combine_matrix(routing: RouteOutput, num_experts: int) -> tuple[Float[Array, "T E"], Bool[Array, "T E"]]:
     """Weight of each expert for each token, and whether it was chosen."""
     one_hot = jax.nn.one_hot(routing.experts, num_experts, dtype=routing.weights.dtype)
     return jnp.einsum("tk,tke->te", routing.weights, one_hot), one_hot.sum(1) > 0
