@@ -21,10 +21,14 @@ def plot_timings(timings: list[Timing], title: str, path: Path) -> None:
         mine = [t for t in bars if t.contender == contender]
         places = [cases.index(f"{t.case}, {t.dtype}") + i * height - 0.4 + height / 2 for t in mine]
         drawn = axes.barh(places, [t.of_limit for t in mine], height, label=contender)
-        axes.bar_label(drawn, [f"{t.of_limit:.2f}  ({t.seconds * 1e3:.1f} ms)" for t in mine], padding=3, fontsize=8)
-    axes.axvline(1, color="black", linewidth=1)
+        labels = [f"{t.of_limit:.2f}  ({t.seconds * 1e3:.1f} ms)" for t in mine]
+        axes.bar_label(drawn, labels, padding=3, fontsize=8, backgroundcolor=(1, 1, 1, 0.7))
+    axes.axvline(1, color="black", linewidth=1, zorder=0)
     axes.set_xscale("log")
-    axes.set_xlim(right=4)
+    axes.set_xlim(right=5)
+    ticks = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.set_yticks(range(len(cases)), cases)
     axes.invert_yaxis()
     axes.set_xlabel("share of the limit (dense matmuls of the same useful FLOPs and type; a copy for row moves)")

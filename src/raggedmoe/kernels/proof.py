@@ -42,6 +42,12 @@ class Proof:
 # A plain XLA program means the same on every backend; the tests run it on a CPU.
 PLAIN_XLA: tuple[Proof, ...] = (
     Proof(level=Level.RUN, platforms=("cpu",), shown_by="make test"),
+    Proof(
+        level=Level.INTERPRETED,
+        platforms=("tpu",),
+        chips=("v5e", "v5p", "v6e", "tpu7x"),
+        shown_by="a plain XLA program: make test runs it on the CPU backend, and libtpu compiled it (docs/log.md)",
+    ),
     Proof(level=Level.INTERPRETED, shown_by="a plain XLA program; make test runs it on the CPU backend"),
 )
 

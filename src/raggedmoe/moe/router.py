@@ -108,7 +108,14 @@ def _probabilities(logits: jax.Array, scores: jax.Array, config: RouterConfig) -
     """What the balance loss takes for probabilities: scores that sum to 1 over the experts."""
     if config.score == "logits":
         return jax.nn.softmax(logits, axis=-1)
-    return scores / (scores.sum(-1, keepdims=True) + config.normalize_epsilon)
+    return normalized(scores, config.normalize_epsilon)
+
+
+def normalized(scores: Float[Array, "T N"], epsilon: float) -> Float[Array, "T N"]:
+    """``scores / (sum + epsilon)``. Scaled first: the gradient has that sum squared, and 1e-40 is 0 in float32."""
+    size = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), epsilon))
+    scaled = scores / size
+    return scaled / (scaled.sum(-1, keepdims=True) + epsilon / size)
 
 
 def select_experts(
@@ -164,7 +171,7 @@ def combine_weights(
     """Weights of the chosen experts from the unbiased scores."""
     weights = jnp.take_along_axis(scores, experts, axis=1, mode="clip")
     if config.normalize == "sum":
-        weights = weights / (weights.sum(-1, keepdims=True) + config.normalize_epsilon)
+        weights = normalized(weights, config.normalize_epsilon)
     elif config.normalize == "softmax":
         weights = jax.nn.softmax(weights, axis=-1)
     if params.expert_scale is not None:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.arrays import accumulator
+from raggedmoe.kernels.arrays import accumulator, varying_like
 from raggedmoe.kernels.proof import PLAIN_XLA
 from raggedmoe.kernels.ragged_gather import xla as ragged_gather
 from raggedmoe.kernels.registry import BACKWARD, Call, Implementation
@@ -31,6 +31,7 @@ def forward(rows, indices, start, end, weights):
 
     total = jnp.zeros((indices.shape[0], rows.shape[1]), wide)
     if indices.shape[1] > UNROLLED_SLOTS:
+        total = varying_like(total, *(a for a in (rows, indices, start, end, weights) if a is not None))
         return lax.fori_loop(0, indices.shape[1], add_slot, total).astype(rows.dtype)
     for k in range(indices.shape[1]):
         total = add_slot(k, total)
