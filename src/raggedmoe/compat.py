@@ -32,6 +32,11 @@ GUARDS: tuple[Guard, ...] = (
 )
 
 
+# Before JAX 0.12, XLA's CPU backend widens a whole bfloat16 array to float32 to take slices of it in a loop: experts
+# without rows then cost as much as those with. Seen on 0.10.2 and 0.11.0, gone on 0.12.0 (docs/log.md, few tokens).
+SLICES_BF16_BY_WIDENING_ALL: bool = Version(JAX_VERSION) < Version("0.12")
+
+
 def version_why_not(
     implementation: str, jax_version: str = JAX_VERSION, guards: tuple[Guard, ...] = GUARDS
 ) -> str | None:

@@ -39,8 +39,7 @@ class MoE(nnx.Module):
     def from_arrays(cls, config: MoEConfig, arrays: Mapping[str, Any], axes: Mapping[str, tuple[str, ...]]) -> "MoE":
         """A layer with given weights. ``axes`` names each one's dimensions, as in ``config.param_specs()``."""
         check_params(config.param_specs(), arrays, axes)
-        layer = cls.__new__(cls)
-        layer.config = config
+        layer = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0)))  # the structure alone: no weights are made
         layer._set({name: jnp.asarray(array) for name, array in arrays.items()})
         return layer
 
@@ -97,7 +96,7 @@ class MoE(nnx.Module):
             replay=None if replay is None else replay.reshape(-1, replay.shape[-1]),
             num_sequences=max(flat.shape[0] // lead[-1], 1) if lead[-1] else 1,
         )
-        experts = None if out.experts is None else out.experts.reshape(*lead, -1)
+        experts = None if out.experts is None else out.experts.reshape(*lead, out.experts.shape[-1])
         return MoEOutput(
             **{
                 **{name: getattr(out, name) for name in out.__dataclass_fields__},

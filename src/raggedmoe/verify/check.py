@@ -58,7 +58,7 @@ def value_and_gradients(function: Any, arrays: dict[str, Any], cotangent: Any) -
     }
     rest = {name: array for name, array in arrays.items() if name not in floating}
     value, vjp = jax.vjp(lambda floating: function(**floating, **rest), floating)
-    (gradients,) = vjp(cotangent)
+    (gradients,) = vjp(cotangent.astype(value.dtype))  # a value of the wrong type is for the check to report
     named = {"value": value}
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
         named[

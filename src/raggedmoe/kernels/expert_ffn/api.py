@@ -121,6 +121,7 @@ def _check(rows: Any, weights: ExpertWeights, group_sizes: Any, activation: str)
             if bias is None and name == "wi_1" and weights.wi_1 is None:
                 continue
             check_array(NAME, f"biases.{name}", bias, "G F" if name != "wo" else "G D")
+            check_size(NAME, f"biases.{name}.shape[0]", num_groups, bias.shape[0], "give one line for each expert")
             check_size(NAME, f"biases.{name}.shape[1]", bias_width, bias.shape[1], "give one bias for each output")
 
 

@@ -10,14 +10,22 @@ from raggedmoe.kernels.arrays import accumulator, varying_like
 from raggedmoe.kernels.expert_ffn import matmuls
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.grouped_matmul import cpu as grouped_matmul
-from raggedmoe.kernels.grouped_matmul.cpu import dot, for_each_group, for_each_tile, from_bits, to_bits, write_rows
+from raggedmoe.kernels.grouped_matmul.cpu import (
+    dot,
+    for_each_group,
+    for_each_tile,
+    from_bits,
+    to_bits,
+    to_sliceable,
+    write_rows,
+)
 from raggedmoe.kernels.proof import PLAIN_XLA
 from raggedmoe.kernels.registry import Implementation
 
 
 def forward(rows, weights, bounds, *, activation):
     wide = accumulator(rows.dtype)
-    row_bits, weight_bits = to_bits(rows), jax.tree.map(to_bits, weights)
+    row_bits, weight_bits = to_sliceable(rows), jax.tree.map(to_sliceable, weights)
 
     def one_group(group, first, last, out_bits):
         def of_this_group(bits, weight):

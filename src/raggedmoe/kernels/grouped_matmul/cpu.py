@@ -7,13 +7,14 @@ Measured with `raggedmoe bench grouped_matmul`; docs/log.md has the alternatives
   `while` that runs once or never, not a `switch`: XLA copies the carried output around a `switch` (JAX 0.10.2).
 - Each `while` advances its own position. With a body that does not depend on what it carries, XLA would hoist the
   matmul out of the loop and run it always.
-- 16-bit arrays are carried as their bits: on JAX 0.10.2 XLA widens a whole bfloat16 buffer to float32 and back
-  around every update (0.32 of the limit, instead of 0.9 and more).
+- A 16-bit output is carried as its bits: on JAX 0.10.2 XLA widens a whole bfloat16 buffer to float32 and back around
+  every update (0.32 of the limit, instead of 0.9 and more). Inputs too, on the versions that widen all to slice.
 """
 
 import jax.numpy as jnp
 from jax import lax
 
+from raggedmoe import compat
 from raggedmoe.kernels.arrays import accumulator, varying_like
 from raggedmoe.kernels.proof import PLAIN_XLA
 from raggedmoe.kernels.registry import Implementation
@@ -27,7 +28,7 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
     wide = accumulator(lhs.dtype)
     out = jnp.zeros((lhs.shape[0], rhs.shape[1] if transpose_rhs else rhs.shape[2]), out_dtype)
     out = varying_like(out, lhs, rhs, bounds)
-    lhs_bits, rhs_bits = to_bits(lhs), to_bits(rhs)
+    lhs_bits, rhs_bits = to_sliceable(lhs), to_sliceable(rhs)
 
     def one_group(group, first, last, out_bits):
         matrix = from_bits(lax.dynamic_index_in_dim(rhs_bits, group, 0, keepdims=False), rhs.dtype, wide)
@@ -53,7 +54,7 @@ def transposed(lhs, rhs, bounds):
     wide = accumulator(lhs.dtype)
     shape = (lhs.shape[1], rhs.shape[1])
     out = to_bits(varying_like(jnp.zeros((bounds.shape[0] - 1, *shape), lhs.dtype), lhs, rhs, bounds))
-    lhs_bits, rhs_bits = to_bits(lhs), to_bits(rhs)
+    lhs_bits, rhs_bits = to_sliceable(lhs), to_sliceable(rhs)
 
     def one_group(group, first, last, out):
         def one_tile(position, size, new, total):
@@ -118,8 +119,13 @@ def to_bits(x):
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
+def to_sliceable(x):
+    """An array in the form of which XLA takes a slice without touching the rest, or touching it least."""
+    return to_bits(x) if compat.SLICES_BF16_BY_WIDENING_ALL else x
+
+
 def from_bits(x, dtype, wide):
-    """The inverse of `to_bits` for an array of type ``dtype``, widened."""
+    """The inverse of `to_bits` and `to_sliceable` for an array of type ``dtype``, widened."""
     return (lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x).astype(wide)
 
 

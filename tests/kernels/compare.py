@@ -1,0 +1,61 @@
+"""Results against the NumPy oracle, within the bound that rounding explains (see `raggedmoe.verify.check`)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels import numpy_oracle
+from raggedmoe.kernels.catalog import operation
+from raggedmoe.kernels.example import Example
+from raggedmoe.kernels.registry import OPERATIONS, implementations
+from raggedmoe.verify.check import SUM_ROUNDINGS, value_and_gradients
+
+# Every implementation but the oracle itself, as parameters of a test.
+FAST = [(name, other) for name in OPERATIONS for other in sorted(implementations(name)) if other != "reference"]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _jitted(name, options, implementation, arrays, cotangent):
+    function = functools.partial(operation(name).function, **dict(options), implementation=implementation)
+    return value_and_gradients(function, arrays, cotangent)
+
+
+def run(name: str, example: Example, implementation) -> dict[str, jax.Array]:
+    """The value and all gradients, jitted: one compilation for each set of shapes."""
+    return _jitted(name, tuple(example.options.items()), implementation, dict(example.arrays), example.cotangent)
+
+
+def oracle(name: str, example: Example, *, magnitude: bool = False) -> dict[str, np.ndarray]:
+    """What NumPy says of the value and all gradients, or Σ|terms| of each."""
+    options = {key: value for key, value in example.options.items() if key != "preferred_element_type"}
+    cotangent = example.cotangent
+    if name == "grouped_matmul":
+        cotangent = cotangent.astype(example.arrays["lhs"].dtype)  # as the operation promises
+    if magnitude and name == "expert_ffn":
+        options["activation"] = numpy_oracle.majorant
+
+    def exact(array):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            return np.asarray(array)
+        return np.abs(np.asarray(array, np.float64)) if magnitude else np.asarray(array, np.float64)
+
+    arrays, cotangent = jax.tree.map(exact, (dict(example.arrays), cotangent))
+    return getattr(numpy_oracle, name)(cotangent, **arrays, **options)
+
+
+def beyond_rounding(name: str, example: Example, found: dict[str, jax.Array]) -> dict[str, float]:
+    """The quantities that differ from the oracle by more than rounding, with the largest share of the bound."""
+    expected, magnitudes = oracle(name, example), oracle(name, example, magnitude=True)
+    assert found.keys() == expected.keys()
+    wrong = {}
+    for quantity, array in found.items():
+        out_eps = float(jnp.finfo(array.dtype).eps)
+        sum_eps = float(jnp.finfo(jnp.promote_types(array.dtype, jnp.float32)).eps)
+        bound = out_eps * np.abs(expected[quantity]) + SUM_ROUNDINGS * sum_eps * magnitudes[quantity]
+        difference = np.abs(np.asarray(array, np.float64) - expected[quantity])
+        share = np.divide(difference, bound, out=np.where(difference == 0, 0.0, np.inf), where=bound > 0)
+        if not (share <= 1).all():  # a NaN is not either
+            wrong[quantity] = float(share.max())
+    return wrong

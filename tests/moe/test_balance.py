@@ -1,0 +1,105 @@
+"""The losses, the bias rule and the statistics against plain NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from raggedmoe import updated_selection_bias
+from raggedmoe.moe import balance
+
+from . import numpy_layer
+from .examples import assert_agrees, assert_close, moe_config, random_experts, random_params, random_tokens, run_layer
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+NUM_TOKENS, NUM_EXPERTS = 12, 5
+MASKS = {
+    "all": np.ones(NUM_TOKENS, bool),
+    "some": np.arange(NUM_TOKENS) % 3 != 1,
+    "a_sequence_missing": np.arange(NUM_TOKENS) >= 4,
+    "none": np.zeros(NUM_TOKENS, bool),
+}
+every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+
+
+def routed(mask):
+    """Probabilities and experts of an unfair routing; a masked token's experts are E."""
+    rng = np.random.default_rng(0)
+    logits = 2 * rng.normal(size=(NUM_TOKENS, NUM_EXPERTS))
+    probabilities = np.array([numpy_layer.softmax(row) for row in logits])
+    experts = random_experts(rng, NUM_TOKENS, 2, NUM_EXPERTS, skew=2.0)
+    return logits, probabilities, np.where(mask[:, None], experts, NUM_EXPERTS)
+
+
+@every_mask
+@pytest.mark.parametrize("num_sequences", [None, 1, 3, 12])
+def test_balance_loss_is_that_of_the_oracle(num_sequences, mask):
+    _, probabilities, experts = routed(mask)
+    found = balance.load_balance_loss(
+        jnp.asarray(probabilities), jnp.asarray(experts), jnp.asarray(mask), num_sequences=num_sequences
+    )
+    assert_close(found, numpy_layer.balance_loss(probabilities, experts, mask, num_sequences or 1))
+
+
+def test_balance_loss_is_one_at_perfect_balance():
+    experts = jnp.arange(NUM_EXPERTS)[:, None]
+    even = jnp.full((NUM_EXPERTS, NUM_EXPERTS), 1 / NUM_EXPERTS)
+    assert_close(balance.load_balance_loss(even, experts, jnp.ones(NUM_EXPERTS, bool)), 1.0)
+
+
+@every_mask
+def test_z_loss_is_that_of_the_oracle(mask):
+    logits, _, _ = routed(mask)
+    assert_close(balance.router_z_loss(jnp.asarray(logits), jnp.asarray(mask)), numpy_layer.z_loss(logits, mask))
+
+
+@pytest.mark.parametrize("load", [[3, 0, 1, 4, 4], [2, 2, 2, 2, 2], [0, 0, 9, 0, 0], [0, 0, 0, 0, 0]])
+@pytest.mark.parametrize("statistic", ["entropy", "max_violation"])
+def test_statistic_of_a_load_is_that_of_the_oracle(statistic, load):
+    function = {"entropy": balance.load_entropy, "max_violation": balance.max_violation}[statistic]
+    assert_close(function(jnp.asarray(load)), getattr(numpy_layer, statistic)(load))
+
+
+@pytest.mark.parametrize("load", [[3, 0, 1, 4, 4], [2, 2, 2, 2, 2], [2**24, 2**24 + 1, 2**24 - 1, 2**24, 2**24]])
+def test_bias_moves_by_the_rate_towards_the_mean_load(load):
+    bias = np.linspace(-1, 1, 5)
+    expected = [b + 0.01 * ((n < np.mean(load)) - float(n > np.mean(load))) for b, n in zip(bias, load)]
+    assert_close(updated_selection_bias(jnp.asarray(bias), jnp.asarray(load), rate=0.01), np.array(expected))
+
+
+@every_mask
+@pytest.mark.parametrize("aux_loss", ["batch", "sequence"])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus", "logits"])
+def test_layer_reports_losses_and_statistics_of_the_oracle(score, aux_loss, mask):
+    normalize = "softmax" if score == "logits" else "sum"
+    router = {"score": score, "normalize": normalize, "aux_loss": aux_loss}
+    config = moe_config({**router, "aux_loss_weight": 0.01, "z_loss_weight": 0.001})
+    x, params, mask = random_tokens(config, NUM_TOKENS), random_params(config), jnp.asarray(mask)
+    out = run_layer(x, params, config, mask=mask, num_sequences=3)
+    assert_agrees(out, numpy_layer.layer(x, params, config, mask=mask, num_sequences=3))
+
+
+@pytest.mark.parametrize("selection", ["learned", "expert_choice"])
+def test_masked_batch_gives_finite_numbers(selection):
+    strategy = {"strategy": "capacity", "capacity_factor": 1.0} if selection == "expert_choice" else {}
+    config = moe_config({"selection": selection, "aux_loss_weight": 1.0, "z_loss_weight": 1.0}, **strategy)
+    out = run_layer(random_tokens(config, 4), random_params(config), config, mask=jnp.zeros(4, bool))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(out))
+    assert not np.asarray(out.output).any()
+
+
+@every_mask
+@pytest.mark.parametrize("num_sequences", [None, 2])
+def test_balance_loss_over_a_mesh_is_that_of_the_whole_batch(num_sequences, mask):
+    _, probabilities, experts = routed(mask)
+
+    def sharded(probabilities, experts, mask):
+        return balance.load_balance_loss(probabilities, experts, mask, num_sequences=num_sequences, axis="data")
+
+    mesh = Mesh(np.array(jax.devices()[:3]), ("data",))
+    found = jax.jit(jax.shard_map(sharded, mesh=mesh, in_specs=P("data"), out_specs=P()))(probabilities, experts, mask)
+    parts = 3 * num_sequences if num_sequences else 1
+    assert_close(found, numpy_layer.balance_loss(probabilities, experts, mask, parts))

@@ -1,0 +1,192 @@
+"""A configuration or a call that makes no sense is refused, with what was expected, what came and what to do."""
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+from flax import nnx
+
+from raggedmoe import ExpertConfig, KernelChoice, MoE, RouterConfig
+from raggedmoe.moe.backends import BACKENDS
+from raggedmoe.moe.dispatch import make_strategy
+
+from .examples import moe_config
+
+# What is wrong -> the configuration, and the expected, the given and the remedy in the message.
+BAD_LAYERS = {
+    "more_choices_than_experts": (
+        {"experts_per_token": 7},
+        r"experts_per_token=7 is more than num_experts=6.*use at most 6",
+    ),
+    "no_experts": ({"num_experts": 0}, r"expected num_experts to be a positive integer, got 0"),
+    "uneven_groups": (
+        {"router": {"num_groups": 4, "groups_per_token": 2}},
+        r"num_experts=6 is not divisible by num_groups=4; use num_groups in \[1, 2, 3, 6\], or pad with num_experts=8",
+    ),
+    "groups_of_one_by_two_best": (
+        {"router": {"num_groups": 6, "groups_per_token": 2}},
+        r"'top2_sum' needs two experts in a group, got 1; use 'max' or fewer groups",
+    ),
+    "groups_that_hold_too_few": (
+        {"experts_per_token": 3, "router": {"num_groups": 3}},
+        r"groups_per_token=1 groups of 2 hold fewer experts than experts_per_token=3; use more groups",
+    ),
+    "unknown_backend": (
+        {"moe_backend": "ragged-dot"},
+        r"unknown moe_backend 'ragged-dot': expected one of auto.*did you mean 'ragged_dot'\?",
+    ),
+    "unknown_strategy": (
+        {"strategy": "rings"},
+        r"unknown strategy 'rings': expected one of local, .*did you mean 'ring'\?",
+    ),
+    **{
+        f"backend_{name}_not_built": (
+            {"moe_backend": name},
+            rf"moe_backend='{name}' is not built.*needs.*use one of auto",
+        )
+        for name in ("pallas", "megablox", "gmm_v2")
+        if name not in BACKENDS
+    },
+    "fused_with_width_chunks": (
+        {"moe_backend": "expert_ffn", "model_dim": 8, "width_chunks": 2},
+        r"fuses the activation, which needs the sums over the whole width.*width_chunks=2: use width_chunks=1",
+    ),
+    "backend_and_kernels": (
+        {"moe_backend": "cpu", "kernels": KernelChoice()},
+        r"moe_backend='cpu' already names a strategy and kernels; give either the backend, or",
+    ),
+    "backend_and_strategy": (
+        {"moe_backend": "ragged_dot", "strategy": "local"},
+        r"moe_backend='ragged_dot' already names a strategy.*moe_backend='auto'",
+    ),
+    "factor_without_capacity": (
+        {"capacity_factor": 1.0},
+        r"capacity_factor belongs to strategy='capacity' alone, got 1\.0 with 'local'",
+    ),
+    "capacity_without_factor": (
+        {"strategy": "capacity"},
+        r"capacity_factor belongs to strategy='capacity' alone, got None with 'capacity'",
+    ),
+    "negative_factor": (
+        {"strategy": "capacity", "capacity_factor": -1.0},
+        r"expected capacity_factor > 0, got -1\.0",
+    ),
+    "expert_choice_without_capacity": (
+        {"router": {"selection": "expert_choice"}},
+        r"selection='expert_choice' has no fixed K and needs strategy='capacity', got 'local'",
+    ),
+    "uneven_width_chunks": ({"width_chunks": 2}, r"model_dim=7 is not divisible by width_chunks=2"),
+}
+BAD_ROUTERS = {
+    "unknown_score": ({"score": "softmx"}, r"unknown score 'softmx': expected one of softmax.*mean 'softmax'\?"),
+    "unknown_selection": ({"selection": "rand"}, r"unknown selection 'rand'.*did you mean 'random'\?"),
+    "unknown_normalization": ({"normalize": "sums"}, r"unknown normalize 'sums'.*did you mean 'sum'\?"),
+    "unknown_weigh": ({"weigh": "inputs"}, r"unknown weigh 'inputs'.*did you mean 'input'\?"),
+    "unknown_group_score": ({"group_score": "top2"}, r"unknown group_score 'top2'.*did you mean 'top2_sum'\?"),
+    "unknown_aux_loss": ({"aux_loss": "seq"}, r"unknown aux_loss 'seq'.*did you mean 'sequence'\?"),
+    "sum_of_logits": ({"score": "logits"}, r"score='logits' may be negative.*use normalize='softmax'"),
+    "jitter_of_one": ({"jitter": 1.0}, r"expected 0 <= jitter < 1, got 1\.0"),
+    "more_groups_than_there_are": (
+        {"num_groups": 2, "groups_per_token": 3},
+        r"expected 1 <= groups_per_token <= num_groups, got 3 and 2",
+    ),
+    "expert_choice_with_a_bias": (
+        {"selection": "expert_choice", "selection_bias": True},
+        r"'expert_choice' has no group limit and no selection bias; leave them out",
+    ),
+}
+BAD_EXPERTS = {
+    "unknown_activation": ({"activation": "swish"}, r"unknown activation 'swish': expected one of silu"),
+    "negative_shared": ({"num_shared": -1}, r"expected num_shared >= 0, got -1"),
+    "gate_without_shared": ({"shared_gate": True}, r"shared_gate=True needs num_shared >= 1, got 0"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_LAYERS.values(), ids=BAD_LAYERS)
+def test_layer_config_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        moe_config(**options)
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_ROUTERS.values(), ids=BAD_ROUTERS)
+def test_router_config_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        RouterConfig(**options)
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_EXPERTS.values(), ids=BAD_EXPERTS)
+def test_expert_config_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ExpertConfig(**options)
+
+
+BAD_CALLS = {
+    "replay_of_another_k": (
+        {},
+        {"replay": jnp.zeros((4, 3), jnp.int32)},
+        ValueError,
+        r"expected replay \[T K\] = \[4, 2\] of an integer type, got int32\[4, 3\]; give MoEOutput\.experts",
+    ),
+    "replay_of_floats": (
+        {},
+        {"replay": jnp.zeros((4, 2))},
+        ValueError,
+        r"expected replay .* integer type, got float32\[4, 2\]",
+    ),
+    "mask_of_ints": ({}, {"mask": jnp.ones(4, jnp.int32)}, TypeError, r"expected a mask of bool, got int32; use mask"),
+    "mask_of_another_length": ({}, {"mask": jnp.ones(5, bool)}, ValueError, r"expected mask .* \(4,\), got \(5,\)"),
+    "random_without_key": ({"selection": "random"}, {}, ValueError, r"'random' needs a key, got None; pass key="),
+    "hash_without_ids": (
+        {"selection": "hash"},
+        {},
+        ValueError,
+        r"'hash' needs the token ids, got None; pass token_ids",
+    ),
+    "ids_of_another_length": (
+        {"selection": "hash"},
+        {"token_ids": jnp.ones(5, int)},
+        ValueError,
+        r"expected token_ids with the leading dimensions of x, \(4,\), got \(5,\)",
+    ),
+    "replay_for_expert_choice": (
+        {"selection": "expert_choice"},
+        {"replay": jnp.zeros((4, 2), jnp.int32)},
+        ValueError,
+        r"replay gives experts for each token, expert choice picks tokens; use another selection",
+    ),
+}
+
+
+@pytest.fixture
+def only_our_checks():
+    """In the tests jaxtyping stands before our own checks; a user has only ours."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("only_our_checks")
+@pytest.mark.parametrize(("router", "call", "error", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_call_is_refused(router, call, error, message):
+    by_expert = router.get("selection") == "expert_choice"
+    options = {"strategy": "capacity", "capacity_factor": 1.0} if by_expert else {}
+    layer = MoE(moe_config(router, **options), rngs=nnx.Rngs(0))
+    with pytest.raises(error, match=message):
+        layer(jnp.ones((4, 7)), **call)
+
+
+@pytest.mark.parametrize("shape", [(7,), (4, 6)])
+def test_tokens_of_another_width_are_refused(shape):
+    layer = MoE(moe_config(), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"expected x \[..., D\] with D = 7 and at least one more dimension, got"):
+        layer(jnp.ones(shape))
+
+
+def test_ring_without_an_axis_is_refused():
+    with pytest.raises(ValueError, match="strategy='ring' needs the mesh axis that experts are split over, got None"):
+        make_strategy(moe_config(strategy="ring"), 4)
+
+
+def test_config_can_be_a_static_argument():
+    assert hash(moe_config()) == hash(moe_config())
+    jax.jit(lambda config: config.num_experts, static_argnums=0)(moe_config())

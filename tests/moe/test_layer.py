@@ -1,0 +1,271 @@
+"""The layer as users have it: the nnx module, its backends and types, masks, and JAX's transformations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from raggedmoe import ExpertConfig, MoE, MoEOutput
+from raggedmoe.moe.backends import BACKENDS
+from raggedmoe.moe.module import SelectionBias
+
+from . import numpy_layer
+from .examples import (
+    assert_agrees,
+    assert_close,
+    assert_gradients_close,
+    dense_gradients,
+    layer_gradients,
+    magnitude,
+    moe_config,
+    random_params,
+    random_tokens,
+    run_layer,
+)
+
+EXPERTS = ExpertConfig(biases=True, num_shared=1, shared_gate=True)
+LOSSES = {"aux_loss_weight": 0.3, "z_loss_weight": 0.2}
+WAYS = {
+    **{backend: {"moe_backend": backend} for backend in BACKENDS},
+    "capacity": {"strategy": "capacity", "capacity_factor": 100.0},
+    "dense": {"strategy": "dense"},
+}
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+def axes_of(config):
+    return {name: spec.axes for name, spec in config.param_specs().items()}
+
+
+def module(config, seed=0):
+    return MoE.from_arrays(config, random_params(config, seed, np.float32), axes_of(config))
+
+
+@every_way
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_value_is_within_the_roundings_of_the_type(way, dtype):
+    config = moe_config(experts=EXPERTS, **way)
+    x = random_tokens(config, 12, dtype=dtype)
+    # The router's parameters stay float32; the experts' are rounded before the oracle sees them, so that what is
+    # compared is the layer's arithmetic.
+    params = {
+        name: jnp.asarray(value, jnp.float32 if name.startswith("router") else dtype)
+        for name, value in random_params(config, dtype=np.float32).items()
+    }
+    out = run_layer(x, params, config)
+    expected = numpy_layer.layer(np.asarray(x, np.float64), params, config)
+    difference = np.abs(np.asarray(out.output, np.float64) - expected.output)
+    # Hidden rows, the expert's output, the combined sum, the shared output and the total are each rounded once, half
+    # an eps each; the float32 sums and the router's weights are a few more where eps is float32's.
+    roundings = 2.5 if dtype == "bfloat16" else 8
+    bound = roundings * float(jnp.finfo(dtype).eps) * magnitude(x, params, config, expected)
+    assert out.output.dtype == dtype
+    assert np.array_equal(out.experts, expected.experts)
+    assert (difference <= bound).all()
+
+
+@every_way
+def test_gradients_in_float32_are_those_of_the_oracle(way):
+    config = moe_config(LOSSES, experts=EXPERTS, **way)
+    x, params = random_tokens(config, 12, dtype=np.float32), random_params(config, dtype=np.float32)
+    out, gradients = layer_gradients(x, params, config, jnp.ones_like(x))
+    with jax.enable_x64(True):
+        wide = {name: jnp.asarray(value, np.float64) for name, value in params.items()}
+        expected = dense_gradients(jnp.asarray(x, np.float64), wide, config, jnp.ones(x.shape), out.experts)
+    assert all(gradients[name].dtype == np.float32 for name in gradients)
+    assert_gradients_close(gradients, expected)
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.8])
+@pytest.mark.parametrize("weigh", ["input", "output"])
+def test_rows_that_fit_the_capacity_are_exact_and_the_others_add_nothing(x64, weigh, factor):
+    config = moe_config(
+        {"weigh": weigh, **LOSSES}, strategy="capacity", capacity_factor=factor, experts=EXPERTS, experts_per_token=3
+    )
+    x, params = random_tokens(config, 15), random_params(config)
+    expected = numpy_layer.layer(x, params, config)
+    out, gradients = layer_gradients(x, params, config, jnp.ones_like(x))
+    assert expected.dropped > 0
+    assert_agrees(out, expected)
+    kept = numpy_layer.kept_slots(expected.experts, 6, numpy_layer.capacity_of(config, 15))
+    slopes = dense_gradients(x, params, config, jnp.ones_like(x), out.experts, kept=jnp.asarray(kept))
+    assert_gradients_close(gradients, slopes)
+
+
+@pytest.mark.parametrize("lead", [(5,), (2, 5), (2, 3, 5), (0,), (2, 0)])
+def test_output_has_the_shape_of_the_input(lead):
+    layer = module(moe_config({"aux_loss": "sequence", **LOSSES}))
+    out = nnx.jit(lambda layer, x: layer(x))(layer, jnp.ones((*lead, 7)))
+    assert isinstance(out, MoEOutput)
+    assert out.output.shape == (*lead, 7)
+    assert out.experts.shape == (*lead, 2)
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(out))
+
+
+def test_module_counts_its_sequences(x64):
+    config = moe_config({"aux_loss": "sequence", **LOSSES})
+    layer = MoE.from_arrays(config, random_params(config), axes_of(config))
+    x = random_tokens(config, 24)
+    mask = jnp.arange(24) % 5 != 0
+    out = nnx.jit(lambda layer, x, mask: layer(x, mask=mask))(layer, x.reshape(2, 3, 4, 7), mask.reshape(2, 3, 4))
+    expected = numpy_layer.layer(x, random_params(config), config, mask=mask, num_sequences=6)
+    assert_close(out.aux_loss, expected.aux_loss)
+    assert_close(out.output.reshape(24, 7), expected.output)
+
+
+MASK = jnp.arange(10) % 3 != 1
+
+
+def masked_run(fill, way):
+    """Value and gradients where masked tokens hold `fill`."""
+    config = moe_config({**LOSSES, "logit_bias": True}, experts=EXPERTS, **way)
+    x = jnp.where(MASK[:, None], random_tokens(config, 10, dtype=np.float32), fill)
+    return layer_gradients(x, random_params(config, dtype=np.float32), config, jnp.ones_like(x), mask=MASK)
+
+
+@every_way
+@pytest.mark.parametrize("fill", [np.nan, 1e30])
+def test_what_masked_tokens_hold_changes_no_bit(way, fill):
+    for found, expected in zip(
+        jax.tree.leaves(masked_run(fill, way)), jax.tree.leaves(masked_run(0.0, way)), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+
+
+@every_way
+def test_masked_tokens_get_zero_and_give_zero(way):
+    out, gradients = masked_run(np.nan, way)
+    assert not np.asarray(out.output)[~MASK].any()
+    assert not np.asarray(gradients["x"])[~MASK].any()
+
+
+@every_way
+def test_same_input_gives_the_same_bits(way):
+    config = moe_config(LOSSES, experts=EXPERTS, **way)
+    x, params = random_tokens(config, 12, dtype=np.float32), random_params(config, dtype=np.float32)
+    runs = [layer_gradients(x, params, config, jnp.ones_like(x)) for _ in range(2)]
+    for one, other in zip(*map(jax.tree.leaves, runs), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@every_way
+def test_nan_stays_in_its_token(way):
+    config = moe_config(experts=EXPERTS, experts_per_token=3, **way)
+    x, params = random_tokens(config, 10, dtype=np.float32), random_params(config, dtype=np.float32)
+    clean, out = (run_layer(tokens, params, config) for tokens in (x, x.at[4].set(jnp.nan)))
+    others = np.arange(10) != 4
+    np.testing.assert_array_equal(out.output[others], clean.output[others])
+    assert np.isnan(out.output[4]).all()
+    assert len(set(np.asarray(out.experts)[4].tolist())) == 3
+    assert np.asarray(out.experts).max() < 6
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+def test_gradient_survives(wrap):
+    layer = module(moe_config(LOSSES))
+    x = random_tokens(layer.config, 9, dtype=np.float32)
+
+    def loss(x):
+        out = layer(x)
+        return out.output.sum() + out.aux_loss + out.z_loss
+
+    _, expected = layer_gradients(x, random_params(layer.config, dtype=np.float32), layer.config, jnp.ones_like(x))
+    assert_close(jax.jit(jax.grad(wrap(loss)))(x), expected["x"])
+
+
+def test_scan_over_layers_is_their_composition(x64):
+    config = moe_config(LOSSES)
+    stack = [random_params(config, seed) for seed in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stack)
+    x = random_tokens(config, 9)
+
+    @jax.jit
+    def scanned(x):
+        return jax.lax.scan(lambda x, params: (x + run_layer(x, params, config).output, None), x, stacked)[0]
+
+    expected = np.asarray(x)
+    for params in stack:
+        expected = expected + numpy_layer.layer(expected, params, config).output
+    assert_close(scanned(x), expected)
+    assert np.isfinite(jax.grad(lambda x: scanned(x).sum())(x)).all()
+
+
+# Not "ragged_dot": JAX 0.10 to 0.12 batches it over the groups' dimension only.
+@pytest.mark.parametrize("backend", ["auto", "expert_ffn"])
+def test_vmap_is_a_loop_over_batches(x64, backend):
+    config = moe_config({"aux_loss_weight": 0.3}, moe_backend=backend)
+    params, batches = random_params(config), random_tokens(config, 12).reshape(3, 4, 7)
+
+    def gradient(x):
+        out, gradients = layer_gradients(x, params, config, jnp.ones_like(x))
+        return vars(out), gradients
+
+    out, gradients = jax.vmap(gradient)(batches)
+    for i, batch in enumerate(batches):
+        assert_close(out["output"][i], numpy_layer.layer(batch, params, config).output)
+        expected = dense_gradients(batch, params, config, jnp.ones_like(batch), out["experts"][i])
+        assert_gradients_close({name: gradient[i] for name, gradient in gradients.items()}, expected)
+
+
+def test_split_and_merge_give_the_same_layer():
+    layer = module(moe_config(LOSSES))
+    x = random_tokens(layer.config, 5, dtype=np.float32)
+    merged = nnx.merge(*nnx.split(layer))
+    call = nnx.jit(lambda layer: layer(x).output)
+    np.testing.assert_array_equal(call(merged), call(layer))
+
+
+def test_training_lowers_the_loss():
+    config = moe_config({**LOSSES, "selection_bias": True}, num_experts=4, experts=EXPERTS)
+    layer = MoE(config, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(layer, optax.adam(1e-2), wrt=nnx.Param)
+    x = random_tokens(config, 32, dtype=np.float32)
+    target = random_tokens(config, 32, seed=9, dtype=np.float32)
+
+    @nnx.jit
+    def step(layer, optimizer):
+        def loss(layer):
+            out = layer(x)
+            return jnp.mean((out.output - target) ** 2) + 0.01 * (out.aux_loss + out.z_loss)
+
+        value, gradients = nnx.value_and_grad(loss)(layer)
+        optimizer.update(layer, gradients)
+        return value
+
+    losses = [float(step(layer, optimizer)) for _ in range(30)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_selection_bias_is_no_parameter_to_train():
+    layer = MoE(moe_config({"selection_bias": True}), rngs=nnx.Rngs(0))
+    assert isinstance(layer.router_selection_bias, SelectionBias)
+    assert not isinstance(layer.router_selection_bias, nnx.Param)
+    assert "router_selection_bias" not in nnx.state(layer, nnx.Param)
+
+
+def test_initial_values_have_the_declared_shapes_and_scale():
+    config = moe_config({"expert_scale": True, "logit_bias": True}, model_dim=64, expert_dim=32, experts=EXPERTS)
+    layer = MoE(config, rngs=nnx.Rngs(0))
+    for name, spec in config.param_specs().items():
+        value = np.asarray(getattr(layer, name)[...])
+        assert value.shape == spec.shape
+        if spec.contracts:
+            fan_in = spec.shape[spec.axes.index(spec.contracts)]
+            assert value.std() == pytest.approx(fan_in**-0.5, rel=0.3)
+        else:
+            assert (value == (spec.init == "ones")).all()
+
+
+def test_module_passes_every_argument_on():
+    config = moe_config({"selection": "hash", "jitter": 0.3})
+    layer, x = module(config), random_tokens(config, 6, dtype=np.float32)
+    arguments = {"mask": jnp.arange(6) != 2, "token_ids": jnp.arange(6) * 7, "key": jax.random.key(1)}
+    expected = run_layer(x, random_params(config, dtype=np.float32), config, **arguments)
+    shaped = {name: value if name == "key" else value.reshape(2, 3) for name, value in arguments.items()}
+    out = jax.jit(functools.partial(MoE.__call__, layer))(x.reshape(2, 3, 7), **shaped)
+    assert_close(out.output.reshape(6, 7), expected.output)
+    np.testing.assert_array_equal(out.experts.reshape(6, 2), expected.experts)
