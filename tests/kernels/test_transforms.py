@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 
 from kernels.compare import FAST, beyond_rounding, oracle, run
 from raggedmoe import Directions, grouped_matmul
@@ -144,3 +145,15 @@ def test_a_traced_group_offset_gives_the_rows_of_the_groups_held(implementation)
         here = (row >= ends[offset] - sizes[offset]) & (row < ends[offset + held - 1])
         np.testing.assert_allclose(some(jnp.int32(offset)), np.where(here, whole, 0), rtol=1e-5, atol=1e-5)
     assert some._cache_size() == 1
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("implementation", list(implementations("expert_ffn")))
+def test_a_mesh_of_either_axis_type_is_accepted(implementation, axis_type):
+    """JAX infers no sharding for a ragged dot under explicit axes, the default of `jax.make_mesh`."""
+    op = operation("expert_ffn")
+    example = next(spec for spec in op.specs if spec.name == "spare-rows").example("float32")
+    with jax.set_mesh(jax.make_mesh((2,), ("x",), axis_types=(axis_type,))):
+        run = functools.partial(op.function, **example.options, implementation=implementation)
+        found = value_and_gradients(run, dict(example.arrays), example.cotangent)
+    assert all(bool(jnp.isfinite(array).all()) for array in found.values())

@@ -53,11 +53,11 @@ BAD_LAYERS = {
     ),
     "backend_and_kernels": (
         {"moe_backend": "cpu", "kernels": KernelChoice()},
-        r"moe_backend='cpu' already names a strategy and kernels; give either the backend, or",
+        r"moe_backend='cpu' already names kernels; give either the backend, or",
     ),
     "backend_and_strategy": (
-        {"moe_backend": "ragged_dot", "strategy": "local"},
-        r"moe_backend='ragged_dot' already names a strategy.*moe_backend='auto'",
+        {"moe_backend": "jax", "strategy": "local"},
+        r"moe_backend='jax' computes every expert on every token.*strategy='local': leave strategy out",
     ),
     "factor_without_capacity": (
         {"capacity_factor": 1.0},

@@ -20,7 +20,6 @@ from .examples import (
     random_tokens,
 )
 
-
 SHAPES = st.fixed_dictionaries(
     {
         "num_tokens": st.integers(1, 200),
@@ -59,7 +58,7 @@ def build(shape):
     return config, experts, rng.random(shape["num_tokens"]) < shape["share_present"]
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(shape=SHAPES)
 def test_layer_agrees_with_the_oracles(shape):
     config, experts, mask = build(shape)

@@ -44,9 +44,9 @@ LOSSES = {"aux_loss_weight": 0.5, "z_loss_weight": 0.25}
 TOKEN_IDS = np.random.default_rng(5).integers(0, 2**31 - 1, 16)
 
 
-def router_case(name, num_tokens=16):
+def router_case(name, num_tokens=16, **sizes):
     per_token = 1 if name.startswith("top1") else 3
-    config = moe_config({**ROUTERS[name], **LOSSES}, experts_per_token=per_token)
+    config = moe_config({**ROUTERS[name], **LOSSES}, experts_per_token=per_token, **sizes)
     ids = jnp.asarray(TOKEN_IDS[:num_tokens]) if name == "hash" else None
     return config, random_tokens(config, num_tokens), random_params(config), ids
 
@@ -109,7 +109,7 @@ def test_weights_are_those_of_the_oracle(name):
     [*((name, "gap") for name in ROUTERS), ("sigmoid_with_selection_bias", "replay"), ("groups_by_max", "replay")],
 )
 def test_gradients_are_the_slopes_of_the_oracle(name, held_by):
-    config, x, params, ids = router_case(name, num_tokens=5)
+    config, x, params, ids = router_case(name, num_tokens=5, model_dim=3, expert_dim=2)
     cotangent = random_tokens(config, 5, seed=4)
     options = {"token_ids": ids, "mask": jnp.arange(5) != 2}
     # Steps of 1e-6 change a ranking only where two scores are about as near: not with this seed, as the equality of

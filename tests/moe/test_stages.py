@@ -65,8 +65,8 @@ class Way:
         return moe_config(strategy=self.strategy, kernels=choice, width_chunks=self.width_chunks, **sizes)
 
 
-# "auto" takes the kernels of "cpu" here; it is in the list because it is what people use.
-COMPUTATIONS = [(1, "auto"), (1, "cpu"), (2, "cpu"), (1, "ragged_dot"), (2, "ragged_dot"), (1, "fused")]
+# "auto" takes the kernels of "cpu" on this machine: one of the two names is enough.
+COMPUTATIONS = [(1, "auto"), (2, "cpu"), (1, "ragged_dot"), (2, "ragged_dot"), (1, "fused")]
 WAYS = [Way(strategy, *computation) for strategy in ("local", "ring") for computation in COMPUTATIONS]
 ROUTINGS = ("random", "skewed", "one_expert_each", "first_rank", "last_rank", "one_token", "some_masked", "all_masked")
 
@@ -169,8 +169,8 @@ def case(per_token, routing_name):
 
 CASES = [(way, 2, name) for way in WAYS for name in ROUTINGS]
 # Every number of experts per token is another compilation: only where the width is whole.
-CASES += [(way, 4, name) for way in WAYS if way.width_chunks == 1 for name in ("random", "some_masked")]
-CASES += [(way, 1, "skewed") for way in WAYS if way.kernels == "fused"]
+WHOLE = [way for way in WAYS if way.kernels in ("auto", "fused")]
+CASES += [(way, 4, name) for way in WHOLE for name in ("random", "some_masked")]
 every_case = pytest.mark.parametrize(
     ("way", "per_token", "routing_name"), CASES, ids=[f"{way}-K{k}-{name}" for way, k, name in CASES]
 )
@@ -189,8 +189,15 @@ def test_layer_agrees_with_the_oracles(way, per_token, routing_name, quantity):
         assert_gradients_close(gradients, expected_gradients)
 
 
-@pytest.mark.parametrize("weigh", ["input", "output"])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"])
+@pytest.mark.parametrize(
+    ("activation", "weigh"),
+    [
+        ("silu", "output"),
+        ("silu", "input"),
+        *((name, "output") for name in ("gelu", "gelu_tanh", "relu2")),
+        ("clamped_swiglu", "input"),
+    ],
+)
 def test_dense_oracle_has_the_slopes_of_the_numpy_oracle(activation, weigh):
     config = moe_config(
         {**ROUTER, "weigh": weigh},
@@ -208,11 +215,16 @@ def test_dense_oracle_has_the_slopes_of_the_numpy_oracle(activation, weigh):
         np.testing.assert_allclose(found[name], value, atol=1e-7, err_msg=name)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"])
-@pytest.mark.parametrize("weigh", ["input", "output"])
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("backend", ["auto", "jax", "expert_ffn"])
-def test_experts_of_every_kind_are_those_of_the_oracle(backend, gated, weigh, activation):
+# Pairs, not the product: every activation with and without a gate, with each backend and either way to weigh in turn.
+KINDS = [
+    (activation, gated, ("auto", "jax", "expert_ffn")[(i + gated) % 3], ("input", "output")[(i // 2 + gated) % 2])
+    for i, activation in enumerate(["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"])
+    for gated in (True, False)
+]
+
+
+@pytest.mark.parametrize(("activation", "gated", "backend", "weigh"), KINDS)
+def test_experts_of_every_kind_are_those_of_the_oracle(activation, gated, backend, weigh):
     experts = ExpertConfig(activation=activation, gated=gated, biases=True, num_shared=2, shared_gate=not gated)
     config = moe_config({"weigh": weigh}, experts=experts, moe_backend=backend)
     x, params = 3 * random_tokens(config, 9), random_params(config)
@@ -222,7 +234,7 @@ def test_experts_of_every_kind_are_those_of_the_oracle(backend, gated, weigh, ac
     assert_gradients_close(gradients, dense_gradients(x, params, config, cotangent, jnp.asarray(replay)))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [1, 8])
 def test_ring_routes_as_one_device_does_on_any_number_of_ranks(num_ranks):
     config = moe_config(ROUTER, num_experts=8, experts_per_token=3, strategy="ring")
     x, params = random_tokens(config, 16), random_params(config)
@@ -254,5 +266,7 @@ def test_ring_refuses_experts_that_do_not_divide():
         in_specs=P(),
         out_specs=P(),
     )
-    with pytest.raises(ValueError, match=r"num_experts=5 is not divisible by the 2 ranks.*use one of \[1, 5\]"):
+    with pytest.raises(
+        ValueError, match=r"num_experts=5 is not divisible by the 2 ranks.*use a number of ranks in \[1, 5\]"
+    ):
         refused(x, params)

@@ -40,7 +40,7 @@ class Timing:
     of_limit: float  # the limit's time over this one's
 
 
-def timings(case: str, dtype: str, flops: float, contenders: dict[str, Callable[[], Any]], rounds: int) -> list[Timing]:
+def timings(case: str, dtype: str, flops: int, contenders: dict[str, Callable[[], Any]], rounds: int) -> list[Timing]:
     """Measure contenders, one of which is the limit."""
     best = best_seconds(contenders, rounds)
     return [
@@ -99,7 +99,7 @@ def _limit(name: str, example: Example, backward: bool) -> Callable[[], Any]:
     return dense_limit(rows, weights, example.flops * (3 if backward else 1))
 
 
-def dense_limit(rows: Any, weights: Any, flops: float) -> Callable[[], Any]:
+def dense_limit(rows: Any, weights: Any, flops: int) -> Callable[[], Any]:
     """As many dense matmuls ``rows [R I] @ weights [O I]ᵀ`` as make up the FLOPs."""
     times = round(flops / (2 * rows.shape[0] * weights.size))
     wide = jnp.float32

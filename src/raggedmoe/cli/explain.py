@@ -71,7 +71,7 @@ def layer_calls(config: MoEConfig, num_tokens: int, dtype: str, moe_backend: str
         x = jax.ShapeDtypeStruct((num_tokens, layer.model_dim), jnp.dtype(dtype))
 
         def forward(x: Any, params: Any, layer: MoEConfig = layer) -> Any:
-            return moe_route_and_compute(x, MoEParams.from_flat(params), layer)
+            return moe_route_and_compute(x, MoEParams.from_flat(params), layer).output
 
         with recorded_selections() as selections:
             jax.eval_shape(forward, x, params)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import tyro
 
 from raggedmoe.cli import bench, explain, verify
+from raggedmoe.kernels.registry import CannotRunError
 
 COMMANDS: dict[str, Callable[..., int]] = {"explain": explain.explain, "verify": verify.verify, "bench": bench.bench}
 
@@ -20,7 +21,7 @@ def main() -> None:
             prog="raggedmoe",
             description="Mixture-of-Experts for JAX: which kernel runs where and why, whether it is right, how fast.",
         )
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, CannotRunError) as error:
         print(f"raggedmoe: {error}", file=sys.stderr)
         sys.exit(2)
     sys.exit(code)

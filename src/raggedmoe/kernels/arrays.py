@@ -15,7 +15,7 @@ def accumulator(*dtypes: Any) -> jnp.dtype:
 
 
 def varying_like(value: jax.Array, *arrays: Any) -> jax.Array:
-    """``value``, typed as varying over each mesh axis that an array varies over: a loop's first carry in `shard_map`."""
+    """``value``, typed in `shard_map` as varying over every mesh axis that an array does: a loop's first carry."""
     axes = {axis for array in arrays for axis in jax.typeof(array).manual_axis_type.varying}
     missing = axes - jax.typeof(value).manual_axis_type.varying
     return lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value

@@ -36,6 +36,10 @@ class Call:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+class CannotRunError(NotImplementedError):
+    """No implementation that the caller allowed accepts the call; the message has each one's reason."""
+
+
 def _nothing(call: Call, hardware: Hardware) -> None:
     return None
 
@@ -208,7 +212,7 @@ def select(
             return selection
         report_skip(candidate.implementation.full_name, call.direction, hardware.name, candidate.reason)
     reasons = "\n".join(f"  {c.implementation.name}: {c.reason}" for c in looked_at)
-    raise NotImplementedError(
+    raise CannotRunError(
         f"{call.operation} ({call.direction}) on {hardware.name}: no implementation in "
         f"{_ordered(choice, call.direction)!r} can run:\n{reasons}"
     )

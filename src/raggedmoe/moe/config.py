@@ -142,10 +142,15 @@ class MoEConfig:
 
     def _check_strategy(self) -> None:
         backend = backend_named(self.moe_backend)
-        if self.moe_backend != "auto" and (self.strategy is not None or self.kernels is not None):
+        if self.moe_backend != "auto" and self.kernels is not None:
             raise ValueError(
-                f"moe_backend={self.moe_backend!r} already names a strategy and kernels; give either the backend, "
-                "or strategy and kernels with moe_backend='auto'"
+                f"moe_backend={self.moe_backend!r} already names kernels; give either the backend, or kernels with "
+                "moe_backend='auto'"
+            )
+        if backend.strategy == "dense" and self.strategy not in (None, "dense"):
+            raise ValueError(
+                f"moe_backend={self.moe_backend!r} computes every expert on every token and moves no rows; "
+                f"it cannot be used with strategy={self.strategy!r}: leave strategy out, or use another backend"
             )
         strategy = self.strategy_name
         _one_of("strategy", strategy, STRATEGIES)

@@ -24,7 +24,7 @@ from raggedmoe.kernels.example import Example, Spec
 from raggedmoe.kernels.expert_ffn import reference as expert_ffn_reference
 from raggedmoe.kernels.expert_ffn.api import ExpertWeights
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
-from raggedmoe.kernels.registry import implementations
+from raggedmoe.kernels.registry import CannotRunError, implementations
 
 SUM_ROUNDINGS = 4
 FFN_ROUNDINGS = 1
@@ -116,7 +116,7 @@ def runnable(operation: Operation, example: Example) -> list[str]:
         call = functools.partial(operation.function, **example.options, implementation=name, hardware=hardware)
         try:
             jax.eval_shape(lambda arrays: call(**arrays), dict(example.arrays))
-        except NotImplementedError:  # its reason is in the log
+        except CannotRunError:  # its reason is in the log
             return False
         return True
 

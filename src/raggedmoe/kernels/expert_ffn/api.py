@@ -98,6 +98,8 @@ def _check(rows: Any, weights: ExpertWeights, group_sizes: Any, activation: str)
     check_array(NAME, "group_sizes", group_sizes, "G", integer=True)
     check_array(NAME, "wi_0", weights.wi_0, "G F D")
     num_groups, num_hidden, width = weights.wi_0.shape
+    if num_hidden == 0:
+        raise ValueError(f"{NAME}: expected F >= 1, got wi_0 [G F D] = {list(weights.wi_0.shape)}")
     check_size(NAME, "D (the last dimension) of wi_0", rows.shape[1], width, "all weights are [G F D], D last")
     for name in ("wi_1", "wo"):
         array = getattr(weights, name)

@@ -48,28 +48,26 @@ def forward(matmul, rows, weights, bounds, activation):
 
 def backward(matmul, rows, weights, bounds, cotangent, activation):
     """Gradients of the rows and of all weights; the activation's arguments are computed again."""
-    (gate, up) = up_projections(matmul, rows, weights, bounds)
-    hidden, activation_vjp = jax.vjp(ACTIVATIONS[activation], gate, up)
-    dhidden, dwo = matmul.backward(hidden.astype(rows.dtype), weights.wo, bounds, cotangent, transpose_rhs=False)
-    _, valid = group_of_row(bounds, rows.shape[0])
-    dgate, dup = activation_vjp(jnp.where(valid[:, None], dhidden, 0).astype(gate.dtype))
-    dgate = dgate.astype(rows.dtype)
-    drows, dwi_0 = matmul.backward(rows, weights.wi_0, bounds, dgate, transpose_rhs=True)
-    dwi_1 = None
+    wide, dtype = accumulator(rows.dtype), rows.dtype
+    hidden, activation_vjp = jax.vjp(ACTIVATIONS[activation], *up_projections(matmul, rows, weights, bounds))
+    dhidden = matmul.forward(cotangent, weights.wo, bounds, transpose_rhs=True, out_dtype=wide)
+    dgate, dup = jax.tree.map(lambda sums: sums.astype(dtype), activation_vjp(dhidden))
+    drows = matmul.forward(dgate, weights.wi_0, bounds, transpose_rhs=False, out_dtype=wide)
     if dup is not None:
-        dup = dup.astype(rows.dtype)
-        more, dwi_1 = matmul.backward(rows, weights.wi_1, bounds, dup, transpose_rhs=True)
-        wide = accumulator(rows.dtype)
-        drows = (drows.astype(wide) + more.astype(wide)).astype(rows.dtype)
-    biases = weights.biases
+        drows = drows + matmul.forward(dup, weights.wi_1, bounds, transpose_rhs=False, out_dtype=wide)
     dbiases = None
-    if biases is not None:
+    if weights.biases is not None:
         dbiases = ExpertBiases(
-            wi_0=group_sums(matmul, dgate, bounds, biases.wi_0),
-            wi_1=None if dup is None else group_sums(matmul, dup, bounds, biases.wi_1),
-            wo=group_sums(matmul, cotangent, bounds, biases.wo),
+            wi_0=group_sums(matmul, dgate, bounds, weights.biases.wi_0),
+            wi_1=None if dup is None else group_sums(matmul, dup, bounds, weights.biases.wi_1),
+            wo=group_sums(matmul, cotangent, bounds, weights.biases.wo),
         )
-    return drows, ExpertWeights(dwi_0, dwi_1, dwo, dbiases)
+    return drows.astype(dtype), ExpertWeights(
+        wi_0=matmul.transposed(dgate, rows, bounds),
+        wi_1=None if dup is None else matmul.transposed(dup, rows, bounds),
+        wo=matmul.transposed(hidden.astype(dtype), cotangent, bounds),
+        biases=dbiases,
+    )
 
 
 def group_sums(matmul, rows, bounds, like):

@@ -1,7 +1,10 @@
 """`grouped_matmul` by XLA's own ragged dot."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.arrays import accumulator
@@ -45,6 +48,8 @@ def _row_is_here(lhs, bounds):
 
 
 def _ragged_dot(lhs, rhs, bounds, numbers):
+    # Under a mesh with explicit axes JAX has no rule for the result's sharding, and must be told.
+    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     return lax.ragged_dot_general(
         lhs,
         rhs,
@@ -52,6 +57,7 @@ def _ragged_dot(lhs, rhs, bounds, numbers):
         ragged_dot_dimension_numbers=numbers,
         precision=lax.Precision.HIGHEST if lhs.dtype == jnp.float32 else None,
         preferred_element_type=accumulator(lhs.dtype),
+        out_sharding=P() if explicit else None,
     )
 
 

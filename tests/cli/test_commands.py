@@ -1,0 +1,122 @@
+"""The commands as a user types them."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from raggedmoe.cli.bench import bench
+from raggedmoe.cli.explain import explain
+from raggedmoe.cli.layer_choice import layer_of, shape_of
+from raggedmoe.cli.main import main
+from raggedmoe.cli.verify import _report, verify
+from raggedmoe.kernels.registry import OPERATIONS
+from raggedmoe.moe.presets import PRESETS
+from raggedmoe.verify.check import Check
+
+FAILED = Check(
+    operation="grouped_matmul",
+    implementation="cpu",
+    spec="even",
+    dtype="float32",
+    quantity="drhs",
+    error=2.0,
+    bound=1.0,
+    share=2.0,
+    problem=None,
+)
+
+
+def run(monkeypatch, capsys, *arguments):
+    """Exit code, standard output and standard error of the console script."""
+    monkeypatch.setattr(sys, "argv", ["raggedmoe", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return stop.value.code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_explain_names_a_kernel_for_every_operation_of_every_model_on_a_tpu(model, capsys):
+    assert explain(model=model, hardware="tpu7x") == 0
+    printed = capsys.readouterr().out
+    for operation in OPERATIONS:
+        assert operation in printed
+    assert "● xla" in printed
+    assert "none can run" not in printed
+    assert "auto does not offer it on tpu" in printed
+    assert "pallas: it needs our Pallas TPU kernels" in " ".join(printed.split())
+
+
+def test_explain_chooses_the_cpu_kernels_on_a_cpu(capsys):
+    explain(shape="T=64,D=24,F=40,E=4,K=2", hardware="cpu")
+    printed = capsys.readouterr().out
+    assert "● cpu" in printed
+    assert "24" in printed
+
+
+def test_explain_for_an_old_jax_says_that_nothing_runs(capsys):
+    explain(jax_version="0.4.30")
+    assert "use JAX 0.10.2 or newer" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("explain", "--hardware", "tpu7"), "unknown hardware 'tpu7'.*did you mean 'tpu7x'"),
+        (("explain", "--model", "deepseek-v4"), "unknown model 'deepseek-v4'.*did you mean 'deepseek-v"),
+        (("explain", "--shape", "T=3"), "expected a shape like T=2048.*got 'T=3'"),
+        (("explain", "--moe-backend", "gmm_v2"), "moe_backend='gmm_v2' is not built yet"),
+        (("explain", "--jax", "newest"), "newest"),
+        (("verify", "gather"), "unknown operation 'gather'.*did you mean 'ragged_gather'"),
+        (("bench", "layers"), "unknown subject 'layers'.*did you mean 'layer'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, monkeypatch, capsys):
+    code, _, error = run(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert error.startswith("raggedmoe: ")
+    assert error.count("\n") == 1
+    assert re.search(message, error)
+
+
+def test_verify_passes_and_prints_json(capsys):
+    assert verify(operations=("ragged_gather",), quick=True, json=True) == 0
+    checks = json.loads(capsys.readouterr().out)
+    assert {c["dtype"] for c in checks} == {"float32", "bfloat16"}
+    assert {c["quantity"] for c in checks} == {"value", "dx", "dweights"}
+    assert all(c["passed"] for c in checks)
+
+
+def test_verify_reports_a_failure_and_the_worst_example():
+    better = Check(**{**vars(FAILED), "share": 0.5, "error": 0.5, "spec": "one-row"})
+    lines = list(_report([better, FAILED], every=False))
+    assert len(lines) == 3
+    assert "FAIL" in lines[-1]
+    assert "even" in lines[-1]
+    assert len(list(_report([better, FAILED], every=True))) == 4
+
+
+def test_bench_measures_one_case_and_draws_it(tmp_path, capsys):
+    picture = tmp_path / "bench.png"
+    code = bench(
+        subjects=("ragged_gather",), dtypes=("float32",), rounds=1, case="mixtral forward", json=True, plot=picture
+    )
+    assert code == 0
+    timings = json.loads(capsys.readouterr().out)["timings"]
+    assert {"limit", "xla"} <= {t["contender"] for t in timings}
+    assert all(t["seconds"] > 0 for t in timings)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_shape_is_read_and_a_model_and_a_shape_together_are_refused():
+    assert shape_of("T=1,D=2,F=3,E=4,K=2") == {"T": 1, "D": 2, "F": 3, "E": 4, "K": 2}
+    with pytest.raises(ValueError, match="not both"):
+        layer_of("deepseek-v3", "T=1,D=2,F=3,E=4,K=2")
+
+
+def test_import_needs_no_optional_package():
+    """Neither plotting nor other people's kernels, nor Pallas, are loaded by the import."""
+    code = "import sys, raggedmoe; print([m for m in sys.modules if m in ('matplotlib', 'tokamax', 'torch')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
