@@ -168,7 +168,8 @@ def layer(x, params, config, *, mask=None, replay=None, token_ids=None, noise=No
     params = {name: np.asarray(value, np.float64) for name, value in params.items()}
     num_tokens = len(x)
     mask = np.ones(num_tokens, bool) if mask is None else np.asarray(mask)
-    x = np.array([np.asarray(row, np.float64) if here else np.zeros(len(row)) for row, here in zip(x, mask)])
+    replay, token_ids = (None if given is None else np.asarray(given) for given in (replay, token_ids))
+    x = np.array([row if here else np.zeros(len(row)) for row, here in zip(np.asarray(x, np.float64), mask)])
     routed = x if noise is None else x * noise
     logits = np.array([params["router_kernel"] @ row + params.get("router_logit_bias", 0) for row in routed])
     scores = np.array([SCORES[router.score](row) for row in logits])

@@ -2,15 +2,12 @@
 
 import dataclasses
 import os
-import sys
 from collections.abc import Iterator
 from json import dumps
 from pathlib import Path
 
 import tyro
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from raggedmoe import compat
 from raggedmoe.bench.cases import Timing, layer_timings, operation_timings, sweep_timings
@@ -32,7 +29,7 @@ def bench(
     """Time kernels and the whole layer on this machine: the best of several interleaved rounds.
 
     Each is held against a limit: for matmuls, dense ones of the same useful FLOPs and type; for moves of rows, a copy.
-    "sweep" fixes the routed rows and raises the number of experts.
+    Contenders that are slow take fewer turns. "sweep" fixes the routed rows and raises the number of experts.
 
     Args:
         subjects: operations, "layer" or "sweep".
@@ -48,21 +45,17 @@ def bench(
     title = f"{target_hardware().name}, {os.cpu_count()} cores, JAX {compat.JAX_VERSION}"
     console = Console(stderr=json)
     console.print(f"[bold]{title}[/]; best of {rounds} interleaved rounds")
-    table = Table(box=SIMPLE_HEAD)
-    for column in ("contender", "ms", "GFLOP/s", "of limit"):
-        table.add_column(column, justify="left" if column == "contender" else "right", no_wrap=True)
+    console.print(f"[dim]{'':2}{'contender':<28} {'ms':>10} {'GFLOP/s':>8} {'of limit':>9}[/]")
     found: list[Timing] = []
     for group in _measured(subjects, dtypes, rounds, case):
         found.extend(group)
-        table.add_section()
-        table.add_row(f"[bold]{group[0].case}, {group[0].dtype}[/]")
+        console.print(f"[bold]{group[0].case}, {group[0].dtype}[/]", highlight=False)
         for t in group:
             gflops = f"{t.gflops:.0f}" if t.gflops else ""
-            table.add_row(f"  {t.contender}", f"{t.seconds * 1e3:.2f}", gflops, f"{t.of_limit:.2f}")
+            line = f"  {t.contender:<28} {t.seconds * 1e3:>10.2f} {gflops:>8} {t.of_limit:>9.2f}"
+            console.print(line, highlight=False)
     if json:
         print(dumps({"title": title, "timings": [dataclasses.asdict(t) for t in found]}, indent=1))
-    else:
-        console.print(table)
     if plot is not None:
         from raggedmoe.bench.plot import plot_timings
 
@@ -74,7 +67,6 @@ def bench(
 def _measured(subjects: tuple[str, ...], dtypes: tuple[str, ...], rounds: int, case: str) -> Iterator[list[Timing]]:
     for subject in subjects:
         for dtype in dtypes:
-            print(f"measuring {subject} {dtype} ...", file=sys.stderr, flush=True)
             if subject == "layer":
                 yield from layer_timings(dtype, rounds, case)
             elif subject == "sweep":
