@@ -33,14 +33,14 @@ test-all: $(READY)
 	$(BIN)/python -m pytest -n auto
 
 lint: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
 format: $(READY)
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests
 
 bench: $(READY)
 	$(BIN)/raggedmoe bench grouped_matmul expert_ffn layer sweep --plot out/bench.png

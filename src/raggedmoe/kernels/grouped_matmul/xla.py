@@ -1,5 +1,7 @@
 """`grouped_matmul` by XLA's own ragged dot."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -50,15 +52,25 @@ def _row_is_here(lhs, bounds):
 def _ragged_dot(lhs, rhs, bounds, numbers):
     # Under a mesh with explicit axes JAX has no rule for the result's sharding, and must be told.
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    return lax.ragged_dot_general(
-        lhs,
-        rhs,
-        bounds[1:] - bounds[:-1],
+    plain = functools.partial(
+        lax.ragged_dot_general,
         ragged_dot_dimension_numbers=numbers,
         precision=lax.Precision.HIGHEST if lhs.dtype == jnp.float32 else None,
         preferred_element_type=accumulator(lhs.dtype),
         out_sharding=P() if explicit else None,
     )
+    call = jax.custom_batching.custom_vmap(lambda lhs, rhs, sizes: plain(lhs, rhs, sizes))
+
+    @call.def_vmap
+    def batched(axis_size, in_batched, *operands):
+        # JAX batches it only if every operand is, so a vmap that shares the weights has to repeat them.
+        repeated = [
+            operand if is_batched else jnp.broadcast_to(operand, (axis_size, *operand.shape))
+            for operand, is_batched in zip(operands, in_batched)
+        ]
+        return jax.vmap(plain)(*repeated), True
+
+    return call(lhs, rhs, bounds[1:] - bounds[:-1])
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
