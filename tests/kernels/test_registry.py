@@ -143,7 +143,7 @@ def test_auto_leaves_out_what_is_not_offered_on_the_platform_unless_named():
 def certificate(**changes):
     fields = {
         "implementation": "grouped_matmul/sparse",
-        "source": source_digest("grouped_matmul"),
+        "source": source_digest(),
         "chip": "tpu7x",
         "jax_version": JAX_VERSION,
         "libtpu_version": "0.0.40",

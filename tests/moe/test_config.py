@@ -92,7 +92,7 @@ BAD_ROUTERS = {
     ),
     "expert_choice_with_a_bias": (
         {"selection": "expert_choice", "selection_bias": True},
-        r"'expert_choice' has no group limit and no selection bias; leave them out",
+        r"'expert_choice' reads no group limit and no selection bias; leave num_groups and",
     ),
 }
 BAD_EXPERTS = {

@@ -168,13 +168,15 @@ def _layer(sizes: dict[str, int], backend: str, x: Any, dtype: str, backward: bo
     return lambda: both(x, params, x)
 
 
-def sweep_timings(dtype: str, rounds: int = 5) -> Iterator[list[Timing]]:
+def sweep_timings(dtype: str, rounds: int = 5, only: str = "") -> Iterator[list[Timing]]:
     """`grouped_matmul` forward with T·K fixed and ever more experts, beside the time to read their weights once."""
     rng = np.random.default_rng(0)
     num_rows, inner, out = 16384, 512, 1024
     op = operation("grouped_matmul")
     lhs = normal(rng, (num_rows, inner), dtype)
     for num_experts in SWEEP_EXPERTS:
+        if only not in f"E={num_experts}":
+            continue
         sizes = np.bincount(rng.integers(0, num_experts, num_rows), minlength=num_experts)
         rhs = normal(rng, (num_experts, out, inner), dtype)
         call = jax.jit(functools.partial(op.function, transpose_rhs=True))

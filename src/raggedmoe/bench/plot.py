@@ -22,7 +22,7 @@ def plot_timings(timings: list[Timing], title: str, path: Path) -> None:
         places = [cases.index(f"{t.case}, {t.dtype}") + i * height - 0.4 + height / 2 for t in mine]
         drawn = axes.barh(places, [t.of_limit for t in mine], height, label=contender)
         labels = [f"{t.of_limit:.2f}  ({t.seconds * 1e3:.1f} ms)" for t in mine]
-        axes.bar_label(drawn, labels, padding=3, fontsize=8, backgroundcolor=(1, 1, 1, 0.7))
+        axes.bar_label(drawn, labels, padding=3, fontsize=8)
     axes.axvline(1, color="black", linewidth=1, zorder=0)
     axes.set_xscale("log")
     axes.set_xlim(right=5)

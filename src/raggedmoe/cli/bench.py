@@ -12,6 +12,7 @@ from rich.console import Console
 from raggedmoe import compat
 from raggedmoe.bench.cases import Timing, layer_timings, operation_timings, sweep_timings
 from raggedmoe.hardware import target_hardware
+from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.registry import OPERATIONS
 from raggedmoe.names import unknown
 
@@ -42,6 +43,11 @@ def bench(
     for subject in subjects:
         if subject not in SUBJECTS:
             raise unknown("subject", subject, SUBJECTS)
+    for dtype in dtypes:
+        if dtype not in FLOATS:
+            raise unknown("dtype", dtype, FLOATS)
+    if rounds < 1:
+        raise ValueError(f"expected rounds >= 1, got {rounds}")
     title = f"{target_hardware().name}, {os.cpu_count()} cores, JAX {compat.JAX_VERSION}"
     console = Console(stderr=json)
     console.print(f"[bold]{title}[/]; best of {rounds} interleaved rounds")
@@ -54,6 +60,8 @@ def bench(
             gflops = f"{t.gflops:.0f}" if t.gflops else ""
             line = f"  {t.contender:<28} {t.seconds * 1e3:>10.2f} {gflops:>8} {t.of_limit:>9.2f}"
             console.print(line, highlight=False)
+    if not found:
+        raise ValueError(f"no case of {', '.join(subjects)} holds the text {case!r}; try 'mixtral' or 'backward'")
     if json:
         print(dumps({"title": title, "timings": [dataclasses.asdict(t) for t in found]}, indent=1))
     if plot is not None:
@@ -70,6 +78,6 @@ def _measured(subjects: tuple[str, ...], dtypes: tuple[str, ...], rounds: int, c
             if subject == "layer":
                 yield from layer_timings(dtype, rounds, case)
             elif subject == "sweep":
-                yield from sweep_timings(dtype, rounds)
+                yield from sweep_timings(dtype, rounds, case)
             else:
                 yield from operation_timings(subject, dtype, rounds, case)

@@ -12,12 +12,14 @@ from rich.padding import Padding
 from raggedmoe import compat
 from raggedmoe.cli.layer_choice import layer_of
 from raggedmoe.hardware import hardware_named, target_hardware
+from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.proof import read_certificates
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Call, Candidate, candidates, recorded_selections
 from raggedmoe.moe.backends import NOT_BUILT, backend_named
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.moe.records import MoEParams
+from raggedmoe.names import unknown
 
 
 def explain(
@@ -41,11 +43,20 @@ def explain(
         moe_backend: the bundle of strategy and kernels to explain.
     """
     title, config, num_tokens = layer_of(model, shape)
+    if dtype not in FLOATS:
+        raise unknown("dtype", dtype, FLOATS)
     chip = target_hardware() if hardware is None else hardware_named(hardware)
     console = Console()
     console.print(f"[bold]{title}[/] on [bold]{chip.name}[/], JAX {jax_version}, {dtype}, moe_backend={moe_backend}")
     choices = backend_named(moe_backend).kernels
-    for heading, directions in _by_shapes(layer_calls(config, num_tokens, dtype, moe_backend)).items():
+    calls = layer_calls(config, num_tokens, dtype, moe_backend)
+    if not calls:
+        console.print("\nIt calls no kernel of ours: every expert on every token, by einsum.")
+    fused = [call for call in layer_calls(config, num_tokens, dtype, "expert_ffn") if call.operation == "expert_ffn"]
+    instead = {} if moe_backend == "expert_ffn" else _by_shapes(fused)
+    for heading, directions in [*_by_shapes(calls).items(), *instead.items()]:
+        if heading in instead:
+            console.print("\nThis layer does not use it; with moe_backend='expert_ffn' it would:")
         lines = {}
         for call in directions:
             choice = getattr(choices, call.operation)
@@ -54,7 +65,7 @@ def explain(
         if len(lines) == 2 and lines[FORWARD] == lines[BACKWARD]:
             lines = {"both directions": lines[FORWARD]}
         for direction, text in lines.items():
-            console.print(f"\n[bold]{call.operation}[/], {direction}: [dim]{escape(heading)}[/]")
+            console.print(f"\n[bold]{escape(heading[0])}[/], {direction}: [dim]{escape(heading[1])}[/]")
             for line in text:
                 console.print(Padding(line, (0, 0, 0, 2)))
     missing = "; ".join(f"{name}: {reason}" for name, reason in NOT_BUILT.items())
@@ -63,21 +74,17 @@ def explain(
 
 
 def layer_calls(config: MoEConfig, num_tokens: int, dtype: str, moe_backend: str) -> list[Call]:
-    """The distinct kernel calls that the layer makes, split and fused, found by tracing it with shapes alone."""
-    fused = moe_backend_config(config, "expert_ffn")
-    found: dict[str, Call] = {}
-    for layer in (moe_backend_config(config, moe_backend), fused):
-        params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in layer.param_specs().items()}
-        x = jax.ShapeDtypeStruct((num_tokens, layer.model_dim), jnp.dtype(dtype))
+    """The distinct kernel calls that the layer makes, found by tracing it with shapes alone."""
+    layer = moe_backend_config(config, moe_backend)
+    params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in layer.param_specs().items()}
+    x = jax.ShapeDtypeStruct((num_tokens, layer.model_dim), jnp.dtype(dtype))
 
-        def forward(x: Any, params: Any, layer: MoEConfig = layer) -> Any:
-            return moe_route_and_compute(x, MoEParams.from_flat(params), layer).output
+    def forward(x: Any, params: Any) -> Any:
+        return moe_route_and_compute(x, MoEParams.from_flat(params), layer).output
 
-        with recorded_selections() as selections:
-            jax.eval_shape(forward, x, params)
-        for selection in selections:
-            found.setdefault(str(selection.call), selection.call)
-    return list(found.values())
+    with recorded_selections() as selections:
+        jax.eval_shape(forward, x, params)
+    return list({str(selection.call): selection.call for selection in selections}.values())
 
 
 def moe_backend_config(config: MoEConfig, moe_backend: str) -> MoEConfig:
@@ -86,12 +93,13 @@ def moe_backend_config(config: MoEConfig, moe_backend: str) -> MoEConfig:
     return MoEConfig(**{**values, "moe_backend": moe_backend, "strategy": None, "kernels": None})
 
 
-def _by_shapes(calls: list[Call]) -> dict[str, list[Call]]:
-    """The calls of each operation and set of shapes, both directions."""
-    grouped: dict[str, list[Call]] = {}
+def _by_shapes(calls: list[Call]) -> dict[tuple[str, str], list[Call]]:
+    """The calls of each operation and set of shapes and options, both directions."""
+    grouped: dict[tuple[str, str], list[Call]] = {}
     for call in calls:
         shapes = " ".join(f"{name}[{','.join(map(str, array.shape))}]" for name, array in call.arrays.items())
-        grouped.setdefault(shapes, []).append(call)
+        options = " ".join(f"{name}={value}" for name, value in call.options.items() if value)
+        grouped.setdefault((call.operation, f"{shapes} {options}".strip()), []).append(call)
     return grouped
 
 

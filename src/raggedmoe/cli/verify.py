@@ -1,7 +1,6 @@
 """`raggedmoe verify`: is every kernel that runs here right?"""
 
 import dataclasses
-import importlib.metadata
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from rich.progress import Progress
 from raggedmoe import compat
 from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.catalog import Operation, operation
-from raggedmoe.kernels.proof import Certificate, source_digest, write_certificate
+from raggedmoe.kernels.proof import Certificate, drop_certificates, libtpu_version, source_digest, write_certificate
 from raggedmoe.kernels.registry import OPERATIONS
 from raggedmoe.verify.check import Check, check
 
@@ -35,18 +34,20 @@ def verify(
 
     Args:
         operations: which of the operations; all by default.
-        quick: leave out the example calls of a real model's size.
+        quick: leave out the example calls of a real model's size, and write no certificate.
         every: print every comparison instead of the worst of each kind.
         json: print all comparisons as JSON instead of a table.
     """
-    chip, console = target_hardware(), Console()
+    chip, console = target_hardware(), Console(stderr=json)
     chosen = [operation(name) for name in operations or OPERATIONS]
     checks, seconds = _run(chosen, quick)
     failed = [c for c in checks if not c.passed]
+    for c in failed:
+        for path in drop_certificates(f"{c.operation}/{c.implementation}", chip.name):
+            console.print(f"certificate withdrawn: {path}")
     if json:
         print(dumps([{**dataclasses.asdict(c), "passed": c.passed} for c in checks], indent=1))
-        return 1 if failed else 0
-    for line in _report(checks, every):
+    for line in () if json else _report(checks, every):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(
         f"{len(checks) - len(failed)} of {len(checks)} comparisons within their bound on {chip.name}, "
@@ -99,20 +100,13 @@ def _certificates(checks: list[Check], seconds: dict[str, float], chip: str) -> 
             certificates.append(
                 Certificate(
                     implementation=f"{op}/{name}",
-                    source=source_digest(op),
+                    source=source_digest(),
                     chip=chip,
                     jax_version=compat.JAX_VERSION,
-                    libtpu_version=_installed("libtpu"),
+                    libtpu_version=libtpu_version(),
                     cases=len(mine),
                     worst_error=max(c.share for c in mine),
                     seconds=seconds[op],
                 )
             )
     return certificates
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -14,6 +14,11 @@ def accumulator(*dtypes: Any) -> jnp.dtype:
     return jnp.result_type(jnp.float32, *dtypes)
 
 
+def matmul_precision(dtype: Any) -> lax.Precision | None:
+    """Full precision for float32, which TPUs and GPUs would otherwise narrow."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
 def varying_like(value: jax.Array, *arrays: Any) -> jax.Array:
     """``value``, typed in `shard_map` as varying over every mesh axis that an array does: a loop's first carry."""
     axes = {axis for array in arrays for axis in jax.typeof(array).manual_axis_type.varying}

@@ -3,6 +3,7 @@
 import enum
 import functools
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -42,13 +43,18 @@ class Proof:
 # A plain XLA program means the same on every backend; the tests run it on a CPU.
 PLAIN_XLA: tuple[Proof, ...] = (
     Proof(level=Level.RUN, platforms=("cpu",), shown_by="make test"),
+    Proof(level=Level.INTERPRETED, shown_by="a plain XLA program; make test runs it on the CPU backend"),
+)
+
+# The same, where libtpu has also compiled it.
+COMPILED_XLA: tuple[Proof, ...] = (
     Proof(
         level=Level.INTERPRETED,
-        platforms=("tpu",),
         chips=("v5e", "v5p", "v6e", "tpu7x"),
+        first_jax="0.12",
         shown_by="a plain XLA program: make test runs it on the CPU backend, and libtpu compiled it (docs/log.md)",
     ),
-    Proof(level=Level.INTERPRETED, shown_by="a plain XLA program; make test runs it on the CPU backend"),
+    *PLAIN_XLA,
 )
 
 
@@ -57,7 +63,7 @@ class Certificate:
     """What `raggedmoe verify` saw on a real chip. `auto` reads it from then on."""
 
     implementation: str  # "operation/name"
-    source: str  # digest of the operation's folder: another kernel needs another certificate
+    source: str  # digest of the kernels' sources: another kernel needs another certificate
     chip: str
     jax_version: str
     libtpu_version: str | None
@@ -100,10 +106,34 @@ def read_certificates(folder: Path | None = None) -> tuple[Certificate, ...]:
 
 
 @functools.cache
-def source_digest(operation: str) -> str:
-    """Digest of all files in an operation's folder."""
-    folder = Path(__file__).parent / operation
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))).hexdigest()[:16]
+def source_digest() -> str:
+    """Digest of all kernels' sources: implementations share code, so a change to one may be a change to another."""
+    folder = Path(__file__).parent
+    files = [*sorted(folder.rglob("*.py")), folder.parent / "compat.py"]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+@functools.cache
+def libtpu_version() -> str | None:
+    """The installed libtpu, the compiler of TPU kernels; None without one."""
+    try:
+        return importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def drop_certificates(implementation: str, chip: str, folder: Path | None = None) -> list[Path]:
+    """Remove the certificates of an implementation that was shown to be wrong on a chip."""
+    paths = [
+        path
+        for path in (folder or certificate_folder()).glob("*.json")
+        for found in [json.loads(path.read_text())]
+        if (found.get("implementation"), found.get("chip")) == (implementation, chip)
+    ]
+    for path in paths:
+        path.unlink()
+    read_certificates.cache_clear()
+    return paths
 
 
 def level_on(
@@ -126,7 +156,8 @@ def level_on(
             certificate.implementation == name
             and certificate.chip == hardware.name
             and certificate.jax_version == jax_version
-            and certificate.source == source_digest(name.split("/")[0])
+            and certificate.source == source_digest()
+            and (hardware.platform != "tpu" or certificate.libtpu_version == libtpu_version())
             and best[0] < Level.RUN
         ):
             best = (Level.RUN, f"a certificate of `raggedmoe verify` on {hardware.name}")

@@ -24,15 +24,11 @@ def backend_named(name: str) -> Backend:
     return BACKENDS[name]
 
 
-def _all(name: str) -> KernelChoice:
-    return KernelChoice(grouped_matmul=name, expert_ffn=name)
-
-
 BACKENDS: dict[str, Backend] = {
     "auto": Backend(),
     "jax": Backend(strategy="dense"),  # every expert on every token, by einsum
-    "ragged_dot": Backend(kernels=_all("xla")),
-    "cpu": Backend(kernels=_all("cpu")),
+    "ragged_dot": Backend(kernels=KernelChoice(grouped_matmul="xla")),
+    "cpu": Backend(kernels=KernelChoice(grouped_matmul="cpu")),
     "expert_ffn": Backend(fused=True),
 }
 

@@ -64,9 +64,11 @@ def updated_selection_bias(bias: Float[Array, " E"], load: Int[Array, " E"], rat
     Give the load of the whole batch. The sign of a sum is not the sum of signs: add up the loads of shards and chunks
     first, then call this once.
     """
-    # In integers, so that a load that equals the mean is seen to: mean - load has the sign of total - E · load.
-    load = load.astype(jnp.int32)
-    return bias + rate * jnp.sign(load.sum() - load.shape[0] * load).astype(bias.dtype)
+    # In integers, so that a load that equals the mean is seen to, and without a product that could overflow: the mean
+    # is quotient + remainder / E, so a load of quotient is below it exactly if there is a remainder.
+    quotient, remainder = jnp.divmod(load.sum(), load.shape[0])
+    direction = jnp.sign(jnp.where(load == quotient, remainder, quotient - load))
+    return bias + rate * direction.astype(bias.dtype)
 
 
 def load_entropy(load: Int[Array, " E"]) -> Float[Array, ""]:

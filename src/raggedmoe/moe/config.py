@@ -37,7 +37,7 @@ class RouterConfig:
     selection: str = (
         "learned"  # who picks: the scores, chance, the token's id, a round robin, or each expert its tokens
     )
-    normalize: str = "sum"  # the chosen scores: as they are, divided by their sum, or through a softmax
+    normalize: str = "sum"  # the K chosen scores: as they are, over their sum, or a softmax; not for expert choice
     normalize_epsilon: float = 1e-20  # added to that sum
     scale: float = 1.0  # of the weights, last
     weigh: str = "output"  # what the weights multiply: the expert's "output" or its "input"
@@ -69,8 +69,13 @@ class RouterConfig:
             raise ValueError(
                 f"expected 1 <= groups_per_token <= num_groups, got {self.groups_per_token} and {self.num_groups}"
             )
-        if self.selection == "expert_choice" and (self.num_groups > 1 or self.selection_bias):
-            raise ValueError("selection='expert_choice' has no group limit and no selection bias; leave them out")
+        if self.selection != "learned" and (self.num_groups > 1 or self.selection_bias):
+            raise ValueError(
+                f"selection={self.selection!r} reads no group limit and no selection bias; leave num_groups and "
+                "selection_bias out, or use selection='learned'"
+            )
+        if self.selection == "expert_choice" and self.aux_loss_weight:
+            raise ValueError("selection='expert_choice' is balanced by construction; leave aux_loss_weight out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +147,7 @@ class MoEConfig:
 
     def _check_strategy(self) -> None:
         backend = backend_named(self.moe_backend)
-        if self.moe_backend != "auto" and self.kernels is not None:
+        if backend.kernels != KernelChoice() and self.kernels is not None:
             raise ValueError(
                 f"moe_backend={self.moe_backend!r} already names kernels; give either the backend, or kernels with "
                 "moe_backend='auto'"
@@ -169,8 +174,29 @@ class MoEConfig:
                 "moe_backend='expert_ffn' fuses the activation, which needs the sums over the whole width; "
                 f"it cannot be used with width_chunks={self.width_chunks}: use width_chunks=1 or another backend"
             )
+        for operation, reason in self._unread(backend, strategy).items():
+            if getattr(self.kernel_choice, operation) != "auto":
+                raise ValueError(
+                    f"the kernel choice for {operation} would never be read with moe_backend={self.moe_backend!r} and "
+                    f"strategy={strategy!r}: {reason}; leave it out"
+                )
         if self.model_dim % self.width_chunks:
             raise ValueError(f"model_dim={self.model_dim} is not divisible by width_chunks={self.width_chunks}")
+
+    def _unread(self, backend: Backend, strategy: str) -> dict[str, str]:
+        """The operations that this layer never calls, and why."""
+        unread = {}
+        if backend.fused:
+            unread["grouped_matmul"] = "the experts are one expert_ffn"
+        else:
+            unread["expert_ffn"] = "the experts are split into matmuls; moe_backend='expert_ffn' fuses them"
+            if strategy in ("capacity", "dense"):
+                unread["grouped_matmul"] = "all experts have as many rows, which is one batched matmul"
+        if strategy == "dense":
+            unread["ragged_gather"] = unread["ragged_gather_reduce"] = "no rows are moved"
+        elif self.router.selection == "expert_choice":
+            unread["ragged_gather_reduce"] = "expert choice combines by a scatter-add"
+        return unread
 
     @property
     def backend(self) -> Backend:

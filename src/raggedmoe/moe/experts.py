@@ -1,12 +1,14 @@
 """What the experts compute on the rows that a strategy brought them. Written once; knows no strategy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.arrays import accumulator
+from raggedmoe.kernels.arrays import accumulator, matmul_precision
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases, expert_ffn
 from raggedmoe.kernels.expert_ffn.matmuls import add_bias
@@ -97,12 +99,13 @@ def fused_experts(
 def shared_experts(x: Float[Array, "T D"], params: SharedParams, activation: str) -> Float[Array, "T D"]:
     """The MLP that every token goes through, times its sigmoid gate if there is one."""
     wide, dtype = accumulator(x.dtype), x.dtype
-    up = None if params.wi_1 is None else jnp.matmul(x, params.wi_1.astype(dtype).T, preferred_element_type=wide)
-    gate = jnp.matmul(x, params.wi_0.astype(dtype).T, preferred_element_type=wide)
+    matmul = functools.partial(jnp.matmul, precision=matmul_precision(dtype), preferred_element_type=wide)
+    up = None if params.wi_1 is None else matmul(x, params.wi_1.astype(dtype).T)
+    gate = matmul(x, params.wi_0.astype(dtype).T)
     hidden = ACTIVATIONS[activation](gate, up).astype(dtype)
-    out = jnp.matmul(hidden, params.wo.astype(dtype), preferred_element_type=wide)
+    out = matmul(hidden, params.wo.astype(dtype))
     if params.gate is not None:
-        out = out * jax.nn.sigmoid(jnp.matmul(x, params.gate.astype(dtype), preferred_element_type=wide))[:, None]
+        out = out * jax.nn.sigmoid(matmul(x, params.gate.astype(dtype)))[:, None]
     return out.astype(dtype)
 
 
@@ -110,12 +113,11 @@ def _matmul(rows, weights, group_sizes, kernels, hardware, *, transpose_rhs, res
     if group_sizes is None:
         parts = rows.reshape(weights.shape[0], -1, rows.shape[1])
         contract = ((2,), (2 if transpose_rhs else 1,))
-        precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
         out = lax.dot_general(
             parts,
             weights,
             (contract, ((0,), (0,))),
-            precision=precision,
+            precision=matmul_precision(rows.dtype),
             preferred_element_type=accumulator(rows.dtype),
         )
         return out.astype(result).reshape(rows.shape[0], out.shape[-1])

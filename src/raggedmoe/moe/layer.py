@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from raggedmoe.moe.balance import Axis
+from raggedmoe.moe.balance import Axis, total
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.dispatch import Strategy, make_strategy
 from raggedmoe.moe.experts import fused_experts, shared_experts
@@ -26,8 +26,12 @@ def moe_route_and_compute(
     num_sequences: int = 1,
     axis: Axis = None,
 ) -> MoEOutput:
-    """The layer on a batch of tokens. `raggedmoe.moe.router.route` describes the optional arguments."""
-    strategy = strategy or make_strategy(config, x.shape[0])
+    """The layer on a batch of tokens. `raggedmoe.moe.router.route` describes the optional arguments.
+
+    Inside `shard_map`, ``axis`` is the mesh axis over which tokens (and, for "ring", experts) are split.
+    """
+    strategy = strategy or make_strategy(config, x.shape[0], axis if isinstance(axis, str) else None)
+    axis = strategy.axis if axis is None else axis
     if mask is not None:
         # What a masked token holds, NaN too, reaches nothing: neither the router's gradient nor a sum.
         x = jnp.where(mask[:, None], x, 0)
@@ -59,7 +63,7 @@ def moe_route_and_compute(
         load=routing.load,
         entropy=routing.entropy,
         max_violation=routing.max_violation,
-        dropped=metadata.dropped,
+        dropped=total(metadata.dropped, axis),
         experts=routing.experts,
     )
 

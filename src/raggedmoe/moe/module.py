@@ -32,6 +32,11 @@ class MoE(nnx.Module):
     """
 
     def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs) -> None:
+        if config.strategy_name == "ring":
+            raise ValueError(
+                "MoE runs on one device's tokens and has no mesh axis, which strategy='ring' needs; inside shard_map "
+                "call raggedmoe.moe.layer.moe_route_and_compute(..., axis=...)"
+            )
         self.config = config
         self._set(init_params(config.param_specs(), rngs.params()))
 
@@ -80,8 +85,8 @@ class MoE(nnx.Module):
         if x.ndim < 2 or x.shape[-1] != width:
             raise ValueError(f"expected x [..., D] with D = {width} and at least one more dimension, got {x.shape}")
         lead = x.shape[:-1]
-        for name, value in (("mask", mask), ("token_ids", token_ids)):
-            if value is not None and value.shape != lead:
+        for name, value in (("mask", mask), ("token_ids", token_ids), ("replay", replay)):
+            if value is not None and (value.shape[:-1] if name == "replay" else value.shape) != lead:
                 raise ValueError(f"expected {name} with the leading dimensions of x, {lead}, got {value.shape}")
         if mask is not None and mask.dtype != jnp.bool_:
             raise TypeError(f"expected a mask of bool, got {mask.dtype}; use mask.astype(bool)")

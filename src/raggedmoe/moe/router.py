@@ -6,6 +6,7 @@ NaN in the logits is neither hidden nor spread: the token's experts are still K 
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -37,7 +38,8 @@ def route(
       mask: True for tokens that count; the others go nowhere and enter no loss or statistic.
       key: for random selection, and for jitter, which is left out without one (evaluation).
       token_ids: for hash selection.
-      replay: experts recorded earlier, used instead of choosing; the weights are computed, with their gradients.
+      replay: experts recorded earlier, used instead of choosing; the weights are computed, with their gradients. An
+        entry that is no expert's number is nowhere, as a masked token's are.
       num_sequences: equal parts of the tokens, for the sequence-wise loss.
       capacity: tokens that each expert takes, for expert choice.
       axis: the mesh axis over which losses and statistics are reduced, inside `shard_map`.
@@ -52,11 +54,12 @@ def route(
             raise ValueError("replay gives experts for each token, expert choice picks tokens; use another selection")
         return _expert_choice(scores, params, config, mask, capacity, z_loss, axis)
     if replay is not None:
-        experts = _checked_replay(replay, x.shape[0], experts_per_token)
+        experts = _checked_replay(replay, x.shape[0], experts_per_token, num_experts)
     else:
         experts = select_experts(scores, params, config, experts_per_token, mask, key, token_ids)
     weights = combine_weights(scores, experts, params, config)
-    experts = jnp.where(mask[:, None], experts, num_experts)
+    routed = mask[:, None] & (experts >= 0) & (experts < num_experts)
+    experts = jnp.where(routed, experts, num_experts)
     probabilities = scores if config.score == "softmax" else _probabilities(logits, scores, config)
     parts = num_sequences if config.aux_loss == "sequence" else None
     aux_loss = balance.load_balance_loss(probabilities, experts, mask, num_sequences=parts, axis=axis)
@@ -65,7 +68,7 @@ def route(
         experts=experts,
         tokens=None,
         mask=mask,
-        weights=jnp.where(mask[:, None], weights, 0),
+        weights=jnp.where(routed, weights, 0),
         aux_loss=config.aux_loss_weight * aux_loss,
         z_loss=z_loss,
         load=load,
@@ -179,13 +182,22 @@ def combine_weights(
     return weights * config.scale
 
 
-def _checked_replay(replay: jax.Array, num_tokens: int, experts_per_token: int) -> jax.Array:
+def _checked_replay(replay: jax.Array, num_tokens: int, experts_per_token: int, num_experts: int) -> jax.Array:
     expected = (num_tokens, experts_per_token)
     if replay.shape != expected or not jnp.issubdtype(replay.dtype, jnp.integer):
         raise ValueError(
             f"expected replay [T K] = {list(expected)} of an integer type, got {replay.dtype}{list(replay.shape)}; "
             "give MoEOutput.experts of the recorded call"
         )
+    if not isinstance(replay, jax.core.Tracer):
+        values = np.sort(np.asarray(replay), axis=1)
+        if values.size and (values.min() < 0 or values.max() > num_experts):
+            raise ValueError(
+                f"expected replay between 0 and num_experts={num_experts} (which is nowhere, as for a masked token), "
+                f"got {values.min()} to {values.max()}; give MoEOutput.experts of the recorded call"
+            )
+        if ((values[:, 1:] == values[:, :-1]) & (values[:, 1:] < num_experts)).any():
+            raise ValueError("expected replay with different experts for each token, got one twice in a row")
     return replay.astype(jnp.int32)
 
 
@@ -202,7 +214,8 @@ def _expert_choice(
     if capacity is None:
         raise ValueError("selection='expert_choice' needs a capacity, got None; use strategy='capacity'")
     num_tokens = scores.shape[0]
-    ranking = jnp.where(mask[:, None], lax.stop_gradient(scores), -jnp.inf)
+    # A token whose scores are NaN comes last: it does not take other tokens' places.
+    ranking = lax.stop_gradient(jnp.where(mask[:, None] & ~jnp.isnan(scores), scores, -jnp.inf))
     tokens = lax.top_k(ranking.T, capacity)[1]
     taken = jnp.take(mask, tokens)
     weights = jnp.take_along_axis(scores.T, tokens, axis=1) * config.scale

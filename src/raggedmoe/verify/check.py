@@ -135,7 +135,21 @@ def check(operation: Operation, names: list[str] | None, spec: Spec, dtype: Any)
 
     reference, magnitude = run("reference"), magnitudes(operation, example)
     for name in names:
-        found = run(name)
+        try:
+            found = run(name)
+        except Exception as error:  # a kernel that crashes has failed; the others are still to be checked
+            yield Check(
+                operation=operation.name,
+                implementation=name,
+                spec=spec.name,
+                dtype=str(jnp.dtype(dtype)),
+                quantity="value",
+                error=float("inf"),
+                bound=0.0,
+                share=float("inf"),
+                problem=f"{type(error).__name__}: {error}",
+            )
+            continue
         for quantity, expected in reference.items():
             difference = np.abs(np.asarray(found[quantity], np.float64) - np.asarray(expected, np.float64))
             bound = bound_of(operation, example, expected, magnitude[quantity])

@@ -5,7 +5,7 @@ import functools
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.expert_ffn import matmuls
 from raggedmoe.kernels.grouped_matmul import xla as grouped_matmul
-from raggedmoe.kernels.proof import PLAIN_XLA
+from raggedmoe.kernels.proof import COMPILED_XLA
 from raggedmoe.kernels.registry import Call, Implementation
 
 
@@ -22,6 +22,6 @@ IMPLEMENTATION = Implementation(
     forward=functools.partial(matmuls.forward, grouped_matmul),
     backward=functools.partial(matmuls.backward, grouped_matmul),
     rank={"cpu": 20, "gpu": 20, "tpu": 20},
-    proofs=PLAIN_XLA,
+    proofs=COMPILED_XLA,
     note=note,
 )

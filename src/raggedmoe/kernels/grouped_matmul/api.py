@@ -42,7 +42,8 @@ def grouped_matmul(
       lhs: rows, ordered by group. What stands past the last group is never used, NaN included.
       rhs: one matrix for each group held here, ``[G I O]``, or ``[G O I]`` with ``transpose_rhs``.
       group_sizes: the rows in each of the model's groups. An empty group costs and contributes nothing, and its
-        matrix's gradient is zero. Groups that run past the end of ``lhs`` are cut there.
+        matrix's gradient is zero. Groups that run past the end of ``lhs`` are refused where
+        the sizes are known, and cut there where they are traced.
       group_offset: None, and G == E; or the number of the group that ``rhs[0]`` is, whose rows start at
         ``sum(group_sizes[:group_offset])``.
       preferred_element_type: type of the result, by default that of ``lhs``. Sums are float32 at least in any case.

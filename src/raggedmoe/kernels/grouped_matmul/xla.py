@@ -9,8 +9,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.arrays import accumulator
-from raggedmoe.kernels.proof import PLAIN_XLA
+from raggedmoe.kernels.arrays import accumulator, matmul_precision
+from raggedmoe.kernels.proof import COMPILED_XLA
 from raggedmoe.kernels.registry import Call, Implementation
 
 
@@ -55,7 +55,7 @@ def _ragged_dot(lhs, rhs, bounds, numbers):
     plain = functools.partial(
         lax.ragged_dot_general,
         ragged_dot_dimension_numbers=numbers,
-        precision=lax.Precision.HIGHEST if lhs.dtype == jnp.float32 else None,
+        precision=matmul_precision(lhs.dtype),
         preferred_element_type=accumulator(lhs.dtype),
         out_sharding=P() if explicit else None,
     )
@@ -88,6 +88,6 @@ IMPLEMENTATION = Implementation(
     forward=forward,
     backward=backward,
     rank={"cpu": 20, "gpu": 20, "tpu": 20},
-    proofs=PLAIN_XLA,
+    proofs=COMPILED_XLA,
     note=note,
 )

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.arrays import accumulator
-from raggedmoe.kernels.proof import PLAIN_XLA
+from raggedmoe.kernels.proof import COMPILED_XLA
 from raggedmoe.kernels.registry import BACKWARD, Call, Implementation
 
 
@@ -56,6 +56,6 @@ IMPLEMENTATION = Implementation(
     forward=forward,
     backward=backward,
     rank={"cpu": 20, "gpu": 20, "tpu": 20},
-    proofs=PLAIN_XLA,
+    proofs=COMPILED_XLA,
     note=note,
 )

@@ -5,7 +5,7 @@ from jax import lax
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.arrays import accumulator, varying_like
-from raggedmoe.kernels.proof import PLAIN_XLA
+from raggedmoe.kernels.proof import COMPILED_XLA
 from raggedmoe.kernels.ragged_gather import xla as ragged_gather
 from raggedmoe.kernels.registry import BACKWARD, Call, Implementation
 
@@ -81,6 +81,6 @@ IMPLEMENTATION = Implementation(
     forward=forward,
     backward=backward,
     rank={"cpu": 20, "gpu": 20, "tpu": 20},
-    proofs=PLAIN_XLA,
+    proofs=COMPILED_XLA,
     note=note,
 )

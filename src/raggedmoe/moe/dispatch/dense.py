@@ -56,4 +56,4 @@ def unpermute(
 def combine_matrix(routing: RouteOutput, num_experts: int) -> tuple[Float[Array, "T E"], Bool[Array, "T E"]]:
     """Weight of each expert for each token, and whether it was chosen."""
     one_hot = jax.nn.one_hot(routing.experts, num_experts, dtype=routing.weights.dtype)
-    return jnp.einsum("tk,tke->te", routing.weights, one_hot), one_hot.sum(1) > 0
+    return jnp.einsum("tk,tke->te", routing.weights, one_hot, precision=lax.Precision.HIGHEST), one_hot.sum(1) > 0

@@ -15,7 +15,7 @@ from raggedmoe.moe.records import RouteMetadata, RouteOutput
 def make(settings: StrategySettings) -> Strategy:
     axis = settings.axis
     if axis is None:
-        raise ValueError("strategy='ring' needs the mesh axis that experts are split over, got None; pass axis")
+        raise ValueError("strategy='ring' needs the mesh axis that experts are split over, got None; pass axis='name'")
 
     def dispatch(x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata) -> Float[Array, "R D"]:
         return gather_rows(lax.all_gather(x, axis, tiled=True), metadata, settings)
@@ -25,7 +25,10 @@ def make(settings: StrategySettings) -> Strategy:
         return lax.psum_scatter(combine_rows(rows, metadata, settings), axis, tiled=True)
 
     return Strategy(
-        prepare=lambda routing: prepare(routing, settings.num_experts, axis), dispatch=dispatch, unpermute=unpermute
+        prepare=lambda routing: prepare(routing, settings.num_experts, axis),
+        dispatch=dispatch,
+        unpermute=unpermute,
+        axis=axis,
     )
 
 

@@ -32,6 +32,7 @@ class Strategy:
     prepare: Callable[[RouteOutput], RouteMetadata]
     dispatch: Callable[[Float[Array, "T D"], RouteOutput, RouteMetadata], Float[Array, "R D"]]
     unpermute: Callable[[Float[Array, "R D"], RouteOutput, RouteMetadata], Float[Array, "T D"]]
+    axis: str | None = None  # the mesh axis that tokens are split over, hence the one to reduce losses over
 
 
 def gather_rows(x: Float[Array, "T D"], metadata: RouteMetadata, settings: StrategySettings) -> Float[Array, "R D"]:
