@@ -84,8 +84,10 @@ def test_layer_reports_losses_and_statistics_of_the_oracle(score, aux_loss, mask
 
 @pytest.mark.parametrize("selection", ["learned", "expert_choice"])
 def test_masked_batch_gives_finite_numbers(selection):
-    strategy = {"strategy": "capacity", "capacity_factor": 1.0} if selection == "expert_choice" else {}
-    config = moe_config({"selection": selection, "aux_loss_weight": 1.0, "z_loss_weight": 1.0}, **strategy)
+    by_expert = selection == "expert_choice"  # which has no balance loss
+    strategy = {"strategy": "capacity", "capacity_factor": 1.0} if by_expert else {}
+    weight = 0.0 if by_expert else 1.0
+    config = moe_config({"selection": selection, "aux_loss_weight": weight, "z_loss_weight": 1.0}, **strategy)
     out = run_layer(random_tokens(config, 4), random_params(config), config, mask=jnp.zeros(4, bool))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(out))
     assert not np.asarray(out.output).any()
@@ -103,3 +105,11 @@ def test_balance_loss_over_a_mesh_is_that_of_the_whole_batch(num_sequences, mask
     found = jax.jit(jax.shard_map(sharded, mesh=mesh, in_specs=P("data"), out_specs=P()))(probabilities, experts, mask)
     parts = 3 * num_sequences if num_sequences else 1
     assert_close(found, numpy_layer.balance_loss(probabilities, experts, mask, parts))
+
+
+def test_bias_update_survives_loads_whose_product_with_e_overflows():
+    load = np.ones(256, np.int32)
+    load[0], load[1:9] = 9_000_000, 7_000_000
+    moved = np.asarray(balance.updated_selection_bias(jnp.zeros(256), jnp.asarray(load), rate=1.0))
+    expected = np.sign(load.astype(np.float64).mean() - load)
+    np.testing.assert_array_equal(moved, expected)

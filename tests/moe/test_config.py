@@ -59,6 +59,14 @@ BAD_LAYERS = {
         {"moe_backend": "jax", "strategy": "local"},
         r"moe_backend='jax' computes every expert on every token.*strategy='local': leave strategy out",
     ),
+    "unread_ffn_choice": (
+        {"kernels": KernelChoice(expert_ffn="reference")},
+        r"choice for expert_ffn would never be read.*moe_backend='expert_ffn' fuses them; leave it out",
+    ),
+    "unread_matmul_choice": (
+        {"moe_backend": "ragged_dot", "strategy": "capacity", "capacity_factor": 1.0},
+        r"choice for grouped_matmul would never be read with moe_backend='ragged_dot' and strategy='capacity'",
+    ),
     "factor_without_capacity": (
         {"capacity_factor": 1.0},
         r"capacity_factor belongs to strategy='capacity' alone, got 1\.0 with 'local'",
@@ -89,6 +97,14 @@ BAD_ROUTERS = {
     "more_groups_than_there_are": (
         {"num_groups": 2, "groups_per_token": 3},
         r"expected 1 <= groups_per_token <= num_groups, got 3 and 2",
+    ),
+    "groups_without_learning": (
+        {"selection": "random", "num_groups": 2},
+        r"selection='random' reads no group limit",
+    ),
+    "expert_choice_with_a_balance_loss": (
+        {"selection": "expert_choice", "aux_loss_weight": 0.1},
+        r"balanced by construction; leave aux_loss_weight out",
     ),
     "expert_choice_with_a_bias": (
         {"selection": "expert_choice", "selection_bias": True},

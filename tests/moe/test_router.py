@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from raggedmoe import ExpertConfig, RouterConfig
-from raggedmoe.moe.records import RouterParams
+from raggedmoe.moe.layer import moe_route_and_compute
+from raggedmoe.moe.records import MoEParams, RouterParams
 from raggedmoe.moe.router import route
 
 from . import numpy_layer
@@ -267,3 +268,27 @@ def test_normalised_weights_sum_to_the_scale():
     params = RouterParams(kernel=jnp.asarray(np.random.default_rng(0).normal(size=(6, 7))))
     weights = route(random_tokens(moe_config(), 9), params, router, 3).weights
     np.testing.assert_allclose(weights.sum(1), 2.5, rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("replay", "message"),
+    [
+        ([[-1], [1], [2]], "expected replay between 0 and num_experts=4.*got -1 to 2"),
+        ([[0], [9], [2]], "expected replay between 0 and num_experts=4.*got 0 to 9"),
+        ([[0, 1], [2, 2], [1, 3]], "expected replay with different experts for each token"),
+    ],
+)
+def test_a_replay_that_is_no_routing_is_refused(replay, message):
+    config = moe_config(num_experts=4, experts_per_token=len(replay[0]))
+    params = MoEParams.from_flat(random_params(config))
+    with pytest.raises(ValueError, match=message):
+        moe_route_and_compute(random_tokens(config, 3), params, config, replay=jnp.asarray(replay))
+
+
+def test_a_traced_replay_of_no_expert_is_nowhere_and_moves_no_other_token():
+    config = moe_config(num_experts=4, experts_per_token=1)
+    x, params = random_tokens(config, 3), random_params(config)
+    whole = run_layer(x, params, config, replay=jnp.asarray([[0], [1], [2]]))
+    part = jax.jit(lambda replay: vars(run_layer(x, params, config, replay=replay)))(jnp.asarray([[-1], [1], [2]]))
+    np.testing.assert_array_equal(part["load"], [0, 1, 1, 0])
+    np.testing.assert_allclose(part["output"][1:], whole.output[1:], rtol=1e-6)
