@@ -24,7 +24,7 @@ $(READY): pyproject.toml
 demo: $(READY)
 	$(BIN)/raggedmoe explain
 	$(BIN)/raggedmoe verify ragged_gather grouped_matmul --quick
-	$(BIN)/raggedmoe bench grouped_matmul layer --case mixtral --rounds 5 --plot out/demo.png
+	$(BIN)/raggedmoe bench grouped_matmul layer --case mixtral --rounds 3 --dtypes float32 --plot out/demo.png
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto -m 'not slow'
