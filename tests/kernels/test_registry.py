@@ -19,6 +19,7 @@ from raggedmoe.kernels.proof import (
     Certificate,
     Level,
     Proof,
+    drop_certificates,
     level_on,
     libtpu_version,
     read_certificates,
@@ -290,3 +291,12 @@ def test_an_unknown_operation_is_refused_with_the_nearest():
 def test_a_bad_name_is_refused_by_the_operation_itself():
     with pytest.raises(ValueError, match="did you mean 'xla'"):
         grouped_matmul(jnp.ones((2, 2)), jnp.ones((1, 2, 2)), jnp.array([2]), implementation="xl")
+
+
+def test_a_failure_withdraws_its_own_certificates_and_no_others(tmp_path):
+    mine = write_certificate(certificate(), tmp_path)
+    other = write_certificate(certificate(chip="v6e"), tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    assert drop_certificates("grouped_matmul/sparse", "tpu7x", tmp_path) == [mine]
+    assert not mine.exists()
+    assert other.exists()

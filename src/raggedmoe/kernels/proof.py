@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -93,16 +94,19 @@ def write_certificate(certificate: Certificate, folder: Path | None = None) -> P
     return path
 
 
-@functools.lru_cache(maxsize=8)
-def read_certificates(folder: Path | None = None) -> tuple[Certificate, ...]:
-    """All certificates in a folder. One that cannot be read is named in a warning and proves nothing."""
-    found = []
+def _readable(folder: Path | None) -> Iterator[tuple[Path, Certificate]]:
+    """The certificates in a folder. One that cannot be read is named in a warning and proves nothing."""
     for path in sorted((folder or certificate_folder()).glob("*.json")):
         try:
-            found.append(Certificate(**json.loads(path.read_text())))
+            yield path, Certificate(**json.loads(path.read_text()))
         except (TypeError, ValueError, OSError) as error:
             logger.warning("certificate %s ignored: %s; run `raggedmoe verify` to make it again", path, error)
-    return tuple(found)
+
+
+@functools.lru_cache(maxsize=8)
+def read_certificates(folder: Path | None = None) -> tuple[Certificate, ...]:
+    """All readable certificates in a folder."""
+    return tuple(certificate for _, certificate in _readable(folder))
 
 
 @functools.cache
@@ -124,12 +128,7 @@ def libtpu_version() -> str | None:
 
 def drop_certificates(implementation: str, chip: str, folder: Path | None = None) -> list[Path]:
     """Remove the certificates of an implementation that was shown to be wrong on a chip."""
-    paths = [
-        path
-        for path in (folder or certificate_folder()).glob("*.json")
-        for found in [json.loads(path.read_text())]
-        if (found.get("implementation"), found.get("chip")) == (implementation, chip)
-    ]
+    paths = [path for path, found in _readable(folder) if (found.implementation, found.chip) == (implementation, chip)]
     for path in paths:
         path.unlink()
     read_certificates.cache_clear()
