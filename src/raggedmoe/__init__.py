@@ -1,5 +1,7 @@
 """Mixture-of-Experts for JAX: the fastest kernel that is proven correct on your hardware, and why."""
 
+from raggedmoe.kernels.attention.api import attention as attention
+from raggedmoe import interop as interop
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases as ExpertBiases
 from raggedmoe.kernels.expert_ffn.api import expert_ffn as expert_ffn
 from raggedmoe.kernels.grouped_matmul.api import grouped_matmul as grouped_matmul
@@ -7,6 +9,9 @@ from raggedmoe.kernels.ragged_gather.api import ragged_gather as ragged_gather
 from raggedmoe.kernels.ragged_gather_reduce.api import ragged_gather_reduce as ragged_gather_reduce
 from raggedmoe.kernels.registry import Directions as Directions
 from raggedmoe.kernels.registry import KernelChoice as KernelChoice
+from raggedmoe.models.config import ModelConfig as ModelConfig
+from raggedmoe.models.module import Decoder as Decoder
+from raggedmoe.models.presets import model_preset as model_preset
 from raggedmoe.moe.balance import updated_selection_bias as updated_selection_bias
 from raggedmoe.moe.config import ExpertConfig as ExpertConfig
 from raggedmoe.moe.config import MoEConfig as MoEConfig

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ class ParamSpec:
     dtype: Any
     axes: tuple[str, ...]
     init: str = "normal"  # "normal" (scaled by the width of what it contracts), "zeros" or "ones"
-    contracts: str | None = None  # the axis that a matmul with this parameter sums over
+    contracts: str | tuple[str, ...] | None = None  # the axis or axes that a matmul with this parameter sums over
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -29,24 +29,44 @@ class ParamSpec:
 
 
 Specs = Mapping[str, ParamSpec]
+CONSTANTS = {"zeros": 0, "ones": 1}
 
 
-def init_param(spec: ParamSpec, key: jax.Array) -> jax.Array:
-    """A new value of a parameter."""
-    if spec.init == "zeros":
-        return jnp.zeros(spec.shape, spec.dtype)
-    if spec.init == "ones":
-        return jnp.ones(spec.shape, spec.dtype)
+def stacked(spec: ParamSpec, num: int, axis: str = "layer") -> ParamSpec:
+    """``num`` of a parameter in one array, in front."""
+    return replace(spec, shape=(num, *spec.shape), axes=(axis, *spec.axes))
+
+
+# Every draw of its own costs about half a second of compilation on a CPU: small parameters share one.
+SHARED_DRAW_ELEMENTS = 2**20
+
+
+def _scale(name: str, spec: ParamSpec) -> float:
+    """Standard deviation of a new parameter: one over the root of what it contracts."""
     if spec.init != "normal" or spec.contracts is None:
-        raise ValueError(f"expected init 'zeros', 'ones', or 'normal' with the axis that it contracts, got {spec}")
-    fan_in = spec.shape[spec.axes.index(spec.contracts)]
-    return (jax.random.normal(key, spec.shape, jnp.float32) * fan_in**-0.5).astype(spec.dtype)
+        raise ValueError(f"{name}: expected init 'zeros', 'ones', or 'normal' with what it contracts, got {spec}")
+    contracted = (spec.contracts,) if isinstance(spec.contracts, str) else spec.contracts
+    return math.prod(spec.shape[spec.axes.index(axis)] for axis in contracted) ** -0.5
 
 
 def init_params(specs: Specs, key: jax.Array) -> dict[str, jax.Array]:
-    """New values of all parameters, each from its own key."""
-    keys = jax.random.split(key, max(len(specs), 1))
-    return {name: init_param(spec, k) for (name, spec), k in zip(specs.items(), keys)}
+    """New values of all parameters."""
+    drawn = {name: spec for name, spec in specs.items() if spec.init not in CONSTANTS}
+    small = {name: spec for name, spec in drawn.items() if spec.num_elements < SHARED_DRAW_ELEMENTS}
+    keys = jax.random.split(key, len(specs) + 1)
+    shared = jax.random.normal(keys[-1], (sum(spec.num_elements for spec in small.values()),), jnp.float32)
+    params, start = {}, 0
+    for (name, spec), own in zip(specs.items(), keys):
+        if spec.init in CONSTANTS:
+            params[name] = jnp.full(spec.shape, CONSTANTS[spec.init], spec.dtype)
+            continue
+        if name in small:
+            values = shared[start : start + spec.num_elements].reshape(spec.shape)
+            start += spec.num_elements
+        else:
+            values = jax.random.normal(own, spec.shape, jnp.float32)
+        params[name] = (values * _scale(name, spec)).astype(spec.dtype)
+    return params
 
 
 def check_param(name: str, spec: ParamSpec, array: Any, axes: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The four operations with what tests, verification, benchmark and explanation need of each."""
+"""The operations with what tests, verification, benchmark and explanation need of each."""
 
 import importlib
 from collections.abc import Callable

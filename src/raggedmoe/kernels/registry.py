@@ -22,7 +22,7 @@ from raggedmoe.names import unknown
 
 logger = logging.getLogger("raggedmoe")
 
-OPERATIONS = ("ragged_gather", "ragged_gather_reduce", "grouped_matmul", "expert_ffn")
+OPERATIONS = ("ragged_gather", "ragged_gather_reduce", "grouped_matmul", "expert_ffn", "attention")
 FORWARD, BACKWARD = "forward", "backward"
 
 
@@ -55,6 +55,7 @@ class Implementation:
     rank: Mapping[str, int]  # platform -> place in auto's order, smallest first; a platform left out: named use only
     proofs: tuple[Proof, ...]
     why_not: Callable[[Call, Hardware], str | None] = _nothing  # why it cannot run; None: it can
+    auto_why_not: Callable[[Call, Hardware], str | None] = _nothing  # why auto passes it over though it can run
     note: Callable[[Call, Hardware], str | None] = _nothing  # what a user should know of its cost there
 
     @property
@@ -78,7 +79,7 @@ Choice = str | tuple[str, ...] | Directions
 
 @dataclass(frozen=True, kw_only=True)
 class KernelChoice:
-    """The implementation of each operation: "auto", a name, an ordered tuple of names, or Directions of those."""
+    """The implementation of each of a layer's operations: "auto", a name, an ordered tuple of names, or Directions."""
 
     ragged_gather: Choice = "auto"
     ragged_gather_reduce: Choice = "auto"
@@ -97,6 +98,7 @@ class Candidate:
 
     implementation: Implementation
     reason: str | None  # why it was not taken; None: it was, or nobody asked it because an earlier one was taken
+    by_preference: bool  # it could have run: auto only has something better for such a call
     level: Level
     shown_by: str
     note: str | None
@@ -159,9 +161,11 @@ def _look_at(
         reason = f"auto does not offer it on {hardware.platform}; it runs when named"
     if reason is None and auto and level < AUTO_TAKES:
         reason = f"only {level.name.lower()} on {hardware.name}; name it, or run `raggedmoe verify` on such a chip"
+    preference = implementation.auto_why_not(call, hardware) if reason is None and auto else None
     return Candidate(
         implementation=implementation,
-        reason=reason,
+        reason=reason or preference,
+        by_preference=preference is not None,
         level=level,
         shown_by=shown_by,
         note=implementation.note(call, hardware),
@@ -210,7 +214,8 @@ def select(
             if recorded is not None:
                 recorded.append(selection)
             return selection
-        report_skip(candidate.implementation.full_name, call.direction, hardware.name, candidate.reason)
+        level = logging.INFO if candidate.by_preference else logging.WARNING
+        report_skip(candidate.implementation.full_name, call.direction, hardware.name, candidate.reason, level)
     reasons = "\n".join(f"  {c.implementation.name}: {c.reason}" for c in looked_at)
     raise CannotRunError(
         f"{call.operation} ({call.direction}) on {hardware.name}: no implementation in "
@@ -233,6 +238,6 @@ def recorded_selections() -> Iterator[list[Selection]]:
 
 
 @functools.cache
-def report_skip(full_name: str, direction: str, hardware: str, reason: str) -> None:
+def report_skip(full_name: str, direction: str, hardware: str, reason: str, level: int) -> None:
     """Log that an implementation was passed over. Cached, so that each is said once."""
-    logger.warning("%s (%s) on %s not used: %s", full_name, direction, hardware, reason)
+    logger.log(level, "%s (%s) on %s not used: %s", full_name, direction, hardware, reason)

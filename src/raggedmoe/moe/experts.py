@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from raggedmoe.hardware import Hardware
@@ -100,10 +101,10 @@ def shared_experts(x: Float[Array, "T D"], params: SharedParams, activation: str
     """The MLP that every token goes through, times its sigmoid gate if there is one."""
     wide, dtype = accumulator(x.dtype), x.dtype
     matmul = functools.partial(jnp.matmul, precision=matmul_precision(dtype), preferred_element_type=wide)
-    up = None if params.wi_1 is None else matmul(x, params.wi_1.astype(dtype).T)
-    gate = matmul(x, params.wi_0.astype(dtype).T)
+    up = None if params.wi_1 is None else checkpoint_name(matmul(x, params.wi_1.astype(dtype).T), "mlp_up")
+    gate = checkpoint_name(matmul(x, params.wi_0.astype(dtype).T), "mlp_up")
     hidden = ACTIVATIONS[activation](gate, up).astype(dtype)
-    out = matmul(hidden, params.wo.astype(dtype))
+    out = checkpoint_name(matmul(hidden, params.wo.astype(dtype)), "mlp_down")
     if params.gate is not None:
         out = out * jax.nn.sigmoid(matmul(x, params.gate.astype(dtype)))[:, None]
     return out.astype(dtype)

@@ -4,6 +4,7 @@ One part is the ordinary case: there is no other copy of this loop.
 """
 
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from raggedmoe.moe.config import MoEConfig
@@ -34,11 +35,12 @@ def experts_by_width(
         gate = more[0] if gate is None else gate + more[0]
         up = more[1] if up is None or more[1] is None else up + more[1]
     assert gate is not None
+    gate, up = checkpoint_name(gate, "moe_up"), None if up is None else checkpoint_name(up, "moe_up")
     sizes, biases = metadata.group_sizes, params.biases
     hidden = activate(gate, up, biases, sizes, wo.shape[0], config.experts.activation, dtype)
     parts = []
     for columns in chunks:
         bias = None if biases is None else biases.wo[:, columns]
-        out = gmm_down(hidden, wo[:, :, columns], bias, sizes, kernels, hardware)
+        out = checkpoint_name(gmm_down(hidden, wo[:, :, columns], bias, sizes, kernels, hardware), "moe_down")
         parts.append(strategy.unpermute(out, routing, metadata))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)

@@ -1,0 +1,69 @@
+"""A folder of safetensors files: one file, or many with an index."""
+
+import json
+from pathlib import Path, PurePosixPath
+
+from raggedmoe.interop.safetensors_file import BrokenFileError, StoredTensor, read_header
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor in a model's folder, by name. Only headers are read."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: expected a folder with a model's config.json and safetensors files, found none")
+    index = folder / INDEX
+    if index.is_file():
+        return _indexed(folder, index)
+    if (folder / SINGLE).is_file():
+        return read_header(folder / SINGLE)[0]
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise ValueError(
+            f"{folder}: expected safetensors files, got {', '.join(pickles[:3])}: opening a pickle runs the code of "
+            "whoever made it, so it is refused; get the safetensors version, or convert it where you trust it"
+        )
+    raise ValueError(f"{folder}: expected {SINGLE}, or {INDEX} and the files it names; found neither")
+
+
+def _indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        named = {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BrokenFileError(f"{index}: expected JSON with a weight_map from tensor to file, got {error!r}") from None
+    files = sorted(set(named.values()))
+    for file in files:
+        path = PurePosixPath(file)
+        if path.is_absolute() or ".." in path.parts or "\\" in file or not file.endswith(".safetensors"):
+            held = next(name for name, where in named.items() if where == file)
+            raise BrokenFileError(
+                f"{index}: {held} is said to be in {file!r}; expected the name of a safetensors file in the folder"
+            )
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        lost = [name for name, where in named.items() if where in missing]
+        raise BrokenFileError(
+            f"{folder}: {', '.join(missing)} named by {INDEX} not found, which hold(s) {_some(lost)}; "
+            "is the download complete?"
+        )
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in read_header(folder / file)[0].items():
+            if name in found:
+                raise BrokenFileError(f"{folder}: {name} is in two files, {found[name].path.name} and {file}")
+            found[name] = tensor
+    absent = [name for name, file in named.items() if name not in found or found[name].path.name != Path(file).name]
+    unlisted = [name for name in found if name not in named]
+    if absent or unlisted:
+        raise BrokenFileError(
+            f"{index}: the files do not hold what it says; not where they should be: {_some(absent)}; "
+            f"not in the index: {_some(unlisted)}"
+        )
+    return found
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    shown = ", ".join(names[:most]) or "none"
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

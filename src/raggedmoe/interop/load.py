@@ -1,0 +1,120 @@
+"""`load`: a model from a Hugging Face folder, or from one that `raggedmoe import` made."""
+
+import math
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from raggedmoe.interop import native
+from raggedmoe.interop.arrays import aligned_empty, to_device
+from raggedmoe.interop.families.registry import family_named
+from raggedmoe.interop.folder import stored_tensors
+from raggedmoe.interop.hf_config import logger, read_config_json
+from raggedmoe.interop.layout import first_axis, parts_of
+from raggedmoe.interop.matching import Target, matched
+from raggedmoe.interop.progress import Advance, bytes_bar
+from raggedmoe.interop.safetensors_file import StoredTensor
+from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.module import Decoder
+from raggedmoe.models.specs import param_specs
+
+PIECE_BYTES = 64 * 2**20  # of a tensor, read at once
+
+
+def load(
+    folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any = None, progress: bool = False
+) -> Decoder:
+    """A model with a checkpoint's weights.
+
+    Args:
+      folder: with config.json and model.safetensors, or several files and their index; or one of `raggedmoe import`.
+      dtype: of activations; by default that of the weights.
+      param_dtype: of the weights; by default that of most of the checkpoint. Routers stay in float32.
+      progress: show a bar on standard error.
+
+    Raises:
+      ValueError: if anything is missing, unknown, stored twice, misshapen or unreadable; the message lists all of it by
+        name, and nothing has been loaded.
+    """
+    path = Path(folder)
+    if native.is_native(path):
+        return native.load(path, dtype=dtype, progress=progress)
+    reader = read_config_json(path)
+    family = family_named(reader.need("model_type"), path)
+    reader.expect("quantization_config", None)
+    found = stored_tensors(path)
+    config = family.read_config(reader)
+    reader.warn_of_unread()
+    if config.mtp_layers and not any(name.startswith(f"model.layers.{config.num_layers}.") for name in found):
+        logger.info("%s: no tensors of multi-token prediction, which its config.json names; left out", path)
+        config = replace(config, mtp_layers=0)
+    param_dtype = param_dtype or _usual_dtype(found)
+    config = replace(config, param_dtype=jnp.dtype(param_dtype), dtype=jnp.dtype(dtype or param_dtype))
+    pairs = matched(path, family, config, found)
+    return Decoder(config, params=_filled(pairs, config, progress))
+
+
+def _usual_dtype(found: dict[str, StoredTensor]) -> Any:
+    """The type of most elements."""
+    sizes: Counter[Any] = Counter()
+    for tensor in found.values():
+        sizes[tensor.dtype] += math.prod(tensor.shape)
+    return sizes.most_common(1)[0][0] if sizes else np.dtype(np.float32)
+
+
+def _filled(pairs: list[tuple[Target, StoredTensor]], config: ModelConfig, progress: bool) -> dict[str, Any]:
+    """Parameters, made one after the other: a buffer becomes JAX's as soon as its last tensor is in it."""
+    specs = param_specs(config)
+    waiting = Counter(param for target, _ in pairs for param in target.params)
+    buffers: dict[str, np.ndarray] = {}
+    params: dict[str, Any] = {}
+    with bytes_bar("loading", sum(tensor.num_bytes for _, tensor in pairs), progress) as advance:
+        for target, tensor in pairs:
+            for param in target.params:
+                if param not in buffers:
+                    buffers[param] = aligned_empty(specs[param].shape, specs[param].dtype)
+            if target.copy:
+                _compare(target, tensor, buffers, advance)
+            else:
+                _fill(target, tensor, buffers, advance)
+            for param in target.params:
+                waiting[param] -= 1
+                if not waiting[param]:
+                    params[param] = to_device(buffers.pop(param))
+    return params
+
+
+def _pieces(target: Target, tensor: StoredTensor) -> list[tuple[int, int, int, int]]:
+    """How to read a tensor: (first, last) of the layout's first atom, and the same as rows of the stored tensor."""
+    num = target.specs[0].shape[first_axis(target.entry.layout, target.specs[0])]
+    rows = tensor.shape[0] // num
+    step = max(1, PIECE_BYTES * num // max(tensor.num_bytes, 1))
+    return [(i, min(i + step, num), i * rows, min(i + step, num) * rows) for i in range(0, num, step)]
+
+
+def _fill(target: Target, tensor: StoredTensor, buffers: dict[str, np.ndarray], advance: Advance) -> None:
+    for first, last, start, stop in _pieces(target, tensor):
+        piece = tensor.read(start, stop)
+        parts = parts_of(piece, target.entry.layout, target.specs, last - first)
+        for param, spec, part in zip(target.params, target.specs, parts):
+            where: list[slice] = [slice(None)] * len(spec.shape)
+            where[first_axis(target.entry.layout, spec)] = slice(first, last)
+            at: tuple[int | slice, ...] = (*target.index, *where)
+            buffers[param][at] = part
+        advance(piece.nbytes)
+
+
+def _compare(target: Target, tensor: StoredTensor, buffers: dict[str, np.ndarray], advance: Advance) -> None:
+    (param,) = target.params
+    for _, _, start, stop in _pieces(target, tensor):
+        piece = tensor.read(start, stop)
+        if not np.array_equal(piece.astype(buffers[param].dtype), buffers[param][start:stop]):
+            raise ValueError(
+                f"{tensor.path}: {target.name} differs from {param}, of which it should be a copy; nothing was loaded"
+            )
+        advance(piece.nbytes)

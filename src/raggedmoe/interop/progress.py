@@ -1,0 +1,27 @@
+"""A progress bar of bytes on standard error, where somebody can see it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+
+class Advance(Protocol):
+    def __call__(self, num_bytes: int) -> None: ...
+
+
+@contextmanager
+def bytes_bar(what: str, total: int, shown: bool) -> Iterator[Advance]:
+    """A function that is told of bytes as they are done."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda num_bytes: bar.advance(task, num_bytes)

@@ -1,0 +1,191 @@
+"""Reading and writing safetensors files piece by piece.
+
+The `safetensors` package maps a file into memory, where every page that was read counts as the process's own until the
+system wants it back: a model and its file, twice the memory. Here bytes are read to where they are needed. The format
+is a length, a JSON header and the bytes; all that a header may get wrong is checked before any tensor is read.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+DTYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+NAMES: dict[np.dtype, str] = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+
+
+class BrokenFileError(ValueError):
+    """A file that is not what it says it is; the message names the file, the tensor and what was expected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """Where a tensor is."""
+
+    path: Path
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """The tensor, or some of its first dimension's rows."""
+        if not self.shape:
+            return self._bytes(0, self.dtype.itemsize).view(self.dtype).reshape(())
+        stop = self.shape[0] if stop is None else stop
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return self._bytes(start * row, (stop - start) * row).view(self.dtype).reshape(stop - start, *self.shape[1:])
+
+    def _bytes(self, start: int, count: int) -> np.ndarray:
+        buffer = np.empty(count, np.uint8)
+        with self.path.open("rb") as file:
+            file.seek(self.offset + start)
+            if file.readinto(buffer.data) != count:
+                raise BrokenFileError(f"{self.path}: {self.name} ended early; was the file changed while it was read?")
+        return buffer
+
+
+def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors in a file, by name, and its free-text metadata."""
+    if not path.is_file():
+        raise BrokenFileError(f"{path}: expected a safetensors file, found none; is the download complete?")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise BrokenFileError(
+                f"{path}: expected a header within the file's {size} bytes and the format's limit of "
+                f"{MAX_HEADER_BYTES}, got a header length of {length}; the file is truncated or no safetensors file"
+            )
+        raw = file.read(length)
+    try:
+        header = json.loads(raw, object_pairs_hook=_no_duplicates)
+        metadata = header.pop("__metadata__", {})
+        entries = {name: (entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise BrokenFileError(
+            f"{path}: expected a JSON header with dtype, shape and data_offsets of every tensor, got {error!r}"
+        ) from None
+    tensors = {name: _stored(path, name, entry, 8 + length) for name, entry in entries.items()}
+    _check_extent(path, tensors, 8 + length, size)
+    return tensors, metadata if isinstance(metadata, dict) else {}
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"twice in the header: {sorted({name for name in names if names.count(name) > 1})}")
+    return found
+
+
+def _stored(path: Path, name: str, entry: tuple[Any, Any, Any], data_start: int) -> StoredTensor:
+    dtype, shape, offsets = entry
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise BrokenFileError(f"{path}: {name} has type {dtype!r}; expected one of {', '.join(DTYPES)}")
+
+    def naturals(value: Any) -> bool:
+        return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+    if not naturals(shape) or not naturals(offsets) or len(offsets) != 2:
+        raise BrokenFileError(
+            f"{path}: {name} has shape {shape!r} and data_offsets {offsets!r}; "
+            "expected a list of sizes, and a start and an end, none negative"
+        )
+    expected = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+    if offsets[1] - offsets[0] != expected:
+        raise BrokenFileError(
+            f"{path}: {name} ({dtype} {shape}) needs {expected} bytes, its data_offsets {offsets} hold "
+            f"{offsets[1] - offsets[0]}"
+        )
+    return StoredTensor(
+        path=path, name=name, dtype=np.dtype(DTYPES[dtype]), shape=tuple(shape), offset=data_start + offsets[0]
+    )
+
+
+def _check_extent(path: Path, tensors: dict[str, StoredTensor], data_start: int, size: int) -> None:
+    """The tensors must lie one after the other and fill the file."""
+    position = data_start
+    for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.num_bytes)):
+        if tensor.offset + tensor.num_bytes > size:
+            raise BrokenFileError(
+                f"{path}: {tensor.name} ends at byte {tensor.offset + tensor.num_bytes}, the file has {size}; "
+                "it is truncated: download it again"
+            )
+        if tensor.offset != position:
+            raise BrokenFileError(
+                f"{path}: {tensor.name} starts at byte {tensor.offset}, expected {position}: "
+                "tensors may neither overlap nor leave holes"
+            )
+        position += tensor.num_bytes
+    if position != size:
+        raise BrokenFileError(f"{path}: expected {position} bytes by its header, got {size}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewTensor:
+    """A tensor to write, made piece by piece when it is its turn."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    pieces: Iterator[np.ndarray]  # in order; together they have the tensor's elements
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_file(path: Path, tensors: list[NewTensor], metadata: dict[str, str]) -> Iterator[int]:
+    """Write a file, yielding the bytes written so far, so that somebody can show progress."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + tensor.num_bytes],
+        }
+        position += tensor.num_bytes
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in tensors:
+            yield from _write_tensor(file, tensor)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_tensor(file: BinaryIO, tensor: NewTensor) -> Iterator[int]:
+    written = 0
+    for piece in tensor.pieces:
+        flat = np.ascontiguousarray(piece, tensor.dtype).reshape(-1).view(np.uint8)
+        file.write(flat.data)
+        written += flat.size
+        yield flat.size
+    assert written == tensor.num_bytes, (tensor.name, written, tensor.num_bytes)

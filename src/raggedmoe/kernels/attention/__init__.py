@@ -1,0 +1,1 @@
+from raggedmoe.kernels.attention.api import attention as attention

@@ -1,0 +1,57 @@
+"""What every implementation of `attention` is given, and who sees what."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from raggedmoe.kernels.arrays import accumulator, matmul_precision
+
+
+class Operands(NamedTuple):
+    """The arrays of a call; gradients come back in the same shape."""
+
+    query: Float[Array, "B S N H"]
+    key: Float[Array, "B L M H"]
+    value: Float[Array, "B L M W"]
+    positions: Int[Array, "B S"] | None  # None: query i is at position i
+    segments: Int[Array, "B S"] | None
+    sinks: Float[Array, " N"] | None
+
+    def query_positions(self) -> Int[Array, "B S"]:
+        """Where the queries are; B is 1 where all sequences have the same."""
+        if self.positions is None:
+            return jnp.arange(self.query.shape[1], dtype=jnp.int32)[None]
+        return self.positions
+
+
+def visible(
+    position: Int[Array, "B S"], slot: Int[Array, " L"], window: int | None, segments: Any = None
+) -> Bool[Array, "B S L"]:
+    """Whether each query sees each slot. ``segments``: those of the queries and those of the slots."""
+    position, slot = position[:, :, None], slot[None, None, :]
+    seen = slot <= position
+    if window is not None:
+        seen &= slot > position - window
+    if segments is not None:
+        queries, slots = segments
+        seen = seen & (queries[:, :, None] == slots[:, None, :])
+    return seen
+
+
+def sees_something(position: Int[Array, "B S"], num_slots: int, window: int | None) -> Bool[Array, "B S"]:
+    """Whether a query sees any slot. Without positions all do: each sees itself."""
+    seeing = position >= 0
+    return seeing if window is None else seeing & (position - window < num_slots - 1)
+
+
+def by_key_head(array: Any, num_key_heads: int) -> Any:
+    """``[B S N ...] -> [B S M N/M ...]``: the query heads of each key head."""
+    batch, length, heads, *rest = array.shape
+    return array.reshape(batch, length, num_key_heads, heads // num_key_heads, *rest)
+
+
+def einsum(equation: str, first: Any, second: Any) -> Any:
+    """A sum of products in the accumulator's type."""
+    wide = accumulator(first.dtype)
+    return jnp.einsum(equation, first, second, precision=matmul_precision(first.dtype), preferred_element_type=wide)

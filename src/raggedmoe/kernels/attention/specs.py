@@ -1,0 +1,92 @@
+"""Example calls of `attention`."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from raggedmoe.kernels.example import Example, Spec, normal
+
+MANY = 10**9
+GARBAGE = 1e4  # in slots that no query sees
+
+
+def _make(
+    rng: np.random.Generator,
+    dtype: Any,
+    *,
+    queries: int,
+    slots: int | None = None,
+    batch: int = 1,
+    heads: int = 1,
+    key_heads: int | None = None,
+    width: int = 16,
+    value_width: int | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: bool = False,
+    segments: tuple[int, ...] | None = None,
+    positions: tuple[int, ...] | None = None,
+) -> Example:
+    """``segments``: how long each is. ``positions``: of each sequence's last query, the others before it."""
+    slots, key_heads, value_width = slots or queries, key_heads or heads, value_width or width
+    arrays: dict[str, Any] = {
+        "query": normal(rng, (batch, queries, heads, width), dtype),
+        "key": normal(rng, (batch, slots, key_heads, width), dtype),
+        "value": normal(rng, (batch, slots, key_heads, value_width), dtype),
+    }
+    slot = np.arange(slots)[None, None, :]
+    position = np.broadcast_to(np.arange(queries), (batch, queries))
+    if positions is not None:
+        position = np.asarray(positions)[:, None] + np.arange(1 - queries, 1)
+        arrays["positions"] = jnp.asarray(position, jnp.int32)
+    seen = (slot <= position[:, :, None]) & (slot > position[:, :, None] - (window or MANY))
+    if segments is not None:
+        numbers = np.broadcast_to(np.repeat(np.arange(len(segments)), segments), (batch, queries))
+        arrays["segments"] = jnp.asarray(numbers, jnp.int32)
+        seen = seen & (numbers[:, :, None] == numbers[:, None, :])
+    if sinks:
+        arrays["sinks"] = normal(rng, (heads,), dtype)
+    unread = ~seen.any(1)[:, :, None, None]
+    arrays |= {name: jnp.where(unread, jnp.asarray(GARBAGE, dtype), arrays[name]) for name in ("key", "value")}
+    seeing = seen.any(2)[:, :, None, None]
+    arrays["query"] = jnp.where(seeing, arrays["query"], jnp.nan)
+    return Example(
+        arrays=arrays,
+        options={"window": window, "scale": scale},
+        cotangent=jnp.where(seeing, normal(rng, (batch, queries, heads, value_width), dtype), jnp.nan),
+        flops=2 * int(seen.sum()) * heads * (width + value_width),
+    )
+
+
+def _spec(name: str, large: bool = False, **sizes: Any) -> Spec:
+    return Spec(name=name, make=functools.partial(_make, **sizes), large=large)
+
+
+SPECS = (
+    _spec("one-query", queries=1),
+    _spec("grouped-heads", queries=33, batch=2, heads=6, key_heads=2, scale=0.5),
+    _spec("one-key-head", queries=20, heads=4, key_heads=1, width=40, value_width=24),
+    _spec("window", queries=50, heads=2, window=7),
+    _spec("window-1", queries=9, heads=2, window=1),
+    _spec("window-larger", queries=12, heads=2, window=100),
+    _spec("sinks", queries=18, batch=2, heads=4, key_heads=2, sinks=True),
+    _spec("segments", queries=40, batch=2, heads=2, key_heads=1, segments=(1, 17, 3, 19)),
+    _spec("decode", queries=1, slots=90, batch=3, heads=4, key_heads=2, positions=(0, 41, 89)),
+    _spec(
+        "decode-latent", queries=1, slots=35, batch=2, heads=4, key_heads=1, width=72, value_width=64, positions=(20, 3)
+    ),
+    # The first sequence's queries start at -3 and see nothing there; the last's go past the end of the cache.
+    _spec("positions", queries=5, slots=30, batch=3, heads=4, key_heads=2, positions=(1, 18, 33), window=9, sinks=True),
+    _spec("odd-sizes", queries=77, heads=3, width=40, value_width=13),
+    _spec("several-chunks", queries=601, heads=2, key_heads=1, width=8, segments=(300, 30, 271)),
+    _spec("several-chunks-window", queries=601, heads=2, width=8, window=200, sinks=True),
+    _spec("several-chunks-cache", queries=300, slots=601, batch=2, heads=1, width=8, positions=(550, 280)),
+    _spec("training", queries=2048, heads=16, key_heads=4, width=128, large=True),
+    _spec("training-window", queries=4096, heads=8, key_heads=1, width=64, window=128, sinks=True, large=True),
+    _spec("latent", queries=1024, heads=8, width=192, value_width=128, large=True),
+    _spec(
+        "decoding", queries=1, slots=4096, batch=8, heads=16, key_heads=4, width=128, positions=(3000,) * 8, large=True
+    ),
+)

@@ -1,0 +1,250 @@
+"""What a decoder is: small frozen configurations, checked when they are made."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from raggedmoe.kernels.expert_ffn.api import check_activation
+from raggedmoe.kernels.registry import Choice
+from raggedmoe.moe.config import MoEConfig
+from raggedmoe.names import unknown
+
+QK_NORMS = ("none", "head", "full")
+# What a remat policy may keep, in the order in which a layer computes it.
+SAVED_NAMES = (
+    "q_a",  # compressed queries (MLA with q_lora)
+    "kv_a",  # compressed keys and values (MLA)
+    "query",  # after norm and rope
+    "key",
+    "value",
+    "attn_out",  # what attention returns, before the output projection
+    "attn_proj_out",
+    "mlp_up",  # both up projections of a dense MLP or of the shared experts
+    "mlp_down",
+    "moe_up",  # both up projections of the routed experts, in float32
+    "moe_down",
+)
+
+
+def _positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{type(config).__name__}: expected {name} to be a positive integer, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnConfig:
+    """YaRN: low frequencies are slowed down by ``factor``, high ones kept, those between blended."""
+
+    factor: float
+    original_length: int  # positions that the model was first trained on
+    beta_fast: float = 32.0  # turns over the original length above which a frequency is kept
+    beta_slow: float = 1.0  # and below which it is divided by the factor
+    mscale: float = 1.0  # cos and sin are multiplied by m(mscale) / m(mscale_all_dim), m(s) = 0.1 · s · ln(factor) + 1
+    mscale_all_dim: float = 0.0  # MLA's softmax scale is multiplied by m(mscale_all_dim)²
+    truncate: bool = True  # round the blend's ends to whole dimensions
+
+    def __post_init__(self) -> None:
+        _positive(self, "original_length")
+        if self.factor < 1:
+            raise ValueError(f"expected a YaRN factor >= 1, got {self.factor}")
+
+    def magnitude(self, scale: float) -> float:
+        """``m(scale)``: how much longer vectors are made, so that a longer context's softmax stays as sharp."""
+        return 0.1 * scale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary positions."""
+
+    theta: float = 10_000.0
+    interleaved: bool = False  # pairs are (0, 1), (2, 3) … instead of (0, H/2), (1, H/2 + 1) …
+    yarn: YarnConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.theta <= 1:
+            raise ValueError(f"expected a rope theta > 1, got {self.theta}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedQueryConfig:
+    """Attention with N query heads that share M key and value heads."""
+
+    num_heads: int  # N
+    num_kv_heads: int  # M
+    head_dim: int  # H
+    qk_norm: str = "none"  # RMSNorm of queries and keys: over each "head", or over all heads together ("full")
+    biases: bool = False  # of the four projections
+    sinks: bool = False  # a learned logit for each head that takes a share of the softmax
+    clip: float | None = None  # queries, keys and values are clamped to ± this, before rope
+    norm_epsilon: float = 1e-6  # of the QK norm
+    rope: RopeConfig = field(default_factory=RopeConfig)
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_heads", "num_kv_heads", "head_dim")
+        if self.qk_norm not in QK_NORMS:
+            raise unknown("qk_norm", self.qk_norm, QK_NORMS)
+        if self.num_heads % self.num_kv_heads:
+            fitting = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise ValueError(
+                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; use one of {fitting}"
+            )
+        if self.clip is not None and self.clip <= 0:
+            raise ValueError(f"expected clip > 0 or None, got {self.clip}")
+        if self.head_dim % 2:
+            raise ValueError(f"expected an even head_dim, as rope turns pairs, got {self.head_dim}")
+
+    @property
+    def rope_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek): keys and values are up projections of one small latent per token."""
+
+    num_heads: int  # N
+    q_lora_rank: int | None  # width of the compressed queries; None: queries are projected directly
+    kv_lora_rank: int  # width of the latent
+    nope_dim: int  # of each head, the part without position
+    rope_dim: int  # and the part with it, whose key all heads share
+    value_dim: int
+    norm_epsilon: float = 1e-6  # of the norms on compressed queries and on the latent
+    rope: RopeConfig = field(default_factory=lambda: RopeConfig(interleaved=True))
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_heads", "kv_lora_rank", "nope_dim", "rope_dim", "value_dim")
+        if self.q_lora_rank is not None:
+            _positive(self, "q_lora_rank")
+        if self.rope_dim % 2:
+            raise ValueError(f"expected an even rope_dim, as rope turns pairs, got {self.rope_dim}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        yarn = self.rope.yarn
+        return self.head_dim**-0.5 * (yarn.magnitude(yarn.mscale_all_dim) ** 2 if yarn else 1.0)
+
+
+AttentionConfig = GroupedQueryConfig | LatentConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """What tells one layer of a decoder from another; layers of one kind can be scanned over."""
+
+    moe: bool
+    window: int | None  # keys that a query sees, itself included; None: all before it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Consecutive layers, ``kinds`` repeated: what one `scan` runs over."""
+
+    first: int  # number of its first layer in the model
+    kinds: tuple[LayerKind, ...]
+    repeats: int
+
+    def layer(self, repeat: int, position: int) -> int:
+        """The number in the model of one of its layers."""
+        return self.first + repeat * len(self.kinds) + position
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One decoder: embedding, layers of attention and MLP or MoE, final norm, head."""
+
+    family: str  # whose checkpoints it reads and writes
+    vocab_size: int  # V
+    num_layers: int
+    model_dim: int  # D
+    attention: AttentionConfig
+    moe: MoEConfig
+    mlp_dim: int | None = None  # width of a dense MLP; None: there is none
+    activation: str = "silu"  # of dense MLPs
+    dense_layers: tuple[int, ...] = ()  # the layers that have a dense MLP instead of experts
+    windows: tuple[int | None, ...] = (None,)  # sliding windows, repeated over the layers
+    norm_epsilon: float = 1e-6
+    tied_embeddings: bool = False  # the head is the embedding
+    mtp_layers: int = 0  # DeepSeek's multi-token prediction: modules that predict one token further each
+    max_length: int = 4096  # positions that the model is made for
+    dtype: Any = jnp.float32  # of activations
+    param_dtype: Any = jnp.float32
+    attention_implementation: Choice = "auto"
+    remat: str | tuple[str, ...] = "none"  # "none", "full", or the names of what is kept (SAVED_NAMES)
+
+    def __post_init__(self) -> None:
+        _positive(self, "vocab_size", "num_layers", "model_dim", "max_length")
+        check_activation(self.activation)
+        if self.moe.model_dim != self.model_dim:
+            raise ValueError(f"expected moe.model_dim to be model_dim={self.model_dim}, got {self.moe.model_dim}")
+        outside = [layer for layer in self.dense_layers if not 0 <= layer < self.num_layers]
+        if outside:
+            raise ValueError(f"expected dense_layers in 0 .. {self.num_layers - 1}, got {outside}")
+        if self.dense_layers and self.mlp_dim is None:
+            raise ValueError(f"dense_layers={self.dense_layers} need mlp_dim, the width of their MLP, got None")
+        if not self.windows or any(window is not None and window < 1 for window in self.windows):
+            raise ValueError(f"expected at least one window, each None or >= 1, got {self.windows}")
+        if self.mtp_layers < 0:
+            raise ValueError(f"expected mtp_layers >= 0, got {self.mtp_layers}")
+        if self.moe.strategy_name == "ring":
+            raise ValueError("strategy='ring' needs a mesh axis, which this decoder does not have; use another")
+        names = () if self.remat in ("none", "full") else self.remat
+        if isinstance(names, str):
+            raise ValueError(f"expected remat 'none', 'full' or a tuple of names to keep, got {names!r}")
+        for name in names:
+            if name not in SAVED_NAMES:
+                raise unknown("remat name", name, SAVED_NAMES)
+
+    @property
+    def moe_layer(self) -> MoEConfig:
+        """The MoE layers' configuration, with the model's type of parameters."""
+        return replace(self.moe, param_dtype=self.param_dtype)
+
+    def kind(self, layer: int) -> LayerKind:
+        """What a layer is. Layers past the last one, as multi-token prediction has, are MoE layers without window."""
+        if layer >= self.num_layers:
+            return LayerKind(moe=True, window=None)
+        return LayerKind(moe=layer not in self.dense_layers, window=self.windows[layer % len(self.windows)])
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that have experts."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.dense_layers)
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The layers as the fewest scans: from each start, the repeated pattern that reaches furthest."""
+        kinds = [self.kind(layer) for layer in range(self.num_layers)]
+        found, first = [], 0
+        while first < len(kinds):
+            period, repeats = _longest_repeat(kinds[first:])
+            found.append(Stack(first=first, kinds=tuple(kinds[first : first + period]), repeats=repeats))
+            first += period * repeats
+        return tuple(found)
+
+
+def _longest_repeat(kinds: list[LayerKind]) -> tuple[int, int]:
+    """The period and the repeats of the pattern that covers most of the front; of those, the shortest period.
+
+    A pattern that does not repeat counts for nothing but its first layer, so that it is not one long unrolled body.
+    """
+    best = (1, 1)
+    for period in range(1, len(kinds) // 2 + 1):
+        repeats = 1
+        while kinds[repeats * period : (repeats + 1) * period] == kinds[:period]:
+            repeats += 1
+        if repeats > 1 and period * repeats > best[0] * best[1]:
+            best = (period, repeats)
+    return best

@@ -1,0 +1,297 @@
+"""The decoder, read top to bottom: embed → layers (attention, then MLP or experts) → norm → head."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from raggedmoe.hardware import Hardware, target_hardware
+from raggedmoe.kernels.arrays import accumulator, matmul_precision
+from raggedmoe.models.cache import Cache, remembered
+from raggedmoe.models.config import LayerKind, ModelConfig, Stack
+from raggedmoe.models.matmul import contract
+from raggedmoe.models.mixer import Memory, Sight
+from raggedmoe.models.norm import rms_norm
+from raggedmoe.models.rope import Turns, turns
+from raggedmoe.models.specs import mixer_of, under
+from raggedmoe.moe.experts import shared_experts
+from raggedmoe.moe.layer import moe_route_and_compute
+from raggedmoe.moe.records import MoEParams, SharedParams
+
+Params = dict[str, Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ExpertReport:
+    """What the MoE layers said, each entry with the layers in front, in the model's order."""
+
+    aux_loss: Float[Array, " layers"]  # add their sum to the loss as it is: its weight is in it
+    z_loss: Float[Array, " layers"]
+    load: Int[Array, "layers E"]
+    entropy: Float[Array, " layers"]
+    max_violation: Float[Array, " layers"]
+    dropped: Int[Array, " layers"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class DecoderOutput:
+    """What a pass through the layers returns. `logits` turns the hidden states into scores."""
+
+    hidden: Float[Array, "B S D"]  # after the final norm
+    experts: ExpertReport | None  # None: no layer has experts
+    cache: Cache | None  # with these tokens in it; None: none was given
+
+
+def decode(
+    params: Params,
+    ids: Int[Array, "B S"],
+    config: ModelConfig,
+    *,
+    mask: Bool[Array, "B S"] | None = None,
+    segments: Int[Array, "B S"] | None = None,
+    positions: Int[Array, "B S"] | None = None,
+    cache: Cache | None = None,
+    key: jax.Array | None = None,
+    hardware: Hardware | str | None = None,
+) -> DecoderOutput:
+    """Hidden states of every token.
+
+    Args:
+      params: by the names of `param_specs`.
+      ids: the tokens; each sees itself and those before it.
+      config: the model.
+      mask: True for tokens that count. The others go to no expert; put them last in their row, where no token that
+        counts can see them. With a cache they are not remembered.
+      segments: documents packed into a row: tokens see their own document's only.
+      positions: for rope; by default the place in the row, or with a cache the place in the sequence.
+      cache: earlier tokens of the same sequences. Needs room for these.
+      key: for random routing and jitter.
+      hardware: the chip to choose kernels for; None: that of the mesh or the arrays.
+    """
+    _check(ids, config, cache, segments)
+    hardware = target_hardware(hardware, (ids, params["embedding"]))
+    slots = None if cache is None else _slots(cache, mask, ids.shape)
+    if positions is None:
+        positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] if slots is None else jnp.maximum(slots, 0)
+    turned = turns(config.attention.rope, config.attention.rope_dim, positions)
+    x = embed(params, ids, config)
+    memory, reports = {}, []
+    for s, stack in enumerate(config.stacks):
+        run = _StackRun(
+            config=config, stack=stack, turned=turned, slots=slots, segments=segments, mask=mask, chip=hardware
+        )
+        old = None if cache is None else under(f"stacks.{s}.", cache.memory)
+        stack_key = None if key is None else jax.random.fold_in(key, s)
+        with jax.named_scope(f"stack_{s}"):
+            x, new, report = run_stack(run, x, under(f"stacks.{s}.", params), old, stack_key)
+        memory.update({f"stacks.{s}.{name}": value for name, value in new.items()})
+        reports += report
+    if cache is not None:
+        assert slots is not None
+        cache = Cache(memory=memory, lengths=jnp.maximum(cache.lengths, slots.max(axis=1) + 1))
+    return DecoderOutput(
+        hidden=rms_norm(x, params["final_norm"], config.norm_epsilon),
+        experts=jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else None,
+        cache=cache,
+    )
+
+
+def embed(params: Params, ids: Int[Array, "B S"], config: ModelConfig) -> Float[Array, "B S D"]:
+    """The tokens' vectors."""
+    return jnp.take(params["embedding"], ids, axis=0, mode="clip").astype(config.dtype)
+
+
+def logits(params: Params, hidden: Float[Array, "B S D"], config: ModelConfig) -> Float[Array, "B S V"]:
+    """Scores of every vocabulary entry, in float32 at least."""
+    head = params["embedding" if config.tied_embeddings else "head"].astype(hidden.dtype)
+    wide = accumulator(hidden.dtype)
+    precision = matmul_precision(hidden.dtype)
+    return jnp.einsum("bsd,vd->bsv", hidden, head, precision=precision, preferred_element_type=wide)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StackRun:
+    """What all layers of a stack are given alike."""
+
+    config: ModelConfig
+    stack: Stack
+    turned: Turns
+    slots: jax.Array | None
+    segments: jax.Array | None
+    mask: jax.Array | None
+    chip: Hardware
+
+
+def run_stack(
+    run: _StackRun, x: Float[Array, "B S D"], params: Params, memory: Memory | None, key: jax.Array | None
+) -> tuple[Float[Array, "B S D"], Memory, list[ExpertReport]]:
+    """The layers of a stack by one scan: the result, the memory with these tokens, and what its MoE layers said."""
+    stack = run.stack
+    has_experts = any(kind.moe for kind in stack.kinds)
+
+    def body(carry: tuple[jax.Array, Memory | None], step: tuple[jax.Array, Params]) -> tuple[Any, Any]:
+        x, memory = carry
+        repeat, weights = step
+        reports = []
+        for p, kind in enumerate(stack.kinds):
+            layer_key = None if key is None else jax.random.fold_in(key, repeat * len(stack.kinds) + p)
+            x, memory, report = run_layer(run, kind, x, under(f"{p}.", weights), memory, f"{p}.", repeat, layer_key)
+            reports += [] if report is None else [report]
+        return (x, memory), jax.tree.map(lambda *parts: jnp.stack(parts), *reports) if has_experts else None
+
+    repeats = jnp.arange(stack.repeats, dtype=jnp.int32)
+    (x, memory), reports = lax.scan(_rematerialized(body, run.config), (x, memory), (repeats, params))
+    # [repeats, MoE layers of one repeat, ...] -> the layers in order
+    in_order = [jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reports)] if has_experts else []
+    return x, memory or {}, in_order
+
+
+def run_layer(
+    run: _StackRun,
+    kind: LayerKind,
+    x: Float[Array, "B S D"],
+    weights: Params,
+    memory: Memory | None = None,
+    prefix: str = "",
+    repeat: jax.Array | None = None,
+    key: jax.Array | None = None,
+) -> tuple[Float[Array, "B S D"], Memory | None, ExpertReport | None]:
+    """One layer: attention, then MLP or experts, each on the normed input and added to it."""
+    config, mixer = run.config, mixer_of(run.config)
+    eps = config.norm_epsilon
+    sight = Sight(
+        slots=run.slots,
+        segments=run.segments,
+        window=kind.window,
+        implementation=config.attention_implementation,
+        hardware=run.chip,
+    )
+    with jax.named_scope("attention"):
+        own = under("attention.", weights)
+        normed = rms_norm(x, weights["attention_norm"], eps)
+        query = mixer.ask(normed, own, config.attention, run.turned)
+        visible = mixer.remember(normed, own, config.attention, run.turned)
+        if memory is not None:
+            assert repeat is not None
+            assert run.slots is not None
+            updated, visible = remembered(under(prefix, memory), repeat, visible, run.slots)
+            memory = {**memory, **{f"{prefix}{what}": value for what, value in updated.items()}}
+        x = x + checkpoint_name(mixer.attend(query, visible, own, config.attention, sight), "attn_proj_out")
+    with jax.named_scope("moe" if kind.moe else "mlp"):
+        normed = rms_norm(x, weights["mlp_norm"], eps)
+        out, report = _experts(run, normed, weights, key) if kind.moe else (_mlp(config, normed, weights), None)
+    return x + out, memory, report
+
+
+def _mlp(config: ModelConfig, x: Float[Array, "B S D"], weights: Params) -> Float[Array, "B S D"]:
+    params = SharedParams(**under("mlp.", weights), gate=None)
+    return shared_experts(x.reshape(-1, x.shape[-1]), params, config.activation).reshape(x.shape)
+
+
+def _experts(
+    run: _StackRun, x: Float[Array, "B S D"], weights: Params, key: jax.Array | None
+) -> tuple[Float[Array, "B S D"], ExpertReport]:
+    out = moe_route_and_compute(
+        x.reshape(-1, x.shape[-1]),
+        MoEParams.from_flat(under("moe.", weights)),
+        run.config.moe_layer,
+        mask=None if run.mask is None else run.mask.reshape(-1),
+        key=key,
+        num_sequences=x.shape[0],
+    )
+    report = ExpertReport(**{entry.name: getattr(out, entry.name) for entry in fields(ExpertReport)})
+    return out.output.reshape(x.shape), report
+
+
+def _rematerialized(body: Any, config: ModelConfig) -> Any:
+    """The body of a scan that keeps for the backward pass only what the configuration names."""
+    if config.remat == "none":
+        return body
+    names = () if config.remat == "full" else config.remat
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    return jax.checkpoint(body, policy=policy, prevent_cse=False)  # a scan already keeps the two passes apart
+
+
+def predict_further(
+    params: Params,
+    hidden: Float[Array, "B S D"],
+    ids: Int[Array, "B S"],
+    config: ModelConfig,
+    *,
+    mask: Bool[Array, "B S"] | None = None,
+    segments: Int[Array, "B S"] | None = None,
+    positions: Int[Array, "B S"] | None = None,
+    key: jax.Array | None = None,
+    hardware: Hardware | str | None = None,
+) -> tuple[list[Float[Array, "B S D"]], list[ExpertReport]]:
+    """Multi-token prediction: hidden states from which `logits` predicts the token after the next, and so on.
+
+    Module m joins the hidden state at position i with the embedding of token i + m + 1 and predicts token i + m + 2.
+    The last m + 1 positions of a row know no such token: what stands there is not to be used.
+
+    Args:
+      hidden: `DecoderOutput.hidden` of the same tokens, which module 0 starts from; the others as for `decode`.
+    """
+    hardware = target_hardware(hardware, (ids, params["embedding"]))
+    if positions is None:
+        positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    turned = turns(config.attention.rope, config.attention.rope_dim, positions)
+    kind = config.kind(config.num_layers)
+    run = _StackRun(
+        config=config,
+        stack=Stack(first=config.num_layers, kinds=(kind,), repeats=1),
+        turned=turned,
+        slots=None,
+        segments=segments,
+        mask=mask,
+        chip=hardware,
+    )
+    found, reports = [], []
+    for m in range(config.mtp_layers):
+        own = under(f"mtp.{m}.", params)
+        further = embed(params, jnp.roll(ids, -(m + 1), axis=1), config)
+        joined = jnp.concatenate(
+            [
+                rms_norm(further, own["embedding_norm"], config.norm_epsilon),
+                rms_norm(hidden, own["hidden_norm"], config.norm_epsilon),
+            ],
+            axis=-1,
+        )
+        module_key = None if key is None else jax.random.fold_in(key, m)
+
+        def body(x: jax.Array, own: Params, key: jax.Array | None = module_key) -> tuple[jax.Array, Any]:
+            x, _, report = run_layer(run, kind, x, own, key=key)
+            return x, report
+
+        x, report = _rematerialized(body, config)(contract("bsd,ed->bse", joined, own["projection"]), own)
+        hidden = rms_norm(x, own["final_norm"], config.norm_epsilon)
+        found.append(hidden)
+        reports += [] if report is None else [jax.tree.map(lambda a: a[None], report)]
+    return found, reports
+
+
+def _slots(cache: Cache, mask: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
+    """Where these tokens go in the cache: after what is there, those that do not count nowhere (-1)."""
+    counts = jnp.ones(shape, bool) if mask is None else mask
+    after = cache.lengths[:, None] + jnp.cumsum(counts, axis=1, dtype=jnp.int32) - 1
+    return jnp.where(counts, after, -1)
+
+
+def _check(ids: Any, config: ModelConfig, cache: Cache | None, segments: Any) -> None:
+    if cache is None:
+        return
+    if segments is not None:
+        raise ValueError("expected segments without a cache, or a cache without segments; got both")
+    if cache.lengths.shape[0] != ids.shape[0]:
+        raise ValueError(f"expected ids of the cache's {cache.lengths.shape[0]} sequences, got {ids.shape[0]}")
+    used = 0 if isinstance(cache.lengths, jax.core.Tracer) else int(cache.lengths.max())
+    if used + ids.shape[1] > cache.size:
+        raise ValueError(
+            f"expected room for {used} + {ids.shape[1]} tokens in the cache, got {cache.size} slots; make a larger one"
+        )

@@ -1,0 +1,38 @@
+"""Qwen3-MoE: grouped-query attention with a norm on every head's queries and keys."""
+
+from dataclasses import replace
+
+from raggedmoe.models.config import GroupedQueryConfig, ModelConfig, RopeConfig
+from raggedmoe.moe.config import MoEConfig
+from raggedmoe.moe.presets import PRESETS as LAYERS
+
+_ROPE = RopeConfig(theta=1e6)
+_30B = ModelConfig(
+    family="qwen3_moe",
+    vocab_size=151936,
+    num_layers=48,
+    model_dim=2048,
+    attention=GroupedQueryConfig(num_heads=32, num_kv_heads=4, head_dim=128, qk_norm="head", rope=_ROPE),
+    moe=LAYERS["qwen3-30b-a3b"],
+    max_length=40960,
+)
+
+PRESETS: dict[str, ModelConfig] = {
+    "qwen3-30b-a3b": _30B,
+    "qwen3-235b-a22b": replace(
+        _30B,
+        num_layers=94,
+        model_dim=4096,
+        attention=replace(_30B.attention, num_heads=64),
+        moe=LAYERS["qwen3-235b-a22b"],
+    ),
+    "qwen3-tiny": replace(
+        _30B,
+        vocab_size=256,
+        num_layers=2,
+        model_dim=64,
+        attention=GroupedQueryConfig(num_heads=4, num_kv_heads=2, head_dim=32, qk_norm="head", rope=_ROPE),
+        moe=MoEConfig(num_experts=16, experts_per_token=4, model_dim=64, expert_dim=32),
+        max_length=512,
+    ),
+}

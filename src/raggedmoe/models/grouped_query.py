@@ -1,0 +1,108 @@
+"""Grouped-query attention: per-head or full-width QK norm, biases, sinks, sliding window."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from raggedmoe.kernels.attention.api import attention
+from raggedmoe.models.config import GroupedQueryConfig
+from raggedmoe.models.matmul import contract
+from raggedmoe.models.mixer import Memory, Mixer, Sight, Weights
+from raggedmoe.models.norm import rms_norm
+from raggedmoe.models.rope import Turns, rotated
+from raggedmoe.params import ParamSpec
+
+
+def specs(config: GroupedQueryConfig, model_dim: int, dtype: Any) -> dict[str, ParamSpec]:
+    """wq, wk, wv and wo are all (heads, head_dim, D)."""
+    heads = {
+        "q": ("head", config.num_heads),
+        "k": ("kv_head", config.num_kv_heads),
+        "v": ("kv_head", config.num_kv_heads),
+    }
+    found = {
+        f"w{name}": ParamSpec(
+            shape=(num, config.head_dim, model_dim),
+            dtype=dtype,
+            axes=(axis, "head_dim", "model_dim"),
+            contracts="model_dim",
+        )
+        for name, (axis, num) in heads.items()
+    }
+    found["wo"] = ParamSpec(
+        shape=(config.num_heads, config.head_dim, model_dim),
+        dtype=dtype,
+        axes=("head", "head_dim", "model_dim"),
+        contracts=("head", "head_dim"),
+    )
+    for name, (axis, num) in heads.items():
+        if config.biases:
+            found[f"b{name}"] = ParamSpec(
+                shape=(num, config.head_dim), dtype=dtype, axes=(axis, "head_dim"), init="zeros"
+            )
+        if name != "v" and config.qk_norm != "none":
+            full = config.qk_norm == "full"
+            found[f"{name}_norm"] = ParamSpec(
+                shape=(num, config.head_dim) if full else (config.head_dim,),
+                dtype=dtype,
+                axes=(axis, "head_dim") if full else ("head_dim",),
+                init="ones",
+            )
+    if config.biases:
+        found["bo"] = ParamSpec(shape=(model_dim,), dtype=dtype, axes=("model_dim",), init="zeros")
+    if config.sinks:
+        found["sinks"] = ParamSpec(shape=(config.num_heads,), dtype=dtype, axes=("head",), init="zeros")
+    return found
+
+
+def _heads(
+    x: Float[Array, "B S D"], name: str, weights: Weights, config: GroupedQueryConfig
+) -> Float[Array, "B S N H"]:
+    out = contract("bsd,nhd->bsnh", x, weights[f"w{name}"])
+    if config.biases:
+        out = out + weights[f"b{name}"].astype(out.dtype)[None, None]
+    if name != "v" and config.qk_norm != "none":
+        out = rms_norm(out, weights[f"{name}_norm"], config.norm_epsilon, num_dims=2 if config.qk_norm == "full" else 1)
+    return out if config.clip is None else jnp.clip(out, -config.clip, config.clip)
+
+
+def ask(
+    x: Float[Array, "B S D"], weights: Weights, config: GroupedQueryConfig, turned: Turns
+) -> Float[Array, "B S N H"]:
+    query = _heads(x, "q", weights, config)
+    return checkpoint_name(rotated(query, turned, config.rope.interleaved), "query")
+
+
+def remember(x: Float[Array, "B S D"], weights: Weights, config: GroupedQueryConfig, turned: Turns) -> Memory:
+    key = rotated(_heads(x, "k", weights, config), turned, config.rope.interleaved)
+    value = _heads(x, "v", weights, config)
+    return {"key": checkpoint_name(key, "key"), "value": checkpoint_name(value, "value")}
+
+
+def attend(
+    query: Float[Array, "B S N H"], memory: Memory, weights: Weights, config: GroupedQueryConfig, sight: Sight
+) -> Float[Array, "B S D"]:
+    out = attention(
+        query,
+        memory["key"],
+        memory["value"],
+        scale=config.softmax_scale,
+        positions=sight.slots,
+        segments=sight.segments,
+        window=sight.window,
+        sinks=weights["sinks"] if config.sinks else None,
+        implementation=sight.implementation,
+        hardware=sight.hardware,
+    )
+    out = contract("bsnh,nhd->bsd", checkpoint_name(out, "attn_out"), weights["wo"])
+    return out + weights["bo"].astype(out.dtype)[None, None] if config.biases else out
+
+
+def memory_shapes(config: GroupedQueryConfig) -> dict[str, tuple[int, ...]]:
+    shape = (config.num_kv_heads, config.head_dim)
+    return {"key": shape, "value": shape}
+
+
+GROUPED_QUERY = Mixer(specs=specs, ask=ask, remember=remember, attend=attend, memory_shapes=memory_shapes)

@@ -1,0 +1,104 @@
+"""Multi-head latent attention (DeepSeek V2, V3).
+
+A token leaves behind one vector, its latent and the rotated key that all heads share: that is all a cache holds. For
+several queries the latents are expanded to keys and values of every head. A single query is brought to the latents
+instead: its heads are multiplied by the key projection, the value projection is applied to the result, and attention
+runs on the latents themselves, as one key and value head.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from raggedmoe.kernels.attention.api import attention
+from raggedmoe.models.config import LatentConfig
+from raggedmoe.models.matmul import contract
+from raggedmoe.models.mixer import Memory, Mixer, Sight, Weights
+from raggedmoe.models.norm import rms_norm
+from raggedmoe.models.rope import Turns, rotated
+from raggedmoe.params import ParamSpec
+
+
+def specs(config: LatentConfig, model_dim: int, dtype: Any) -> dict[str, ParamSpec]:
+    def weight(contracts: str | tuple[str, ...], **dims: int) -> ParamSpec:
+        return ParamSpec(shape=tuple(dims.values()), dtype=dtype, axes=tuple(dims), contracts=contracts)
+
+    def norm(**dims: int) -> ParamSpec:
+        return ParamSpec(shape=tuple(dims.values()), dtype=dtype, axes=tuple(dims), init="ones")
+
+    heads, q_rank, kv_rank = config.num_heads, config.q_lora_rank, config.kv_lora_rank
+    if q_rank is None:
+        found = {"wq": weight("model_dim", head=heads, head_dim=config.head_dim, model_dim=model_dim)}
+    else:
+        found = {
+            "q_a": weight("model_dim", q_latent=q_rank, model_dim=model_dim),
+            "q_a_norm": norm(q_latent=q_rank),
+            "q_b": weight("q_latent", head=heads, head_dim=config.head_dim, q_latent=q_rank),
+        }
+    return {
+        **found,
+        "kv_a": weight("model_dim", kv_latent_and_rope=kv_rank + config.rope_dim, model_dim=model_dim),
+        "kv_a_norm": norm(kv_latent=kv_rank),
+        "k_b": weight("kv_latent", head=heads, nope_dim=config.nope_dim, kv_latent=kv_rank),
+        "v_b": weight("kv_latent", head=heads, value_dim=config.value_dim, kv_latent=kv_rank),
+        "wo": weight(("head", "value_dim"), head=heads, value_dim=config.value_dim, model_dim=model_dim),
+    }
+
+
+def ask(x: Float[Array, "B S D"], weights: Weights, config: LatentConfig, turned: Turns) -> Float[Array, "B S N H"]:
+    if config.q_lora_rank is None:
+        query = contract("bsd,nhd->bsnh", x, weights["wq"])
+    else:
+        compressed = checkpoint_name(contract("bsd,rd->bsr", x, weights["q_a"]), "q_a")
+        query = contract(
+            "bsr,nhr->bsnh", rms_norm(compressed, weights["q_a_norm"], config.norm_epsilon), weights["q_b"]
+        )
+    nope, rope = query[..., : config.nope_dim], query[..., config.nope_dim :]
+    rope = rotated(rope, turned, config.rope.interleaved)
+    return checkpoint_name(jnp.concatenate([nope, rope], axis=-1), "query")
+
+
+def remember(x: Float[Array, "B S D"], weights: Weights, config: LatentConfig, turned: Turns) -> Memory:
+    both = checkpoint_name(contract("bsd,rd->bsr", x, weights["kv_a"]), "kv_a")
+    latent = rms_norm(both[..., : config.kv_lora_rank], weights["kv_a_norm"], config.norm_epsilon)
+    rope_key = rotated(both[..., None, config.kv_lora_rank :], turned, config.rope.interleaved)[:, :, 0]
+    return {"latent": jnp.concatenate([latent, rope_key], axis=-1)}
+
+
+def attend(
+    query: Float[Array, "B S N H"], memory: Memory, weights: Weights, config: LatentConfig, sight: Sight
+) -> Float[Array, "B S D"]:
+    latent, rope_key = memory["latent"][..., : config.kv_lora_rank], memory["latent"][..., config.kv_lora_rank :]
+    on_latents = sight.slots is not None and query.shape[1] == 1
+    if on_latents:
+        nope = contract("bsnh,nhr->bsnr", query[..., : config.nope_dim], weights["k_b"])
+        query = jnp.concatenate([nope, query[..., config.nope_dim :]], axis=-1)
+        key, value = memory["latent"][:, :, None], latent[:, :, None]
+    else:
+        nope = contract("blr,nhr->blnh", latent, weights["k_b"])
+        rope = jnp.broadcast_to(rope_key[:, :, None], (*nope.shape[:3], config.rope_dim))
+        key = checkpoint_name(jnp.concatenate([nope, rope], axis=-1), "key")
+        value = checkpoint_name(contract("blr,nhr->blnh", latent, weights["v_b"]), "value")
+    out = attention(
+        query,
+        key,
+        value,
+        scale=config.softmax_scale,
+        positions=sight.slots,
+        segments=sight.segments,
+        window=sight.window,
+        implementation=sight.implementation,
+        hardware=sight.hardware,
+    )
+    if on_latents:
+        out = contract("bsnr,nhr->bsnh", out, weights["v_b"])
+    return contract("bsnh,nhd->bsd", checkpoint_name(out, "attn_out"), weights["wo"])
+
+
+def memory_shapes(config: LatentConfig) -> dict[str, tuple[int, ...]]:
+    return {"latent": (config.kv_lora_rank + config.rope_dim,)}
+
+
+LATENT = Mixer(specs=specs, ask=ask, remember=remember, attend=attend, memory_shapes=memory_shapes)

@@ -1,0 +1,3 @@
+"""The scripts here need torch; pytest would import them for their doctests."""
+
+collect_ignore = ["golden_cases.py", "make_golden.py"]
