@@ -6,10 +6,18 @@ from collections.abc import Callable
 
 import tyro
 
-from raggedmoe.cli import bench, explain, verify
+from raggedmoe.cli import bench, convert, explain, generate, models, verify
 from raggedmoe.kernels.registry import CannotRunError
 
-COMMANDS: dict[str, Callable[..., int]] = {"explain": explain.explain, "verify": verify.verify, "bench": bench.bench}
+COMMANDS: dict[str, Callable[..., int]] = {
+    "models": models.models,
+    "import": convert.import_,
+    "export": convert.export,
+    "generate": generate.generate,
+    "explain": explain.explain,
+    "verify": verify.verify,
+    "bench": bench.bench,
+}
 
 
 def main() -> None:
@@ -19,7 +27,8 @@ def main() -> None:
         code: int = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="raggedmoe",
-            description="Mixture-of-Experts for JAX: which kernel runs where and why, whether it is right, how fast.",
+            description="Mixture-of-Experts for JAX: models and their checkpoints; which kernel runs where and why, "
+            "whether it is right, how fast.",
         )
     except (ValueError, CannotRunError) as error:
         print(f"raggedmoe: {error}", file=sys.stderr)

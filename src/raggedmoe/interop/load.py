@@ -18,7 +18,7 @@ from raggedmoe.interop.hf_config import logger, read_config_json
 from raggedmoe.interop.layout import first_axis, parts_of
 from raggedmoe.interop.matching import Target, matched
 from raggedmoe.interop.progress import Advance, bytes_bar
-from raggedmoe.interop.safetensors_file import StoredTensor
+from raggedmoe.interop.quantized import Readable, decoded
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.module import Decoder
 from raggedmoe.models.specs import param_specs
@@ -46,8 +46,7 @@ def load(
         return native.load(path, dtype=dtype, progress=progress)
     reader = read_config_json(path)
     family = family_named(reader.need("model_type"), path)
-    reader.expect("quantization_config", None)
-    found = stored_tensors(path)
+    found = decoded(reader, stored_tensors(path))
     config = family.read_config(reader)
     reader.warn_of_unread()
     if config.mtp_layers and not any(name.startswith(f"model.layers.{config.num_layers}.") for name in found):
@@ -59,7 +58,7 @@ def load(
     return Decoder(config, params=_filled(pairs, config, progress))
 
 
-def _usual_dtype(found: dict[str, StoredTensor]) -> Any:
+def _usual_dtype(found: dict[str, Readable]) -> Any:
     """The type of most elements."""
     sizes: Counter[Any] = Counter()
     for tensor in found.values():
@@ -67,7 +66,7 @@ def _usual_dtype(found: dict[str, StoredTensor]) -> Any:
     return sizes.most_common(1)[0][0] if sizes else np.dtype(np.float32)
 
 
-def _filled(pairs: list[tuple[Target, StoredTensor]], config: ModelConfig, progress: bool) -> dict[str, Any]:
+def _filled(pairs: list[tuple[Target, Readable]], config: ModelConfig, progress: bool) -> dict[str, Any]:
     """Parameters, made one after the other: a buffer becomes JAX's as soon as its last tensor is in it."""
     specs = param_specs(config)
     waiting = Counter(param for target, _ in pairs for param in target.params)
@@ -89,7 +88,7 @@ def _filled(pairs: list[tuple[Target, StoredTensor]], config: ModelConfig, progr
     return params
 
 
-def _pieces(target: Target, tensor: StoredTensor) -> list[tuple[int, int, int, int]]:
+def _pieces(target: Target, tensor: Readable) -> list[tuple[int, int, int, int]]:
     """How to read a tensor: (first, last) of the layout's first atom, and the same as rows of the stored tensor."""
     num = target.specs[0].shape[first_axis(target.entry.layout, target.specs[0])]
     rows = tensor.shape[0] // num
@@ -97,7 +96,7 @@ def _pieces(target: Target, tensor: StoredTensor) -> list[tuple[int, int, int, i
     return [(i, min(i + step, num), i * rows, min(i + step, num) * rows) for i in range(0, num, step)]
 
 
-def _fill(target: Target, tensor: StoredTensor, buffers: dict[str, np.ndarray], advance: Advance) -> None:
+def _fill(target: Target, tensor: Readable, buffers: dict[str, np.ndarray], advance: Advance) -> None:
     for first, last, start, stop in _pieces(target, tensor):
         piece = tensor.read(start, stop)
         parts = parts_of(piece, target.entry.layout, target.specs, last - first)
@@ -109,7 +108,7 @@ def _fill(target: Target, tensor: StoredTensor, buffers: dict[str, np.ndarray], 
         advance(piece.nbytes)
 
 
-def _compare(target: Target, tensor: StoredTensor, buffers: dict[str, np.ndarray], advance: Advance) -> None:
+def _compare(target: Target, tensor: Readable, buffers: dict[str, np.ndarray], advance: Advance) -> None:
     (param,) = target.params
     for _, _, start, stop in _pieces(target, tensor):
         piece = tensor.read(start, stop)

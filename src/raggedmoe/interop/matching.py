@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from raggedmoe.interop.layout import stored_shape
-from raggedmoe.interop.safetensors_file import StoredTensor
+from raggedmoe.interop.quantized import Readable
 from raggedmoe.interop.table import Entry, Family
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.specs import param_specs
@@ -93,8 +93,8 @@ def _without(spec: ParamSpec, leading: int) -> ParamSpec:
 
 
 def matched(
-    folder: Path, family: Family, config: ModelConfig, found: Mapping[str, StoredTensor]
-) -> list[tuple[Target, StoredTensor]]:
+    folder: Path, family: Family, config: ModelConfig, found: Mapping[str, Readable]
+) -> list[tuple[Target, Readable]]:
     """Each target with its tensor, or one error that lists everything that is wrong."""
     ways = {way: {t.name: t for t in targets(family, config, way)} for way in family.experts}
     common = set.intersection(*(set(names) for names in ways.values()))

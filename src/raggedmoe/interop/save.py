@@ -45,8 +45,9 @@ def save(
     config = model.config
     family = family_named(config.family, "the model")
     layout = layout or next(iter(family.experts))
-    if layout not in family.experts:
-        raise unknown(f"layout of {config.family}", layout, family.experts)
+    writable = [name for name in family.experts if name not in family.import_only]
+    if layout not in writable:
+        raise unknown(f"layout of {config.family}", layout, writable)
     dtype = np.dtype(jnp.dtype(dtype or config.param_dtype))
     described = hf_config(config, str(dtype))
     params = model.params

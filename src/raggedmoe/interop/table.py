@@ -42,6 +42,7 @@ class Family:
     architecture: str
     layer: Entries  # of every layer, whatever its kind
     experts: dict[str, Entries]  # the same parameters in one of these ways; export writes the first
+    import_only: tuple[str, ...] = ()  # ways that export does not write
     model: Entries
     mtp: Entries = ()  # of a multi-token-prediction module, beside a layer's
     mtp_copies: Entries = ()  # the model's own embedding and head once more, as some checkpoints store them

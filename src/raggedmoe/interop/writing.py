@@ -14,12 +14,13 @@ from raggedmoe.interop.progress import bytes_bar
 from raggedmoe.interop.safetensors_file import NewTensor, write_file
 
 SHARD_BYTES = 5 * 10**9
+GENERATION = "generation_config.json"
 # What goes along with a model from folder to folder.
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "generation_config.json",
+    GENERATION,
     "chat_template.jinja",
 )
 
@@ -78,3 +79,9 @@ def copy_companions(source: Path, target: Path) -> None:
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+    if not (target / GENERATION).is_file() and (source / "config.json").is_file():
+        # Where a text ends is also said in config.json, which does not go along.
+        settings = json.loads((source / "config.json").read_text())
+        ends = {key: settings[key] for key in ("bos_token_id", "eos_token_id") if settings.get(key) is not None}
+        if ends:
+            write_json(target / GENERATION, ends)

@@ -70,8 +70,14 @@ FAMILY = Family(
         "fused": (
             entry("mlp.experts.gate_up_proj", "moe.wi_0 moe.wi_1", "expert model_dim (expert_dim &)"),
             entry("mlp.experts.down_proj", "moe.wo", "expert expert_dim model_dim"),
-        )
+        ),
+        # As published, in 4 bits (`quantized.py` decodes them): outputs first, unlike the above.
+        "mxfp4": (
+            entry("mlp.experts.gate_up_proj_blocks", "moe.wi_0 moe.wi_1", "expert (expert_dim &) model_dim"),
+            entry("mlp.experts.down_proj_blocks", "moe.wo", "expert model_dim expert_dim"),
+        ),
     },
+    import_only=("mxfp4",),
     model=MODEL,
     read_config=read_config,
     write_config=write_config,

@@ -1,0 +1,119 @@
+"""`raggedmoe generate`: text from a checkpoint."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+
+from raggedmoe import interop
+from raggedmoe.kernels.arrays import FLOATS
+from raggedmoe.models import generate as generation
+from raggedmoe.models.generate import Sampling
+from raggedmoe.names import unknown
+
+
+def generate(
+    path: tyro.conf.Positional[Path],
+    prompt: str,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    dtype: str | None = None,
+    ids: bool = False,
+) -> int:
+    """Continue a prompt with a checkpoint's model, printing each token as it comes.
+
+    The folder is a Hugging Face one or what `raggedmoe import` made, with its tokenizer.json. Greedy by default; with a
+    temperature, samples. Ends at the end-of-sequence token that the folder names.
+
+    Args:
+        path: the model's folder.
+        prompt: the text to continue; with --ids, token numbers separated by commas or spaces.
+        max_new_tokens: at most this many.
+        temperature: 0 takes the most likely token; larger is more random.
+        top_k: sample among this many most likely tokens only.
+        top_p: sample among the most likely tokens that together have this probability only.
+        seed: of the samples.
+        dtype: of activations; by default that of the weights.
+        ids: the prompt and the output are token numbers: no tokenizer is needed.
+    """
+    if dtype is not None and dtype not in FLOATS:
+        raise unknown("dtype", dtype, FLOATS)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    tokenizer: Any = None if ids else _tokenizer(path)
+    numbers = _numbers(prompt) if ids else tokenizer.encode(prompt).ids
+    model = interop.load(path, dtype=dtype, progress=True)
+    start = time.perf_counter()
+    tokens = (
+        token
+        for (token,) in generation.generate(
+            model,
+            [numbers],
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=_end_tokens(path),
+            seed=seed,
+        )
+        if token is not None
+    )
+    count = 0
+    pieces = (f"{token} " for token in tokens) if ids else _text(tokenizer, tokens)
+    for piece in pieces:
+        count += 1
+        print(piece, end="", flush=True)
+    print()
+    seconds = time.perf_counter() - start
+    Console(stderr=True).print(f"[dim]{count} tokens in {seconds:.1f} s, compilation included[/]", highlight=False)
+    return 0
+
+
+def _numbers(prompt: str) -> list[int]:
+    parts = prompt.replace(",", " ").split()
+    if not parts or not all(part.isdigit() for part in parts):
+        raise ValueError(f"expected token numbers such as '12,7,99' with --ids, got {prompt!r}")
+    return [int(part) for part in parts]
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ValueError(
+            "reading a tokenizer.json needs the tokenizers package: pip install 'raggedmoe[text]'; or give token "
+            "numbers with --ids"
+        ) from None
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{path}: expected the model's tokenizer, found none; put it there, or use --ids")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises the bare Exception for a file that it cannot read
+        raise ValueError(f"{path}: expected a tokenizer of the tokenizers package, got {error}") from None
+
+
+def _end_tokens(folder: Path) -> list[int]:
+    """The end-of-sequence tokens that a folder's JSON files name."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if path.is_file():
+            found = json.loads(path.read_text()).get("eos_token_id")
+            if found is not None:
+                return found if isinstance(found, list) else [found]
+    return []
+
+
+def _text(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
+    """What each token adds to the text. Half a character is held back until the rest of it comes."""
+    ids: list[int] = []
+    shown = ""
+    for token in tokens:
+        ids.append(token)
+        whole = tokenizer.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}")
+        yield whole.removeprefix(shown)
+        shown = whole
