@@ -8,9 +8,12 @@ On one machine the same versions write the same bytes.
 """
 
 import argparse
+import copy
 import itertools
 import math
 import shutil
+import tempfile
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,7 @@ import numpy as np
 import torch
 import transformers
 from golden_cases import CASES, Case
+from safetensors.numpy import load_file
 from torch.overrides import TorchFunctionMode
 
 GOLDEN = Path(__file__).parent
@@ -223,11 +227,48 @@ def effects(case: Case, expected: Expected) -> dict[str, float]:
     }
 
 
+def gradient_marks(model: transformers.PreTrainedModel, ids: torch.Tensor, **options: Any) -> dict[str, np.ndarray]:
+    """For each stored tensor, what tells a wrong gradient from the right one: its length, and its product with noise.
+
+    The loss is the mean cross-entropy of each token given those before it. The gradients are saved in the model's
+    place, so that they have its tensors' names and layouts.
+    """
+    with torch.enable_grad():
+        logits = model(ids, use_cache=False).logits[:, :-1]
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model = copy.deepcopy(model)
+    for name, parameter in model.named_parameters():
+        parameter.data = gradients[name]
+    for buffer in model.buffers():
+        buffer.zero_()  # a selection bias gets no gradient
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, **options)
+        stored = {}
+        for path in sorted(Path(folder).glob("*.safetensors")):
+            stored.update(load_file(path))
+    return {name: mark(name, gradient) for name, gradient in sorted(stored.items())}
+
+
+def mark(name: str, gradient: np.ndarray) -> np.ndarray:
+    noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(gradient.shape)
+    return np.asarray([np.linalg.norm(gradient.astype(np.float64)), (gradient * noise).sum()])
+
+
 def save(folder: Path, model: transformers.PreTrainedModel, expected: Expected, **options: Any) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder, **options)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    np.savez_compressed(folder / "expected.npz", ids=expected.ids, logits=expected.logits, greedy=expected.greedy)
+    marks = gradient_marks(model, torch.from_numpy(expected.ids).long(), **options)
+    np.savez_compressed(
+        folder / "expected.npz",
+        ids=expected.ids,
+        logits=expected.logits,
+        greedy=expected.greedy,
+        gradient_names=np.asarray(list(marks)),
+        gradient_marks=np.stack(list(marks.values())),
+    )
     reloaded, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,

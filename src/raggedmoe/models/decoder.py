@@ -30,12 +30,12 @@ Params = dict[str, Any]
 class ExpertReport:
     """What the MoE layers said, each entry with the layers in front, in the model's order."""
 
-    aux_loss: Float[Array, " layers"]  # add their sum to the loss as it is: its weight is in it
-    z_loss: Float[Array, " layers"]
-    load: Int[Array, "layers E"]
-    entropy: Float[Array, " layers"]
-    max_violation: Float[Array, " layers"]
-    dropped: Int[Array, " layers"]
+    aux_loss: Float[Array, "*layers"]  # add their sum to the loss as it is: its weight is in it
+    z_loss: Float[Array, "*layers"]
+    load: Int[Array, "*layers E"]
+    entropy: Float[Array, "*layers"]
+    max_violation: Float[Array, "*layers"]
+    dropped: Int[Array, "*layers"]
 
 
 @jax.tree_util.register_dataclass
@@ -264,15 +264,11 @@ def predict_further(
             axis=-1,
         )
         module_key = None if key is None else jax.random.fold_in(key, m)
-
-        def body(x: jax.Array, own: Params, key: jax.Array | None = module_key) -> tuple[jax.Array, Any]:
-            x, _, report = run_layer(run, kind, x, own, key=key)
-            return x, report
-
-        x, report = _rematerialized(body, config)(contract("bsd,ed->bse", joined, own["projection"]), own)
+        layer = {f"0.{name}": value[None] for name, value in own.items()}
+        x, _, report = run_stack(run, contract("bsd,ed->bse", joined, own["projection"]), layer, None, module_key)
         hidden = rms_norm(x, own["final_norm"], config.norm_epsilon)
         found.append(hidden)
-        reports += [] if report is None else [jax.tree.map(lambda a: a[None], report)]
+        reports += report
     return found, reports
 
 

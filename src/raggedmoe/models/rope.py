@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from raggedmoe.kernels.arrays import accumulator
 from raggedmoe.models.config import RopeConfig, YarnConfig
 
-Turns = tuple[Float[Array, "B S P"], Float[Array, "B S P"]]  # cos and sin of each pair's angle, P = H/2 pairs
+Turns = tuple[Float[Array, "_ S P"], Float[Array, "_ S P"]]  # cos and sin of each pair's angle, P = H/2 pairs
 
 
 def inverse_frequencies(config: RopeConfig, dim: int) -> np.ndarray:
@@ -30,8 +30,8 @@ def _blend_range(yarn: YarnConfig, theta: float, dim: int) -> tuple[float, float
 
     low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
     if yarn.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low, high = float(math.floor(low)), float(math.ceil(high))
+    low, high = max(low, 0.0), min(high, dim - 1.0)
     return low, high if high != low else high + 0.001
 
 

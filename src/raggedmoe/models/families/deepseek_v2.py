@@ -6,7 +6,7 @@ from raggedmoe.models.config import LatentConfig, ModelConfig, RopeConfig, YarnC
 from raggedmoe.moe.config import ExpertConfig, MoEConfig, RouterConfig
 from raggedmoe.moe.presets import PRESETS as LAYERS
 
-_YARN = YarnConfig(factor=40, original_length=4096, mscale=0.707, mscale_all_dim=0.707)
+_YARN = YarnConfig(factor=40.0, original_length=4096, mscale=0.707, mscale_all_dim=0.707)
 _ROPE = RopeConfig(interleaved=True, yarn=_YARN)
 _ATTENTION = LatentConfig(
     num_heads=16, q_lora_rank=None, kv_lora_rank=512, nope_dim=128, rope_dim=64, value_dim=128, rope=_ROPE

@@ -6,7 +6,7 @@ from raggedmoe.models.config import LatentConfig, ModelConfig, RopeConfig, YarnC
 from raggedmoe.moe.config import ExpertConfig, MoEConfig, RouterConfig
 from raggedmoe.moe.presets import PRESETS as LAYERS
 
-_YARN = YarnConfig(factor=40, original_length=4096, mscale=1.0, mscale_all_dim=1.0)
+_YARN = YarnConfig(factor=40.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0)
 _ROPE = RopeConfig(interleaved=True, yarn=_YARN)
 _ATTENTION = LatentConfig(
     num_heads=128, q_lora_rank=1536, kv_lora_rank=512, nope_dim=128, rope_dim=64, value_dim=128, rope=_ROPE
@@ -32,7 +32,7 @@ PRESETS: dict[str, ModelConfig] = {
         attention=replace(
             _ATTENTION,
             num_heads=64,
-            rope=RopeConfig(theta=50_000.0, interleaved=True, yarn=replace(_YARN, factor=32, beta_fast=1.0)),
+            rope=RopeConfig(theta=50_000.0, interleaved=True, yarn=replace(_YARN, factor=32.0, beta_fast=1.0)),
         ),
         moe=LAYERS["kimi-k2"],
         dense_layers=(0,),

@@ -1,0 +1,224 @@
+"""What must not change a decoder's result: remat, the attention kernel, packing, padding, a cache. And learning."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from raggedmoe import Decoder, interop
+from raggedmoe.models.cache import empty_cache
+from raggedmoe.models.decoder import decode, logits, predict_further
+
+from .drawn import GOLDEN, TINY, drawn_ids, drawn_params, quick_jit, tiny, with_einsum_experts
+
+EPS = float(jnp.finfo(jnp.float32).eps)
+
+
+def loss_of(config, ids, **options):
+    """Mean cross-entropy, every loss of the routers, and that of multi-token prediction."""
+
+    def loss(params):
+        out = decode(params, ids, config, **options)
+        scores = logits(params, out.hidden, config)[:, :-1]
+        total = optax.softmax_cross_entropy_with_integer_labels(scores, ids[:, 1:]).mean()
+        reports = [out.experts]
+        if config.mtp_layers:
+            further, more = predict_further(params, out.hidden, ids, config)
+            for m, hidden in enumerate(further):
+                scores = logits(params, hidden, config)[:, : -2 - m]
+                total += optax.softmax_cross_entropy_with_integer_labels(scores, ids[:, 2 + m :]).mean()
+            reports += more
+        return total + sum((report.aux_loss.sum() + report.z_loss.sum() for report in reports), jnp.zeros(()))
+
+    return loss
+
+
+def assert_same_gradients(found, expected, roundings):
+    """Each gradient within so many roundings of its largest element."""
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        bound = roundings * EPS * float(jnp.abs(gradient).max())
+        difference = float(jnp.abs(found[name] - gradient).max())
+        assert difference <= bound, (name, difference, bound)
+
+
+def test_gradients_do_not_depend_on_what_is_kept_for_the_backward_pass():
+    config = with_einsum_experts(tiny("deepseek-v3-tiny"))
+    params, ids = drawn_params(config), drawn_ids(config, 2, 24)
+    plain = quick_jit(jax.value_and_grad(loss_of(config, ids)))(params)
+    for remat in ("full", ("attn_proj_out", "kv_a", "moe_up", "moe_down")):
+        kept = dataclasses.replace(config, remat=remat)
+        value, gradients = quick_jit(jax.value_and_grad(loss_of(kept, ids)))(params)
+        np.testing.assert_allclose(value, plain[0], rtol=4 * EPS)
+        assert_same_gradients(gradients, plain[1], 64)
+
+
+def test_gradients_through_the_ragged_kernels_are_the_same_when_recomputed():
+    config = tiny("mixtral-tiny", remat=("moe_up",))
+    params, ids = drawn_params(config), drawn_ids(config, 2, 24)
+    plain = dataclasses.replace(config, remat="none")
+    assert_same_gradients(
+        quick_jit(jax.grad(loss_of(config, ids)))(params), quick_jit(jax.grad(loss_of(plain, ids)))(params), 64
+    )
+
+
+def test_keeping_less_takes_less_memory():
+    """The policy is really applied: otherwise the three compiled programs would be alike."""
+    config = with_einsum_experts(tiny("mixtral-tiny", num_layers=8))
+    params = jax.eval_shape(lambda: drawn_params(config))
+    sizes = {}
+    for remat in ("none", ("moe_up", "attn_out"), "full"):
+        kept = dataclasses.replace(config, remat=remat, attention_implementation="dot_product")
+        ids = jnp.zeros((2, 256), jnp.int32)
+        compiled = quick_jit(jax.grad(loss_of(kept, ids))).lower(params).compile()
+        sizes[remat] = compiled.memory_analysis().temp_size_in_bytes
+    assert sizes["full"] < sizes["moe_up", "attn_out"] < sizes["none"], sizes
+
+
+def test_the_attention_kernel_changes_neither_value_nor_gradient():
+    config = with_einsum_experts(tiny("gpt-oss-tiny"))
+    params, ids = drawn_params(config), drawn_ids(config, 2, 40)
+    results = {}
+    for implementation in ("dot_product", "chunked"):
+        chosen = dataclasses.replace(config, attention_implementation=implementation)
+        results[implementation] = quick_jit(jax.value_and_grad(loss_of(chosen, ids)))(params)
+    (value, gradients), (other_value, other_gradients) = results.values()
+    np.testing.assert_allclose(value, other_value, rtol=8 * EPS)
+    assert_same_gradients(gradients, other_gradients, 128)
+
+
+def test_packed_documents_do_not_see_each_other():
+    config = with_einsum_experts(tiny("deepseek-v2-tiny"))
+    params = drawn_params(config)
+    first, second = drawn_ids(config, 1, 9, seed=1), drawn_ids(config, 1, 15, seed=2)
+    packed = jnp.concatenate([first, second], axis=1)
+    segments = jnp.asarray([[1] * 9 + [2] * 15], jnp.int32)
+    positions = jnp.asarray([[*range(9), *range(15)]], jnp.int32)
+    run = quick_jit(decode, static_argnums=2)
+    together = run(params, packed, config, segments=segments, positions=positions).hidden
+    apart = [run(params, ids, config).hidden for ids in (first, second)]
+    np.testing.assert_allclose(together, jnp.concatenate(apart, axis=1), atol=2e-5)
+
+
+def test_packed_documents_have_the_gradients_of_separate_ones():
+    config = with_einsum_experts(tiny("qwen3-tiny"))
+    params = drawn_params(config)
+    first, second = drawn_ids(config, 1, 9, seed=1), drawn_ids(config, 1, 9, seed=2)
+    weights = jnp.asarray(np.random.default_rng(3).standard_normal((1, 18, config.model_dim)), jnp.float32)
+    segments = jnp.asarray([[1] * 9 + [2] * 9], jnp.int32)
+    positions = jnp.asarray([[*range(9)] * 2], jnp.int32)
+
+    def together(params):
+        packed = jnp.concatenate([first, second], axis=1)
+        return (decode(params, packed, config, segments=segments, positions=positions).hidden * weights).sum()
+
+    def apart(params):
+        hidden = jnp.concatenate([decode(params, ids, config).hidden for ids in (first, second)], axis=1)
+        return (hidden * weights).sum()
+
+    assert_same_gradients(quick_jit(jax.grad(together))(params), quick_jit(jax.grad(apart))(params), 256)
+
+
+def test_tokens_that_do_not_count_change_nothing_before_them():
+    config = tiny("qwen3-tiny")
+    params, ids = drawn_params(config), drawn_ids(config, 2, 16)
+    mask = jnp.asarray([[True] * 10 + [False] * 6, [True] * 16])
+    run = quick_jit(decode, static_argnums=2)
+    padded = run(params, ids, config, mask=mask)
+    whole = run(params, ids, config)
+    np.testing.assert_allclose(padded.hidden[0, :10], whole.hidden[0, :10], atol=2e-5)
+    assert int(padded.experts.load.sum()) == 26 * config.moe.experts_per_token * len(config.moe_layers)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_cache_filled_in_parts_gives_the_whole_sequences_states(name):
+    """In chunks of 7, 7 and 1 tokens: what a chunk sees of the earlier ones comes from the cache alone."""
+    config = with_einsum_experts(tiny(name))
+    params, ids = drawn_params(config), drawn_ids(config, 2, 15)
+    run = quick_jit(decode, static_argnums=2)
+    whole = run(params, ids, config).hidden
+    cache, parts = empty_cache(config, 2, 20), []
+    for start, stop in ((0, 7), (7, 14), (14, 15)):
+        out = run(params, ids[:, start:stop], config, cache=cache)
+        parts.append(out.hidden)
+        cache = out.cache
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=3e-5)
+    assert cache.lengths.tolist() == [15, 15]
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3-tiny", "deepseek-v2-tiny"])
+def test_latent_attention_caches_the_latent_only(name):
+    config = tiny(name)
+    cache = empty_cache(config, 2, 20)
+    width = config.attention.kv_lora_rank + config.attention.rope_dim
+    assert {key.rpartition(".")[2] for key in cache.memory} == {"latent"}
+    assert all(value.shape[1:] == (2, 20, width) for value in cache.memory.values())
+
+
+@pytest.mark.parametrize(
+    ("ids", "cache_rows", "options", "message"),
+    [
+        ((2, 4), 3, {}, "expected ids of the cache's 3 sequences, got 2"),
+        ((2, 9), 2, {}, r"expected room for 0 \+ 9 tokens in the cache, got 8 slots"),
+        ((2, 4), 2, {"segments": jnp.zeros((2, 4), jnp.int32)}, "segments without a cache"),
+    ],
+)
+def test_a_cache_that_does_not_fit_is_refused(ids, cache_rows, options, message):
+    config = tiny("mixtral-tiny")
+    with pytest.raises(ValueError, match=message):
+        decode(
+            drawn_params(config), jnp.zeros(ids, jnp.int32), config, cache=empty_cache(config, cache_rows, 8), **options
+        )
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (jnp.zeros((2, 3)), r"expected ids|ids"),
+        (jnp.full((1, 3), 256, jnp.int32), "expected ids from 0 to 255.*got 256 to 256; is this the model's tokenizer"),
+        (jnp.full((1, 3), -1, jnp.int32), "got -1 to -1"),
+    ],
+)
+def test_ids_that_are_none_are_refused(ids, message):
+    config = tiny("mixtral-tiny")
+    model = Decoder(config, params=drawn_params(config))
+    with pytest.raises((ValueError, TypeError), match=message):
+        model(ids)
+
+
+def test_parameters_of_another_model_are_refused_by_name():
+    config = tiny("mixtral-tiny")
+    params = drawn_params(config)
+    with pytest.raises(ValueError, match=r"missing \['final_norm'\], unknown \['norm'\]"):
+        Decoder(config, params={**{k: v for k, v in params.items() if k != "final_norm"}, "norm": jnp.ones(3)})
+    with pytest.raises(ValueError, match=r"expected head \(vocab, model_dim\) = \(256, 64\), got \(64, 256\)"):
+        Decoder(config, params={**params, "head": params["head"].T})
+
+
+def test_random_routing_differs_between_layers_and_repeats_with_its_key():
+    moe = tiny("qwen3-tiny").moe
+    random = dataclasses.replace(moe, router=dataclasses.replace(moe.router, selection="random"))
+    config = tiny("qwen3-tiny", moe=random)
+    params, ids = drawn_params(config), drawn_ids(config, 2, 16)
+    run = quick_jit(decode, static_argnums=2)
+    loads = [run(params, ids, config, key=jax.random.key(seed)).experts.load for seed in (0, 0, 1)]
+    assert (loads[0] == loads[1]).all()
+    assert (loads[0] != loads[2]).any()
+    assert (loads[0][0] != loads[0][1]).any()
+
+
+def test_bfloat16_stays_near_float32():
+    """Two decimal digits less: the same weights, rounded, give logits within the roundings of the layers' sums."""
+    model = interop.load(GOLDEN / "mixtral")
+    ids = jnp.asarray(np.load(GOLDEN / "mixtral" / "expected.npz")["ids"])
+    narrow = interop.load(GOLDEN / "mixtral", dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    assert narrow.params["stacks.0.0.attention.wq"].dtype == jnp.bfloat16
+    run = quick_jit(lambda m, i: m(i))
+    wide_logits, narrow_logits = run(model, ids), run(narrow, ids)
+    assert narrow_logits.dtype == jnp.float32
+    error = jnp.abs(wide_logits - narrow_logits)
+    # Most tokens: where rounding changes who is chosen, a token may move far.
+    assert float(jnp.median(error)) < 16 * float(jnp.finfo(jnp.bfloat16).eps)
