@@ -1,5 +1,6 @@
 """`raggedmoe explain`: which kernel would run, and why not the others."""
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 import jax
@@ -15,6 +16,11 @@ from raggedmoe.hardware import hardware_named, target_hardware
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.proof import read_certificates
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Call, Candidate, candidates, recorded_selections
+from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.decoder import decode
+from raggedmoe.models.presets import PRESETS as MODELS
+from raggedmoe.models.presets import model_preset
+from raggedmoe.models.specs import param_specs
 from raggedmoe.moe.backends import NOT_BUILT, backend_named
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.layer import moe_route_and_compute
@@ -35,7 +41,7 @@ def explain(
     Nothing is computed and no such hardware is needed: the layer is traced with shapes alone.
 
     Args:
-        model: a public model's MoE layer, such as deepseek-v3 or gpt-oss-20b.
+        model: a public model, such as deepseek-v3 or gpt-oss-20b: its MoE layer and its attention.
         shape: sizes of a layer, as T=2048,D=512,F=1024,E=16,K=2.
         hardware: the chip to choose for, such as tpu7x; this machine's by default.
         jax_version: the JAX version to choose for; the one installed by default.
@@ -50,16 +56,17 @@ def explain(
     console.print(f"[bold]{title}[/] on [bold]{chip.name}[/], JAX {jax_version}, {dtype}, moe_backend={moe_backend}")
     choices = backend_named(moe_backend).kernels
     calls = layer_calls(config, num_tokens, dtype, moe_backend)
+    attention = [] if model not in MODELS else attention_calls(model_preset(model), num_tokens, dtype)
     if not calls:
         console.print("\nIt calls no kernel of ours: every expert on every token, by einsum.")
     fused = [call for call in layer_calls(config, num_tokens, dtype, "expert_ffn") if call.operation == "expert_ffn"]
     instead = {} if moe_backend == "expert_ffn" else _by_shapes(fused)
-    for heading, directions in [*_by_shapes(calls).items(), *instead.items()]:
+    for heading, directions in [*_by_shapes(attention).items(), *_by_shapes(calls).items(), *instead.items()]:
         if heading in instead:
             console.print("\nThis layer does not use it; with moe_backend='expert_ffn' it would:")
         lines = {}
         for call in directions:
-            choice = getattr(choices, call.operation)
+            choice = getattr(choices, call.operation, "auto")
             looked_at = candidates(call, choice, chip, jax_version=jax_version, certificates=read_certificates())
             lines[call.direction] = _lines(looked_at)
         if len(lines) == 2 and lines[FORWARD] == lines[BACKWARD]:
@@ -85,6 +92,20 @@ def layer_calls(config: MoEConfig, num_tokens: int, dtype: str, moe_backend: str
     with recorded_selections() as selections:
         jax.eval_shape(forward, x, params)
     return list({str(selection.call): selection.call for selection in selections}.values())
+
+
+def attention_calls(config: ModelConfig, num_tokens: int, dtype: str) -> list[Call]:
+    """The distinct calls of attention in a model, training on one sequence of that many tokens."""
+    config = replace(config, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype))
+    params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in param_specs(config).items()}
+    with recorded_selections() as selections:
+        jax.eval_shape(
+            lambda params, ids: decode(params, ids, config).hidden,
+            params,
+            jax.ShapeDtypeStruct((1, num_tokens), jnp.int32),
+        )
+    calls = [selection.call for selection in selections if selection.call.operation == "attention"]
+    return list({str(call): call for call in calls}.values())
 
 
 def moe_backend_config(config: MoEConfig, moe_backend: str) -> MoEConfig:

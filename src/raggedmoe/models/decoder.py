@@ -1,6 +1,6 @@
 """The decoder, read top to bottom: embed → layers (attention, then MLP or experts) → norm → head."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -9,7 +9,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import accumulator, matmul_precision
 from raggedmoe.models.cache import Cache, remembered
 from raggedmoe.models.config import LayerKind, ModelConfig, Stack
@@ -58,7 +57,7 @@ def decode(
     positions: Int[Array, "B S"] | None = None,
     cache: Cache | None = None,
     key: jax.Array | None = None,
-    hardware: Hardware | str | None = None,
+    hardware: str | None = None,
 ) -> DecoderOutput:
     """Hidden states of every token.
 
@@ -75,7 +74,6 @@ def decode(
       hardware: the chip to choose kernels for; None: that of the mesh or the arrays.
     """
     _check(ids, config, cache, segments)
-    hardware = target_hardware(hardware, (ids, params["embedding"]))
     slots = None if cache is None else _slots(cache, mask, ids.shape)
     if positions is None:
         positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] if slots is None else jnp.maximum(slots, 0)
@@ -84,7 +82,7 @@ def decode(
     memory, reports = {}, []
     for s, stack in enumerate(config.stacks):
         run = _StackRun(
-            config=config, stack=stack, turned=turned, slots=slots, segments=segments, mask=mask, chip=hardware
+            config=config, stack=stack, turned=turned, slots=slots, segments=segments, mask=mask, hardware=hardware
         )
         old = None if cache is None else under(f"stacks.{s}.", cache.memory)
         stack_key = None if key is None else jax.random.fold_in(key, s)
@@ -125,7 +123,7 @@ class _StackRun:
     slots: jax.Array | None
     segments: jax.Array | None
     mask: jax.Array | None
-    chip: Hardware
+    hardware: str | None
 
 
 def run_stack(
@@ -170,7 +168,7 @@ def run_layer(
         segments=run.segments,
         window=kind.window,
         implementation=config.attention_implementation,
-        hardware=run.chip,
+        hardware=run.hardware,
     )
     with jax.named_scope("attention"):
         own = under("attention.", weights)
@@ -197,10 +195,13 @@ def _mlp(config: ModelConfig, x: Float[Array, "B S D"], weights: Params) -> Floa
 def _experts(
     run: _StackRun, x: Float[Array, "B S D"], weights: Params, key: jax.Array | None
 ) -> tuple[Float[Array, "B S D"], ExpertReport]:
+    config = run.config.moe_layer
+    if run.hardware is not None:
+        config = replace(config, hardware=run.hardware)
     out = moe_route_and_compute(
         x.reshape(-1, x.shape[-1]),
         MoEParams.from_flat(under("moe.", weights)),
-        run.config.moe_layer,
+        config,
         mask=None if run.mask is None else run.mask.reshape(-1),
         key=key,
         num_sequences=x.shape[0],
@@ -228,7 +229,7 @@ def predict_further(
     segments: Int[Array, "B S"] | None = None,
     positions: Int[Array, "B S"] | None = None,
     key: jax.Array | None = None,
-    hardware: Hardware | str | None = None,
+    hardware: str | None = None,
 ) -> tuple[list[Float[Array, "B S D"]], list[ExpertReport]]:
     """Multi-token prediction: hidden states from which `logits` predicts the token after the next, and so on.
 
@@ -238,7 +239,6 @@ def predict_further(
     Args:
       hidden: `DecoderOutput.hidden` of the same tokens, which module 0 starts from; the others as for `decode`.
     """
-    hardware = target_hardware(hardware, (ids, params["embedding"]))
     if positions is None:
         positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     turned = turns(config.attention.rope, config.attention.rope_dim, positions)
@@ -250,7 +250,7 @@ def predict_further(
         slots=None,
         segments=segments,
         mask=mask,
-        chip=hardware,
+        hardware=hardware,
     )
     found, reports = [], []
     for m in range(config.mtp_layers):
