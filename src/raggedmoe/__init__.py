@@ -1,7 +1,7 @@
 """Mixture-of-Experts for JAX: the fastest kernel that is proven correct on your hardware, and why."""
 
-from raggedmoe.kernels.attention.api import attention as attention
 from raggedmoe import interop as interop
+from raggedmoe.kernels.attention.api import attention as attention
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases as ExpertBiases
 from raggedmoe.kernels.expert_ffn.api import expert_ffn as expert_ffn
 from raggedmoe.kernels.grouped_matmul.api import grouped_matmul as grouped_matmul

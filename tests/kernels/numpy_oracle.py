@@ -1,4 +1,4 @@
-"""The four operations and their gradients by hand, as NumPy loops over rows in float64. It imports nothing of ours.
+"""The operations and their gradients by hand, as NumPy loops over rows in float64. It imports nothing of ours.
 
 Each function takes the operation's arguments by name and a cotangent, and returns the value and the gradients by the
 names that `raggedmoe.verify.check` gives them.
@@ -73,6 +73,38 @@ def expert_ffn(cotangent, rows, wi_0, wi_1, wo, group_sizes, biases=None, activa
     gradients |= {} if biases is None else {"dbiases.wi_0": db_0, "dbiases.wi_1": db_1, "dbiases.wo": db_o}
     ungated = ("dwi_1", "dbiases.wi_1") if wi_1 is None else ()
     return {name: gradient for name, gradient in gradients.items() if name not in ungated}
+
+
+def attention(cotangent, query, key, value, positions=None, segments=None, sinks=None, scale=None, window=None):
+    batch, num_queries, heads, width = query.shape
+    num_slots, group = key.shape[1], heads // key.shape[2]
+    scale = width**-0.5 if scale is None else scale
+    out, dquery, dkey, dvalue = (np.zeros(a.shape) for a in (cotangent, query, key, value))
+    dsinks = np.zeros(heads)
+    for b in range(batch):
+        for i in range(num_queries):
+            position = i if positions is None else positions[b, i]
+            first = 0 if window is None else max(0, position - window + 1)
+            last = min(position + 1, num_slots)
+            seen = [j for j in range(first, last) if segments is None or segments[b, i] == segments[b, j]]
+            for n in range(heads if seen else 0):
+                k, v = key[b, seen, n // group], value[b, seen, n // group]
+                logits = scale * (k @ query[b, i, n])
+                with_sink = logits if sinks is None else np.append(logits, sinks[n])
+                shares = np.exp(with_sink - with_sink.max())
+                shares /= shares.sum()
+                weights = shares[: len(seen)]
+                out[b, i, n] = weights @ v
+                slopes = v @ cotangent[b, i, n]
+                mean = weights @ slopes
+                dlogits = scale * weights * (slopes - mean)
+                dquery[b, i, n] = dlogits @ k
+                dkey[b, seen, n // group] += np.outer(dlogits, query[b, i, n])
+                dvalue[b, seen, n // group] += np.outer(weights, cotangent[b, i, n])
+                if sinks is not None:
+                    dsinks[n] -= shares[-1] * mean
+    gradients = {"value": out, "dquery": dquery, "dkey": dkey, "dvalue": dvalue}
+    return gradients | ({} if sinks is None else {"dsinks": dsinks})
 
 
 def _rows_and_groups(group_sizes, group_offset, num_groups):

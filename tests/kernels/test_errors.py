@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from raggedmoe import ExpertBiases, expert_ffn, grouped_matmul, ragged_gather, ragged_gather_reduce
+from raggedmoe import ExpertBiases, attention, expert_ffn, grouped_matmul, ragged_gather, ragged_gather_reduce
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +32,7 @@ gather = functools.partial(ragged_gather, f(5, 4), i(6))
 reduce = functools.partial(ragged_gather_reduce, f(6, 4), i(5, 2))
 matmul = functools.partial(grouped_matmul, f(6, 3))
 ffn = functools.partial(expert_ffn, f(6, 4), wo=WEIGHT, group_sizes=SIZES)
+attend = functools.partial(attention, f(2, 5, 4, 8), f(2, 5, 2, 8), f(2, 5, 2, 3))
 
 CASES = {
     "gather-rank": (
@@ -179,6 +180,76 @@ CASES = {
         lambda: ffn(wi_0=WEIGHT, wi_1=None, activation="swilu"),
         ValueError,
         "unknown activation 'swilu': expected one of silu, gelu, gelu_tanh, relu2, clamped_swiglu; did you mean",
+    ),
+    "attention-rank": (
+        lambda: attention(f(5, 4, 8), f(2, 5, 2, 8), f(2, 5, 2, 3)),
+        ValueError,
+        "attention: expected query [B S N H] of a floating type, got float32[5, 4, 8]; reshape it to 4 dimension(s)",
+    ),
+    "attention-two-types": (
+        lambda: attention(f(2, 5, 4, 8), f(2, 5, 2, 8, dtype="bfloat16"), f(2, 5, 2, 3)),
+        TypeError,
+        "expected key of the query's type float32, got bfloat16; cast it",
+    ),
+    "attention-heads": (
+        lambda: attention(f(2, 5, 4, 8), f(2, 5, 3, 8), f(2, 5, 3, 3)),
+        ValueError,
+        "expected N, the query heads, to be a multiple of M, the key heads, got N = 4 and M = 3; check which heads",
+    ),
+    "attention-value-heads": (
+        lambda: attention(f(2, 5, 4, 8), f(2, 5, 2, 8), f(2, 5, 4, 3)),
+        ValueError,
+        "expected M of value to be 2, got 4; give one value for each key",
+    ),
+    "attention-width": (
+        lambda: attention(f(2, 5, 4, 8), f(2, 5, 2, 6), f(2, 5, 2, 3)),
+        ValueError,
+        "expected H of key to be 8, got 6; queries and keys are as wide as each other",
+    ),
+    "attention-batch": (
+        lambda: attention(f(1, 5, 4, 8), f(2, 5, 2, 8), f(2, 5, 2, 3)),
+        ValueError,
+        "expected B of key to be 1, got 2; give one sequence of slots for each of queries",
+    ),
+    "attention-cache-without-positions": (
+        lambda: attention(f(2, 1, 4, 8), f(2, 5, 2, 8), f(2, 5, 2, 3)),
+        ValueError,
+        "expected L without positions to be 1, got 5; give the positions of the queries in the cache",
+    ),
+    "attention-positions-shape": (
+        lambda: attend(positions=i(2, 4)),
+        ValueError,
+        "expected positions.shape[1] to be 5, got 4; give one position for each query",
+    ),
+    "attention-positions-dtype": (
+        lambda: attend(positions=f(2, 5)),
+        TypeError,
+        "expected positions [B S] of an integer type, got float32[2, 5]; cast it to int32",
+    ),
+    "attention-positions-and-segments": (
+        lambda: attend(positions=i(2, 5), segments=i(2, 5)),
+        ValueError,
+        "expected segments or positions, got both; slots of a cache have no segment",
+    ),
+    "attention-window": (
+        lambda: attend(window=0),
+        ValueError,
+        "expected window >= 1, got 0; a query sees itself, or pass None for all",
+    ),
+    "attention-traced-window": (
+        lambda: jax.jit(lambda window: attend(window=window))(3),
+        TypeError,
+        "expected window to be a static int, got",
+    ),
+    "attention-scale": (
+        lambda: attend(scale=jnp.ones(())),
+        TypeError,
+        "expected scale to be a static float, got Array(1., dtype=float32); scale the queries by an array",
+    ),
+    "attention-sinks": (
+        lambda: attend(sinks=f(2)),
+        ValueError,
+        "expected len(sinks) to be 4, got 2; give one sink for each query head",
     ),
 }
 

@@ -118,13 +118,37 @@ def ffn_examples(rng, shape, options):
         yield Example(arrays=arrays, options={"activation": options["activation"]}, cotangent=cotangent, flops=0)
 
 
+def attention_examples(rng, shape, options):
+    queries, spare, group, width, value_width = shape[0], shape[1], min(shape[2], 3), shape[3], shape[4]
+    queries, width, value_width = min(queries, 40), min(width, 45), min(value_width, 45)
+    in_cache = options["inverse"]
+    slots, key_heads = queries + (spare if in_cache else 0), int(rng.integers(1, 3))
+    shapes = {
+        "query": (2, queries, key_heads * group, width),
+        "key": (2, slots, key_heads, width),
+        "value": (2, slots, key_heads, value_width),
+    }
+    static = {"window": int(rng.integers(1, slots + 3)) if options["offset"] else None, "scale": None}
+    for _ in range(3):
+        arrays = {name: normal(rng, shape, "float32") for name, shape in shapes.items()}
+        if in_cache:
+            arrays["positions"] = jnp.asarray(rng.integers(-2, slots + 2, (2, queries)), jnp.int32)
+        elif options["transpose"]:
+            arrays["segments"] = jnp.asarray(rng.integers(0, 3, (2, queries)), jnp.int32)
+        if options["weights"]:
+            arrays["sinks"] = normal(rng, (key_heads * group,), "float32")
+        cotangent = normal(rng, (*shapes["query"][:3], value_width), "float32")
+        yield Example(arrays=arrays, options=static, cotangent=cotangent, flops=0)
+
+
 EXAMPLES = {
     "ragged_gather": gather_examples,
     "ragged_gather_reduce": reduce_examples,
     "grouped_matmul": matmul_examples,
     "expert_ffn": ffn_examples,
+    "attention": attention_examples,
 }
-NUM_SHAPES = {"ragged_gather": 25, "ragged_gather_reduce": 25, "grouped_matmul": 15, "expert_ffn": 8}
+NUM_SHAPES = {"ragged_gather": 25, "ragged_gather_reduce": 25, "grouped_matmul": 15, "expert_ffn": 8, "attention": 4}
 OPTIONS = st.fixed_dictionaries(
     dict.fromkeys(("weights", "inverse", "transpose", "offset", "gated", "biases"), st.booleans())
     | {"activation": st.sampled_from(sorted(ACTIVATIONS))}

@@ -43,7 +43,7 @@ CALL = Call(operation="grouped_matmul", arrays={"lhs": jax.ShapeDtypeStruct((8, 
 COMPILED = (Proof(level=Level.COMPILED, chips=("tpu7x",), shown_by="an ahead-of-time compile"),)
 
 
-def fake(name, reason=None, place=1, proofs=PLAIN_XLA, platforms=("cpu", "gpu", "tpu")):
+def fake(name, reason=None, place=1, proofs=PLAIN_XLA, platforms=("cpu", "gpu", "tpu"), preference=None):
     return Implementation(
         operation="grouped_matmul",
         name=name,
@@ -52,6 +52,7 @@ def fake(name, reason=None, place=1, proofs=PLAIN_XLA, platforms=("cpu", "gpu", 
         rank=dict.fromkeys(platforms, place),
         proofs=proofs,
         why_not=lambda call, hardware: reason,
+        auto_why_not=lambda call, hardware: preference,
     )
 
 
@@ -137,6 +138,19 @@ def test_auto_leaves_out_what_is_not_offered_on_the_platform_unless_named():
     assert (chosen("auto", known), chosen("h", known), chosen("auto", known, CPU)) == ("i", "h", "h")
     reasons = {c.implementation.name: c.reason for c in candidates(CALL, "auto", TPU, known=known)}
     assert reasons == {"h": "auto does not offer it on tpu; it runs when named", "i": None}
+
+
+def test_what_auto_would_rather_not_take_is_said_quietly_and_runs_when_named(caplog):
+    known = table(fake("greedy", preference="would hold 9 GiB"), fake("frugal", place=2))
+    with caplog.at_level(logging.INFO, logger="raggedmoe"):
+        assert [chosen(choice, known) for choice in ("auto", "greedy", ("greedy", "frugal"))] == [
+            "frugal",
+            "greedy",
+            "greedy",
+        ]
+    assert [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "raggedmoe"] == [
+        ("INFO", "grouped_matmul/greedy (forward) on tpu7x not used: would hold 9 GiB")
+    ]
 
 
 # Proof
@@ -277,7 +291,11 @@ def test_selections_outside_the_recording_are_not_kept():
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_has_its_reference_and_is_chosen_last(name):
-    call = Call(operation=name, arrays={}, options={"group_offset": False})
+    op = operation(name)
+    example = op.specs[0].example("float32")
+    with recorded_selections() as selections:
+        jax.eval_shape(lambda arrays: op.function(**arrays, **example.options), dict(example.arrays))
+    call = selections[0].call
     for chip in HARDWARE.values():
         order = [c.implementation.name for c in candidates(call, "auto", chip) if c.reason is None]
         assert order[-1] == "reference" != order[0]

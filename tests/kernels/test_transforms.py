@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 
-from kernels.compare import FAST, beyond_rounding, oracle, run
+from kernels.compare import FAST, beyond_rounding, on_cpu, oracle, run
 from raggedmoe import Directions, grouped_matmul
 from raggedmoe.kernels.catalog import operation
 from raggedmoe.kernels.registry import implementations
@@ -22,6 +22,7 @@ SPECS = {
     "ragged_gather_reduce": "range",
     "grouped_matmul": "offset",
     "expert_ffn": "biases",
+    "attention": "positions",
 }
 BATCH = 3
 
@@ -98,9 +99,9 @@ def test_float64_is_accepted_and_kept(name):
 
 MIXED = [
     (name, forward, backward)
-    for name in ("grouped_matmul", "expert_ffn")
-    for forward in sorted(implementations(name))
-    for backward in sorted(implementations(name))
+    for name in ("grouped_matmul", "expert_ffn", "attention")
+    for forward in on_cpu(name)
+    for backward in on_cpu(name)
     if forward != backward
 ]
 

@@ -20,6 +20,7 @@ from raggedmoe.params import init_params
 from raggedmoe.verify.check import runnable, value_and_gradients
 
 LIMIT = "limit"
+MOVES = ("ragged_gather", "ragged_gather_reduce")  # of rows; the other operations are matmuls
 LAYER_SHAPES = {
     "mixtral": {"T": 2048, "D": 512, "F": 1024, "E": 16, "K": 2},
     "fine-grained": {"T": 2048, "D": 512, "F": 1024, "E": 64, "K": 8},
@@ -70,7 +71,7 @@ def operation_timings(name: str, dtype: str, rounds: int = 7, only: str = "") ->
             for implementation in runnable(op, example):
                 contenders[implementation] = _call(op.function, implementation, example, backward)
             contenders.update(_peers(name, example, backward))
-            passes = (3 if name in ("grouped_matmul", "expert_ffn") else 2) if backward else 1
+            passes = (2 if name in MOVES else 3) if backward else 1
             yield timings(case, dtype, passes * example.flops, contenders, rounds)
 
 
@@ -88,16 +89,32 @@ def _compiled(function: Any, arrays: dict[str, Any], cotangent: Any, backward: b
 
 
 def _limit(name: str, example: Example, backward: bool) -> Callable[[], Any]:
-    """For matmuls: dense ones of the same useful FLOPs and type. For moves of rows: a copy of what is written."""
-    if name in ("ragged_gather", "ragged_gather_reduce"):
+    """For matmuls: dense ones of the same useful FLOPs and type. For moves of rows: a copy of what is written.
+
+    For decoding, one query a sequence: what reads the filled slots once.
+    """
+    if name in MOVES:
         source = example.cotangent if name == "ragged_gather" else example.arrays["rows"]
         copy = jax.jit(lambda x: x + jnp.ones((), x.dtype))
         return lambda: [copy(source) for _ in range(2 if backward else 1)]
+    if name == "attention":
+        return _attention_limit(example, backward)
     rows = example.arrays["lhs" if name == "grouped_matmul" else "rows"]
     weights = example.arrays["rhs" if name == "grouped_matmul" else "wi_0"][0]
     if weights.shape[-1] != rows.shape[-1]:
         weights = weights.T
     return dense_limit(rows, weights, example.flops * (3 if backward else 1))
+
+
+def _attention_limit(example: Example, backward: bool) -> Callable[[], Any]:
+    query, key, value = (example.arrays[name] for name in ("query", "key", "value"))
+    if query.shape[1] > 1:
+        rows = jnp.resize(query, (1024, 512))
+        return dense_limit(rows, rows[:512], example.flops * (3 if backward else 1))
+    filled = int(example.arrays["positions"].max()) + 1
+    key, value = key[:, :filled], value[:, :filled]
+    read = jax.jit(lambda key, value: (key.max(-1), value.max(-1)))
+    return lambda: [read(key, value) for _ in range(2 if backward else 1)]
 
 
 def dense_limit(rows: Any, weights: Any, flops: int) -> Callable[[], Any]:
@@ -115,6 +132,8 @@ def dense_limit(rows: Any, weights: Any, flops: int) -> Callable[[], Any]:
 
 def _peers(name: str, example: Example, backward: bool) -> dict[str, Callable[[], Any]]:
     """What others offer for the same call."""
+    if name == "attention":
+        return _attention_peers(example, backward)
     if name != "grouped_matmul":
         return {}
     arrays = {key: example.arrays[key] for key in ("lhs", "rhs", "group_sizes")}
@@ -126,6 +145,15 @@ def _peers(name: str, example: Example, backward: bool) -> dict[str, Callable[[]
 
         peers["tokamax.ragged_dot"] = tokamax.ragged_dot
     return {peer: _compiled(f, arrays, example.cotangent, backward) for peer, f in peers.items()}
+
+
+def _attention_peers(example: Example, backward: bool) -> dict[str, Callable[[], Any]]:
+    """`jax.nn.dot_product_attention`, for the calls that it takes."""
+    arrays = dict(example.arrays)
+    if arrays.keys() != {"query", "key", "value"} or arrays["query"].shape[3] != arrays["value"].shape[3]:
+        return {}
+    peer = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    return {"jax.nn.dot_product_attention": _compiled(peer, arrays, example.cotangent, backward)}
 
 
 def layer_timings(dtype: str, rounds: int = 7, only: str = "") -> Iterator[list[Timing]]:

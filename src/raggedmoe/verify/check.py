@@ -5,7 +5,7 @@ result to its type, and the roundings of the sum, whose error grows like ``eps �
 ``eps · Σ|terms|``. ``Σ|terms|`` is the reference itself on the absolute values of the inputs, so no length or scale is
 guessed. The fused FFN rounds its hidden activations as well: there the bound is ``FFN_ROUNDINGS · eps(input)`` times
 the same network on absolute values, with the activation replaced by a polynomial that bounds it, its slope and its
-curvature.
+curvature. Attention rounds its scores before an exponential: `attention_bound` says what follows from that.
 """
 
 import functools
@@ -25,8 +25,8 @@ from raggedmoe.kernels.expert_ffn import reference as expert_ffn_reference
 from raggedmoe.kernels.expert_ffn.api import ExpertWeights
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
 from raggedmoe.kernels.registry import CannotRunError, implementations
+from raggedmoe.verify.attention_bound import SUM_ROUNDINGS, attention_bounds
 
-SUM_ROUNDINGS = 4
 FFN_ROUNDINGS = 1
 
 
@@ -75,7 +75,9 @@ def _run(function: Any, options: tuple[tuple[str, Any], ...], arrays: Any, cotan
 
 
 def magnitudes(operation: Operation, example: Example) -> dict[str, Any]:
-    """Σ|terms| of the value and of every gradient."""
+    """Σ|terms| of the value and of every gradient; for attention, times the errors of the terms."""
+    if operation.name == "attention":
+        return attention_bounds(example)
     arrays, cotangent = jax.tree.map(
         lambda a: jnp.abs(a).astype(accumulator(a.dtype)) if jnp.issubdtype(a.dtype, jnp.floating) else a,
         (dict(example.arrays), example.cotangent),
@@ -104,6 +106,8 @@ def bound_of(operation: Operation, example: Example, reference: Any, magnitude: 
     if operation.name == "expert_ffn":
         return FFN_ROUNDINGS * float(jnp.finfo(example.arrays["rows"].dtype).eps) * magnitude
     out_eps = float(jnp.finfo(reference.dtype).eps)
+    if operation.name == "attention":
+        return out_eps * np.abs(np.asarray(reference, np.float64)) + magnitude
     sum_eps = float(jnp.finfo(accumulator(reference.dtype)).eps)
     return out_eps * np.abs(np.asarray(reference, np.float64)) + SUM_ROUNDINGS * sum_eps * magnitude
 

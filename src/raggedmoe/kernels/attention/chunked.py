@@ -16,8 +16,8 @@ from raggedmoe.kernels.attention.operands import Operands, by_key_head, einsum, 
 from raggedmoe.kernels.proof import PLAIN_XLA
 from raggedmoe.kernels.registry import Implementation
 
-# Forward at B1 S2048 N16 M4 H128 float32 on 2 cores: 256 x 256 127 ms, 128 x 512 133, 512 x 512 137, 512 x 1024 172;
-# one key head at a time 140 (docs/log.md).
+# A forward-only prototype at B1 S2048 N16 M4 H128 float32 on 2 cores: 256 x 256 127 ms, 128 x 512 133, 512 x 512 137,
+# 512 x 1024 172; one key head at a time 140 (docs/log.md).
 CHUNK = 256
 _PAST = 2**31 - 1  # where padding is, past every query
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from raggedmoe.kernels.arrays import accumulator, matmul_precision
+from raggedmoe.kernels.registry import Call
 
 
 class Operands(NamedTuple):
@@ -18,7 +19,7 @@ class Operands(NamedTuple):
     segments: Int[Array, "B S"] | None
     sinks: Float[Array, " N"] | None
 
-    def query_positions(self) -> Int[Array, "B S"]:
+    def query_positions(self) -> Int[Array, "#B S"]:
         """Where the queries are; B is 1 where all sequences have the same."""
         if self.positions is None:
             return jnp.arange(self.query.shape[1], dtype=jnp.int32)[None]
@@ -26,8 +27,8 @@ class Operands(NamedTuple):
 
 
 def visible(
-    position: Int[Array, "B S"], slot: Int[Array, " L"], window: int | None, segments: Any = None
-) -> Bool[Array, "B S L"]:
+    position: Int[Array, "#B S"], slot: Int[Array, " L"], window: int | None, segments: Any = None
+) -> Bool[Array, "#B S L"]:
     """Whether each query sees each slot. ``segments``: those of the queries and those of the slots."""
     position, slot = position[:, :, None], slot[None, None, :]
     seen = slot <= position
@@ -39,7 +40,7 @@ def visible(
     return seen
 
 
-def sees_something(position: Int[Array, "B S"], num_slots: int, window: int | None) -> Bool[Array, "B S"]:
+def sees_something(position: Int[Array, "#B S"], num_slots: int, window: int | None) -> Bool[Array, "#B S"]:
     """Whether a query sees any slot. Without positions all do: each sees itself."""
     seeing = position >= 0
     return seeing if window is None else seeing & (position - window < num_slots - 1)
@@ -55,3 +56,12 @@ def einsum(equation: str, first: Any, second: Any) -> Any:
     """A sum of products in the accumulator's type."""
     wide = accumulator(first.dtype)
     return jnp.einsum(equation, first, second, precision=matmul_precision(first.dtype), preferred_element_type=wide)
+
+
+def mesh_why_not(call: Call) -> str | None:
+    """Why others' Pallas kernels cannot run under the mesh in use."""
+    if call.options["divided_by_xla"]:
+        return "XLA cannot divide its kernel over a mesh: call attention in shard_map(..., check_vma=False)"
+    if call.options["checked_shard_map"]:
+        return "its kernel does not say over which mesh axes its results vary: use shard_map(..., check_vma=False)"
+    return None

@@ -41,7 +41,7 @@ def _make(
     if positions is not None:
         position = np.asarray(positions)[:, None] + np.arange(1 - queries, 1)
         arrays["positions"] = jnp.asarray(position, jnp.int32)
-    seen = (slot <= position[:, :, None]) & (slot > position[:, :, None] - (window or MANY))
+    seen: Any = (slot <= position[:, :, None]) & (slot > position[:, :, None] - (window or MANY))
     if segments is not None:
         numbers = np.broadcast_to(np.repeat(np.arange(len(segments)), segments), (batch, queries))
         arrays["segments"] = jnp.asarray(numbers, jnp.int32)
@@ -67,20 +67,15 @@ def _spec(name: str, large: bool = False, **sizes: Any) -> Spec:
 SPECS = (
     _spec("one-query", queries=1),
     _spec("grouped-heads", queries=33, batch=2, heads=6, key_heads=2, scale=0.5),
-    _spec("one-key-head", queries=20, heads=4, key_heads=1, width=40, value_width=24),
-    _spec("window", queries=50, heads=2, window=7),
     _spec("window-1", queries=9, heads=2, window=1),
-    _spec("window-larger", queries=12, heads=2, window=100),
-    _spec("sinks", queries=18, batch=2, heads=4, key_heads=2, sinks=True),
-    _spec("segments", queries=40, batch=2, heads=2, key_heads=1, segments=(1, 17, 3, 19)),
-    _spec("decode", queries=1, slots=90, batch=3, heads=4, key_heads=2, positions=(0, 41, 89)),
+    _spec("sinks", queries=18, batch=2, heads=4, key_heads=1, width=40, value_width=24, sinks=True),
     _spec(
-        "decode-latent", queries=1, slots=35, batch=2, heads=4, key_heads=1, width=72, value_width=64, positions=(20, 3)
+        "decode", queries=1, slots=90, batch=3, heads=4, key_heads=1, width=72, value_width=64, positions=(0, 41, 89)
     ),
     # The first sequence's queries start at -3 and see nothing there; the last's go past the end of the cache.
     _spec("positions", queries=5, slots=30, batch=3, heads=4, key_heads=2, positions=(1, 18, 33), window=9, sinks=True),
-    _spec("odd-sizes", queries=77, heads=3, width=40, value_width=13),
-    _spec("several-chunks", queries=601, heads=2, key_heads=1, width=8, segments=(300, 30, 271)),
+    _spec("odd-sizes", queries=77, heads=3, width=40, value_width=13, window=100),
+    _spec("several-chunks", queries=601, batch=2, heads=2, key_heads=1, width=8, segments=(1, 300, 29, 271)),
     _spec("several-chunks-window", queries=601, heads=2, width=8, window=200, sinks=True),
     _spec("several-chunks-cache", queries=300, slots=601, batch=2, heads=1, width=8, positions=(550, 280)),
     _spec("training", queries=2048, heads=16, key_heads=4, width=128, large=True),
