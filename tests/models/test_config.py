@@ -96,6 +96,7 @@ def test_json_gives_every_preset_back(name):
         ({"kind": "modle"}, "expected an object with a kind"),
         ({"colour": 3}, "ModelConfig has no colour; was it written by a newer version"),
         ({"attention": {"kind": "latent"}}, "expected a complete LatentConfig"),
+        ({"param_dtype": "float33"}, "param_dtype: expected the name of a type such as bfloat16, got 'float33'"),
     ],
 )
 def test_json_that_is_no_configuration_is_refused(change, message):

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 
 from raggedmoe import interop
 from raggedmoe.kernels.arrays import FLOATS
@@ -62,9 +61,8 @@ def _loaded(path: Path, out: Path, dtype: str | None) -> Decoder:
 
 def _report(done: str, model: Decoder, out: Path) -> int:
     count = count_params(model.config)
-    Console().print(
+    print(
         f"{done} {model.config.family}, {(count.total + count.mtp) / 1e6:,.2f}M parameters, "
-        f"{count.bytes / 1e6:,.1f} MB, to {out}",
-        highlight=False,
+        f"{count.bytes / 1e6:,.1f} MB, to {out}"
     )
     return 0

@@ -1,6 +1,5 @@
 """`raggedmoe generate`: text from a checkpoint."""
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ import tyro
 from rich.console import Console
 
 from raggedmoe import interop
+from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.models import generate as generation
 from raggedmoe.models.generate import Sampling
@@ -102,9 +102,13 @@ def _end_tokens(folder: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if path.is_file():
-            found = json.loads(path.read_text()).get("eos_token_id")
-            if found is not None:
-                return found if isinstance(found, list) else [found]
+            found = read_json_object(path).get("eos_token_id")
+            if found is None:
+                continue
+            tokens = found if isinstance(found, list) else [found]
+            if not all(type(token) is int for token in tokens):
+                raise ValueError(f"{path}: expected eos_token_id to be a token number or a list of them, got {found!r}")
+            return tokens
     return []
 
 

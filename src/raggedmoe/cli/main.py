@@ -30,7 +30,7 @@ def main() -> None:
             description="Mixture-of-Experts for JAX: models and their checkpoints; which kernel runs where and why, "
             "whether it is right, how fast.",
         )
-    except (ValueError, CannotRunError) as error:
+    except (ValueError, CannotRunError, OSError) as error:  # OSError: a full disk, a file that may not be read
         print(f"raggedmoe: {error}", file=sys.stderr)
         sys.exit(2)
     sys.exit(code)

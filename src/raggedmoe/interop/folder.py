@@ -1,8 +1,9 @@
 """A folder of safetensors files: one file, or many with an index."""
 
-import json
+import os
 from pathlib import Path, PurePosixPath
 
+from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.safetensors_file import BrokenFileError, StoredTensor, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -28,11 +29,10 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        named = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BrokenFileError(f"{index}: expected JSON with a weight_map from tensor to file, got {error!r}") from None
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise BrokenFileError(f"{index}: expected a weight_map from tensor to file, got {type(weight_map).__name__}")
+    named = {name: str(file) for name, file in weight_map.items()}
     files = sorted(set(named.values()))
     for file in files:
         path = PurePosixPath(file)
@@ -41,7 +41,7 @@ def _indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
             raise BrokenFileError(
                 f"{index}: {held} is said to be in {file!r}; expected the name of a safetensors file in the folder"
             )
-    missing = [file for file in files if not (folder / file).is_file()]
+    missing = [file for file in files if not os.path.isfile(folder / file)]  # a name too long is no file either
     if missing:
         lost = [name for name, where in named.items() if where in missing]
         raise BrokenFileError(
@@ -54,7 +54,7 @@ def _indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
             if name in found:
                 raise BrokenFileError(f"{folder}: {name} is in two files, {found[name].path.name} and {file}")
             found[name] = tensor
-    absent = [name for name, file in named.items() if name not in found or found[name].path.name != Path(file).name]
+    absent = [name for name, file in named.items() if name not in found or found[name].path != folder / file]
     unlisted = [name for name in found if name not in named]
     if absent or unlisted:
         raise BrokenFileError(

@@ -1,14 +1,17 @@
 """Reading config.json key by key, so that no setting that we would get wrong passes unseen."""
 
-import json
 import logging
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.models.config import RopeConfig, YarnConfig
 
 logger = logging.getLogger("raggedmoe")
 
+MOST_LAYERS = 10_000  # and experts: we list them one by one
 # They describe training, the tokenizer, or the file's origin: no logit depends on them.
 HARMLESS = {
     "_name_or_path",
@@ -75,11 +78,47 @@ class ConfigReader:
                 return value
         raise ValueError(f"{self.path}: expected the key {key!r}, got none; is this a {self.get('model_type')} model?")
 
+    def require(self, *keys: str) -> None:
+        """Refuse a file without one of these; null will do. Left out, `transformers` gives it one model's value."""
+        for key in keys:
+            if key not in self.values:
+                raise ValueError(f"{self.path}: expected the key {key!r}, got none; say what it is, or null for none")
+
     def size(self, key: str, *others: str) -> int:
         """A positive integer."""
         value = self.need(key, *others)
-        if type(value) is not int or value < 1:
+        if not _is_size(value):
             raise ValueError(f"{self.path}: expected {key!r} to be a positive integer, got {value!r}")
+        return value
+
+    def count(self, key: str, *others: str) -> int:
+        """A number of layers or experts."""
+        value = self.size(key, *others)
+        if value > MOST_LAYERS:
+            raise ValueError(f"{self.path}: expected {key!r} to be at most {MOST_LAYERS}, got {value}")
+        return value
+
+    def optional_size(self, key: str) -> int | None:
+        """A positive integer, or None where there is none."""
+        return self._checked(key, None, "a positive integer or null", lambda value: value is None or _is_size(value))
+
+    def natural(self, key: str, default: int) -> int:
+        """An integer from 0 to the most layers that we expect."""
+        wanted = f"an integer from 0 to {MOST_LAYERS}"
+        return self._checked(key, default, wanted, lambda value: type(value) is int and 0 <= value <= MOST_LAYERS)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number."""
+        return float(self._checked(key, default, "a number", _is_number))
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        return self._checked(key, default, "true or false", lambda value: isinstance(value, bool))
+
+    def _checked(self, key: str, default: Any, wanted: str, fits: Callable[[Any], bool]) -> Any:
+        value = self.get(key, default)
+        if not fits(value):
+            raise ValueError(f"{self.path}: expected {key!r} to be {wanted}, got {value!r}")
         return value
 
     def expect(self, key: str, *allowed: Any, default: Any = None) -> None:
@@ -97,18 +136,20 @@ class ConfigReader:
             logger.warning("%s: these keys are not known and have no effect: %s", self.path, ", ".join(unread))
 
 
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
 def read_config_json(folder: Path) -> ConfigReader:
     """The folder's config.json."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{path}: expected a Hugging Face model's config.json, found none; check the folder")
-    try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: expected JSON, got {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(values).__name__}")
-    return ConfigReader(path, values)
+    return ConfigReader(path, read_json_object(path))
 
 
 def read_rope(reader: ConfigReader, default_theta: float, *, interleaved: bool = False) -> RopeConfig:
@@ -117,7 +158,8 @@ def read_rope(reader: ConfigReader, default_theta: float, *, interleaved: bool =
     reader.read |= {"rope_scaling", "rope_parameters"}
     if not isinstance(settings, dict):
         raise ValueError(f"{reader.path}: expected rope_scaling to be an object or null, got {settings!r}")
-    theta = float(settings.get("rope_theta") or reader.get("rope_theta", default_theta))
+    rope = ConfigReader(reader.path, settings)
+    theta = rope.number("rope_theta", reader.number("rope_theta", default_theta))
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind == "default":
         return RopeConfig(theta=theta, interleaved=interleaved)
@@ -133,15 +175,17 @@ def read_rope(reader: ConfigReader, default_theta: float, *, interleaved: bool =
         raise ValueError(f"{reader.path}: yarn with mscale_all_dim and no mscale is not supported; give both or none")
     if "factor" not in settings:
         raise ValueError(f"{reader.path}: expected a 'factor' in the yarn settings, got {sorted(settings)}")
+    mscale_all_dim = rope.number("mscale_all_dim", 0.0)
     yarn = YarnConfig(
-        factor=float(settings["factor"]),
-        original_length=int(settings.get("original_max_position_embeddings") or reader.need("max_position_embeddings")),
-        beta_fast=float(settings.get("beta_fast") or 32),
-        beta_slow=float(settings.get("beta_slow") or 1),
+        factor=rope.number("factor"),
+        original_length=rope.optional_size("original_max_position_embeddings")
+        or reader.size("max_position_embeddings"),
+        beta_fast=rope.number("beta_fast", 32.0) or 32.0,
+        beta_slow=rope.number("beta_slow", 1.0) or 1.0,
         # Only both together set cos and sin: alone, an mscale is not read.
-        mscale=float(settings["mscale"]) if settings.get("mscale") and settings.get("mscale_all_dim") else 1.0,
-        mscale_all_dim=float(settings.get("mscale_all_dim") or 0),
-        truncate=bool(settings.get("truncate", True)),
+        mscale=rope.number("mscale") if settings.get("mscale") and mscale_all_dim else 1.0,
+        mscale_all_dim=mscale_all_dim,
+        truncate=rope.flag("truncate", True),
     )
     return RopeConfig(theta=theta, interleaved=interleaved, yarn=yarn)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from raggedmoe.interop import native
-from raggedmoe.interop.arrays import aligned_empty, to_device
+from raggedmoe.interop.arrays import PIECE_BYTES, aligned_empty, to_device
 from raggedmoe.interop.families.registry import family_named
 from raggedmoe.interop.folder import stored_tensors
 from raggedmoe.interop.hf_config import logger, read_config_json
@@ -22,8 +22,6 @@ from raggedmoe.interop.quantized import Readable, decoded
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.module import Decoder
 from raggedmoe.models.specs import param_specs
-
-PIECE_BYTES = 64 * 2**20  # of a tensor, read at once
 
 
 def load(
@@ -42,8 +40,11 @@ def load(
         name, and nothing has been loaded.
     """
     path = Path(folder)
+    asked_for = [jnp.dtype(each) for each in (dtype, param_dtype) if each is not None]
+    if np.float64 in asked_for and not _has_float64():
+        raise ValueError("float64 is switched off in JAX; switch it on with JAX_ENABLE_X64=1, or use float32")
     if native.is_native(path):
-        return native.load(path, dtype=dtype, progress=progress)
+        return native.load(path, dtype=dtype, param_dtype=param_dtype, progress=progress)
     reader = read_config_json(path)
     family = family_named(reader.need("model_type"), path)
     found = decoded(reader, stored_tensors(path))
@@ -58,12 +59,17 @@ def load(
     return Decoder(config, params=_filled(pairs, config, progress))
 
 
+def _has_float64() -> bool:
+    return jnp.result_type(float) == np.float64
+
+
 def _usual_dtype(found: dict[str, Readable]) -> Any:
     """The type of most elements."""
     sizes: Counter[Any] = Counter()
     for tensor in found.values():
         sizes[tensor.dtype] += math.prod(tensor.shape)
-    return sizes.most_common(1)[0][0] if sizes else np.dtype(np.float32)
+    usual = sizes.most_common(1)[0][0] if sizes else np.dtype(np.float32)
+    return np.dtype(np.float32) if usual == np.float64 and not _has_float64() else usual
 
 
 def _filled(pairs: list[tuple[Target, Readable]], config: ModelConfig, progress: bool) -> dict[str, Any]:

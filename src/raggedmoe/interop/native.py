@@ -1,6 +1,5 @@
 """Our own folder: raggedmoe.json and safetensors with our names and layouts, which load without a transposition."""
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from raggedmoe.interop.arrays import aligned_empty, to_device
+from raggedmoe.interop.arrays import PIECE_BYTES, aligned_empty, on_host, to_device
 from raggedmoe.interop.folder import stored_tensors
+from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.progress import bytes_bar
 from raggedmoe.interop.safetensors_file import NewTensor
 from raggedmoe.interop.writing import SHARD_BYTES, copy_companions, new_folder, write_json, write_tensors
@@ -22,7 +22,6 @@ from raggedmoe.models.module import Decoder
 from raggedmoe.models.specs import param_specs
 
 CONFIG, FORMAT = "raggedmoe.json", 1
-PIECE_BYTES = 64 * 2**20
 
 
 def is_native(folder: Path) -> bool:
@@ -60,13 +59,12 @@ def _pieces(array: jax.Array) -> Iterator[np.ndarray]:
     """A parameter, some of its first dimension at a time."""
     step = max(1, PIECE_BYTES * array.shape[0] // max(array.nbytes, 1))
     for start in range(0, array.shape[0], step):
-        yield np.asarray(array[start : start + step])
+        yield on_host(array, (slice(start, start + step),))
 
 
-def load(folder: Path, *, dtype: Any = None, progress: bool = False) -> Decoder:
-    """Read a folder that `save` wrote."""
+def load(folder: Path, *, dtype: Any = None, param_dtype: Any = None, progress: bool = False) -> Decoder:
+    """Read a folder that `save` wrote. Where only another type of weights is asked for, activations have it too."""
     config, axes = _described(folder)
-    config = config if dtype is None else replace(config, dtype=jnp.dtype(dtype))
     specs, found = param_specs(config), stored_tensors(folder)
     wrong = [f"{name}: missing" for name in sorted(specs.keys() - found.keys())]
     wrong += [f"{name}: unknown" for name in sorted(found.keys() - specs.keys())]
@@ -81,29 +79,40 @@ def load(folder: Path, *, dtype: Any = None, progress: bool = False) -> Decoder:
         raise ValueError(
             f"{folder}: the tensors are not those of {CONFIG}; nothing was loaded\n  " + "\n  ".join(wrong)
         )
-    params = {}
+    config = replace(
+        config,
+        param_dtype=jnp.dtype(param_dtype or config.param_dtype),
+        dtype=jnp.dtype(dtype or param_dtype or config.dtype),
+    )
+    wanted, params = param_specs(config), {}
     with bytes_bar("loading", sum(tensor.num_bytes for tensor in found.values()), progress) as advance:
         for name, tensor in found.items():
-            buffer = aligned_empty(tensor.shape, tensor.dtype)
+            buffer = aligned_empty(tensor.shape, wanted[name].dtype)
             step = max(1, PIECE_BYTES * tensor.shape[0] // max(tensor.num_bytes, 1))
             for start in range(0, tensor.shape[0], step):
                 stop = min(start + step, tensor.shape[0])
-                buffer[start:stop] = tensor.read(start, stop)
-                advance(buffer[start:stop].nbytes)
+                piece = tensor.read(start, stop)
+                buffer[start:stop] = piece
+                advance(piece.nbytes)
             params[name] = to_device(buffer)
     return Decoder(config, params=params)
 
 
 def _described(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
     path = folder / CONFIG
-    try:
-        described = json.loads(path.read_text())
-        version, config, axes = described["format"], described["config"], described["axes"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: expected JSON with format, config and axes, got {error!r}") from None
+    described = read_json_object(path)
+    missing = [key for key in ("format", "config", "axes") if key not in described]
+    if missing:
+        raise ValueError(f"{path}: expected format, config and axes, got no {', '.join(missing)}")
+    version, config, axes = described["format"], described["config"], described["axes"]
     if version != FORMAT:
         raise ValueError(f"{path}: expected format {FORMAT}, got {version!r}; was it written by a newer version?")
-    read = from_json(config, str(path))
+    if not isinstance(axes, dict) or not all(isinstance(names, list) for names in axes.values()):
+        raise ValueError(f"{path}: expected axes to be a list of names for each parameter, got {axes!r}")
+    try:
+        read = from_json(config, str(path))
+    except TypeError as error:  # a value that its configuration cannot even compare or convert
+        raise ValueError(f"{path}: expected the configuration of a model, got {error}") from None
     if not isinstance(read, ModelConfig):
         raise ValueError(f"{path}: expected the configuration of a model, got that of {config['kind']!r}")
     return read, axes

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 
+@runtime_checkable
 class Advance(Protocol):
     def __call__(self, num_bytes: int) -> None: ...
 
@@ -22,6 +23,8 @@ def bytes_bar(what: str, total: int, shown: bool) -> Iterator[Advance]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
+    console = Console(stderr=True)
+    # In a file or a pipe even a bar that vanishes leaves an empty line.
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda num_bytes: bar.advance(task, num_bytes)

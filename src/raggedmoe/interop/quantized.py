@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +22,7 @@ SCALE_SUFFIX = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
 
 
+@runtime_checkable
 class Readable(Protocol):
     """A tensor of a checkpoint."""
 
@@ -121,8 +122,8 @@ def decoded(reader: ConfigReader, found: Mapping[str, StoredTensor]) -> dict[str
 
 
 def _fp8(reader: ConfigReader, settings: dict[str, Any], found: Mapping[str, StoredTensor]) -> dict[str, Readable]:
-    block = tuple(settings.get("weight_block_size") or ())
-    if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+    block = settings.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         raise ValueError(f"{reader.path}: expected fp8 weights in blocks, such as [128, 128], got {block}")
     read: dict[str, Readable] = {}
     for name, tensor in found.items():
@@ -131,6 +132,8 @@ def _fp8(reader: ConfigReader, settings: dict[str, Any], found: Mapping[str, Sto
         if not tensor.dtype.name.startswith("float8"):
             read[name] = tensor
             continue
+        if len(tensor.shape) != 2:
+            raise BrokenFileError(f"{tensor.path}: {name}: expected fp8 in matrices only, found {list(tensor.shape)}")
         factors = _companion(name, name + SCALE_SUFFIX, found)
         expected = tuple(-(-size // step) for size, step in zip(tensor.shape, block))
         _check_companion(factors, expected, ("float32",))

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from raggedmoe.interop.arrays import PIECE_BYTES, on_host
 from raggedmoe.interop.families.registry import family_named
 from raggedmoe.interop.layout import first_axis, parts_of
 from raggedmoe.interop.matching import Target, copies, targets
 from raggedmoe.interop.safetensors_file import NewTensor
 from raggedmoe.interop.writing import SHARD_BYTES, copy_companions, new_folder, write_json, write_tensors
-from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.config import GroupedQueryConfig, ModelConfig
 from raggedmoe.models.module import Decoder
 from raggedmoe.names import unknown
-
-PIECE_BYTES = 64 * 2**20
 
 
 def save(
@@ -87,12 +87,26 @@ def _check_same(config: ModelConfig, written: dict[str, Any]) -> None:
     from raggedmoe.models.config_json import to_json
 
     read = family_named(config.family, "the model").read_config(ConfigReader("config.json", written))
-    different = sorted(_differences(_of_the_model(to_json(config)), _of_the_model(to_json(read))))
+    different = sorted(_differences(*(_of_the_model(to_json(_spelled_out(each))) for each in (config, read))))
     if different:
         raise ValueError(
             f"a {config.family} checkpoint cannot say {'; '.join(different)}; change the configuration to what the "
             "family has, or save it with raggedmoe.interop.save_native"
         )
+
+
+def _spelled_out(config: ModelConfig) -> ModelConfig:
+    """The same model with one way to say it: a window for each layer, and no setting that nothing reads."""
+    attention = config.attention
+    if isinstance(attention, GroupedQueryConfig) and attention.qk_norm == "none":
+        attention = replace(attention, norm_epsilon=1.0)
+    return replace(
+        config,
+        attention=attention,
+        windows=tuple(config.kind(layer).window for layer in range(config.num_layers)),
+        mlp_dim=config.mlp_dim if config.dense_layers else None,
+        activation=config.activation if config.dense_layers else "silu",
+    )
 
 
 TRAINING = {"param_dtype", "dtype", "aux_loss", "aux_loss_weight", "z_loss_weight", "jitter", "capacity_factor"}
@@ -115,9 +129,20 @@ def _differences(ours: dict[str, Any], read: dict[str, Any], where: str = "") ->
 
 
 def _new_tensor(target: Target, params: dict[str, jax.Array], dtype: np.dtype) -> NewTensor:
-    # The router's own parameters stay in float32, as they are kept, where the model is narrower.
-    kept = np.dtype(target.specs[0].dtype) if "router_selection_bias" in target.params[0] else dtype
-    return NewTensor(name=target.name, dtype=kept, shape=target.shape, pieces=_pieces(target, params, kept))
+    written = np.dtype(target.specs[0].dtype) if _is_kept_wide(target, params, dtype) else dtype
+    return NewTensor(name=target.name, dtype=written, shape=target.shape, pieces=_pieces(target, params, written))
+
+
+def _is_kept_wide(target: Target, params: dict[str, jax.Array], dtype: np.dtype) -> bool:
+    """Whether a tensor is a router's that stays in float32, as it is kept, although the model is narrower.
+
+    Selection biases are published so. Others are narrow in checkpoints: they stay so until training has moved them.
+    """
+    name = target.params[0].rpartition(".")[2]
+    if not name.startswith("router_") or name == "router_selection_bias":
+        return name == "router_selection_bias"
+    values = on_host(params[target.params[0]], target.index)
+    return not np.array_equal(values.astype(dtype), values)
 
 
 def _pieces(target: Target, params: dict[str, jax.Array], dtype: np.dtype) -> Iterator[np.ndarray]:
@@ -133,5 +158,5 @@ def _pieces(target: Target, params: dict[str, jax.Array], dtype: np.dtype) -> It
         for param, spec, part in zip(target.params, specs, parts_of(piece, layout, specs, last - first)):
             where: list[slice] = [slice(None)] * len(spec.shape)
             where[first_axis(layout, spec)] = slice(first, last)
-            part[...] = np.asarray(params[param][(*target.index, *where)])
+            part[...] = on_host(params[param], (*target.index, *where))
         yield piece

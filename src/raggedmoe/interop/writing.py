@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raggedmoe.interop.folder import INDEX, SINGLE
+from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.progress import bytes_bar
 from raggedmoe.interop.safetensors_file import NewTensor, write_file
 
@@ -81,7 +82,7 @@ def copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
     if not (target / GENERATION).is_file() and (source / "config.json").is_file():
         # Where a text ends is also said in config.json, which does not go along.
-        settings = json.loads((source / "config.json").read_text())
+        settings = read_json_object(source / "config.json")
         ends = {key: settings[key] for key in ("bos_token_id", "eos_token_id") if settings.get(key) is not None}
         if ends:
             write_json(target / GENERATION, ends)

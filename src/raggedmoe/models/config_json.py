@@ -39,6 +39,13 @@ def to_json(config: Any) -> Any:
     return found
 
 
+def _dtype(given: Any, where: str) -> Any:
+    try:
+        return jnp.dtype(given)
+    except TypeError:
+        raise ValueError(f"{where}: expected the name of a type such as bfloat16, got {given!r}") from None
+
+
 def from_json(value: Any, where: str = "config") -> Any:
     """The configuration that `to_json` wrote."""
     if not isinstance(value, dict) or value.get("kind") not in KINDS:
@@ -55,7 +62,7 @@ def from_json(value: Any, where: str = "config") -> Any:
         if isinstance(given, dict):
             given = from_json(given, f"{where}.{name}")
         elif name in DTYPES:
-            given = jnp.dtype(given)
+            given = _dtype(given, f"{where}.{name}")
         read[name] = tuple(given) if isinstance(given, list) else given
     try:
         return kind(**read)

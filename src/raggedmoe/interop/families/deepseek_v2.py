@@ -18,10 +18,10 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     limited = reader.get("topk_method", "greedy") == "group_limited_greedy"
     router = RouterConfig(
         normalize="none",
-        num_groups=reader.get("n_group", 1) if limited else 1,
-        groups_per_token=reader.get("topk_group", 1) if limited else 1,
+        num_groups=reader.natural("n_group", 1) if limited else 1,
+        groups_per_token=reader.natural("topk_group", 1) if limited else 1,
         group_score="max" if limited else "top2_sum",
-        scale=float(reader.get("routed_scaling_factor", 1.0)),
+        scale=reader.number("routed_scaling_factor", 1.0),
     )
     reader.read |= {"n_group", "topk_group"}
     return latent_model(reader, family="deepseek_v2", router=router, interleaved=True, mtp_layers=0)
@@ -45,7 +45,8 @@ def latent_model(
     reader.expect("attention_bias", False, default=False)
     reader.expect("mlp_bias", False, default=False)
     reader.expect("moe_layer_freq", 1, default=1)
-    width, num_layers = reader.size("hidden_size"), reader.size("num_hidden_layers")
+    reader.require("q_lora_rank", "n_shared_experts")
+    width, num_layers = reader.size("hidden_size"), reader.count("num_hidden_layers")
     return ModelConfig(
         family=family,
         vocab_size=reader.size("vocab_size"),
@@ -53,7 +54,7 @@ def latent_model(
         model_dim=width,
         attention=LatentConfig(
             num_heads=reader.size("num_attention_heads"),
-            q_lora_rank=reader.get("q_lora_rank"),
+            q_lora_rank=reader.optional_size("q_lora_rank"),
             kv_lora_rank=reader.size("kv_lora_rank"),
             nope_dim=reader.size("qk_nope_head_dim"),
             rope_dim=reader.size("qk_rope_head_dim"),
@@ -61,17 +62,17 @@ def latent_model(
             rope=read_rope(reader, 10_000.0, interleaved=interleaved),
         ),
         moe=MoEConfig(
-            num_experts=reader.size("n_routed_experts"),
+            num_experts=reader.count("n_routed_experts"),
             experts_per_token=reader.size("num_experts_per_tok"),
             model_dim=width,
             expert_dim=reader.size("moe_intermediate_size"),
             router=router,
-            experts=ExpertConfig(num_shared=reader.get("n_shared_experts", 0)),
+            experts=ExpertConfig(num_shared=reader.natural("n_shared_experts", 0)),
         ),
         mlp_dim=reader.size("intermediate_size"),
-        dense_layers=tuple(range(min(reader.get("first_k_dense_replace", 0), num_layers))),
-        norm_epsilon=float(reader.get("rms_norm_eps", 1e-6)),
-        tied_embeddings=bool(reader.get("tie_word_embeddings", False)),
+        dense_layers=tuple(range(min(reader.natural("first_k_dense_replace", 0), num_layers))),
+        norm_epsilon=reader.number("rms_norm_eps", 1e-6),
+        tied_embeddings=reader.flag("tie_word_embeddings", False),
         mtp_layers=mtp_layers,
         max_length=reader.size("max_position_embeddings"),
     )

@@ -23,20 +23,21 @@ from raggedmoe.moe.config import RouterConfig
 def read_config(reader: ConfigReader) -> ModelConfig:
     reader.expect("scoring_func", "sigmoid", default="sigmoid")
     reader.expect("topk_method", "noaux_tc", default="noaux_tc")
+    reader.require("n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace")
     router = RouterConfig(
         score="sigmoid",
         selection_bias=True,
-        normalize="sum" if reader.get("norm_topk_prob", True) else "none",
-        num_groups=reader.get("n_group", 1),
-        groups_per_token=reader.get("topk_group", 1),
-        scale=float(reader.get("routed_scaling_factor", 1.0)),
+        normalize="sum" if reader.flag("norm_topk_prob", True) else "none",
+        num_groups=reader.natural("n_group", 1),
+        groups_per_token=reader.natural("topk_group", 1),
+        scale=reader.number("routed_scaling_factor", 1.0),
     )
     return deepseek_v2.latent_model(
         reader,
         family="deepseek_v3",
         router=router,
-        interleaved=bool(reader.get("rope_interleave", True)),
-        mtp_layers=reader.get("num_nextn_predict_layers", 0),
+        interleaved=reader.flag("rope_interleave", True),
+        mtp_layers=reader.natural("num_nextn_predict_layers", 0),
     )
 
 

@@ -13,20 +13,23 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
+    reader.require("num_key_value_heads", "head_dim", "sliding_window")
+    if "rope_scaling" not in reader.values:
+        reader.require("rope_parameters")
     reader.expect("attention_bias", True, default=True)
     reader.expect("swiglu_limit", CLAMP, default=CLAMP)
     reader.expect("swiglu_alpha", CLAMPED_SLOPE, default=CLAMPED_SLOPE)
-    num_layers, window = reader.size("num_hidden_layers"), reader.get("sliding_window")
+    num_layers, window = reader.count("num_hidden_layers"), reader.optional_size("sliding_window")
     types = reader.get("layer_types", [SLIDING if n % 2 == 0 else FULL for n in range(num_layers)])
-    if len(types) != num_layers or set(types) - {SLIDING, FULL}:
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in (SLIDING, FULL) for kind in types):
         raise ValueError(f"{reader.path}: expected {num_layers} layer_types, {SLIDING} or {FULL} each, got {types}")
-    epsilon = float(reader.get("rms_norm_eps", 1e-5))
+    epsilon = reader.number("rms_norm_eps", 1e-5)
     return read_model(
         reader,
         family="gpt_oss",
         attention=read_attention(reader, 150_000.0, biases=True, sinks=True, norm_epsilon=epsilon),
         moe=MoEConfig(
-            num_experts=reader.size("num_local_experts"),
+            num_experts=reader.count("num_local_experts"),
             experts_per_token=reader.size("num_experts_per_tok"),
             model_dim=reader.size("hidden_size"),
             expert_dim=reader.size("intermediate_size"),

@@ -10,14 +10,14 @@ from raggedmoe.moe.config import MoEConfig
 def read_attention(reader: ConfigReader, default_theta: float, **rest: Any) -> GroupedQueryConfig:
     """Heads and rope."""
     num_heads, width = reader.size("num_attention_heads"), reader.size("hidden_size")
-    head_dim = reader.get("head_dim")
+    head_dim = reader.optional_size("head_dim")
     if head_dim is None:
         if width % num_heads:
             raise ValueError(f"{reader.path}: expected head_dim, as hidden_size={width} is no multiple of {num_heads}")
         head_dim = width // num_heads
     return GroupedQueryConfig(
         num_heads=num_heads,
-        num_kv_heads=reader.get("num_key_value_heads", num_heads),
+        num_kv_heads=reader.optional_size("num_key_value_heads") or num_heads,
         head_dim=head_dim,
         rope=read_rope(reader, default_theta),
         **rest,
@@ -32,11 +32,11 @@ def read_model(
     return ModelConfig(
         family=family,
         vocab_size=reader.size("vocab_size"),
-        num_layers=reader.size("num_hidden_layers"),
+        num_layers=reader.count("num_hidden_layers"),
         model_dim=reader.size("hidden_size"),
         attention=attention,
         moe=moe,
-        tied_embeddings=bool(reader.get("tie_word_embeddings", False)),
+        tied_embeddings=reader.flag("tie_word_embeddings", False),
         max_length=reader.size("max_position_embeddings"),
         **rest,
     )

@@ -12,18 +12,19 @@ PREFIX = "block_sparse_moe"
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
+    reader.require("num_key_value_heads")
     return read_model(
         reader,
         family="mixtral",
         attention=read_attention(reader, 1e6),
         moe=MoEConfig(
-            num_experts=reader.size("num_local_experts"),
+            num_experts=reader.count("num_local_experts"),
             experts_per_token=reader.size("num_experts_per_tok"),
             model_dim=reader.size("hidden_size"),
             expert_dim=reader.size("intermediate_size"),
         ),
-        windows=(reader.get("sliding_window"),),
-        norm_epsilon=float(reader.get("rms_norm_eps", 1e-5)),
+        windows=(reader.optional_size("sliding_window"),),
+        norm_epsilon=reader.number("rms_norm_eps", 1e-5),
     )
 
 

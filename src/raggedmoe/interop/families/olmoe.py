@@ -10,26 +10,25 @@ from raggedmoe.moe.config import MoEConfig, RouterConfig
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
-    epsilon = float(reader.get("rms_norm_eps", 1e-5))
-    clip = reader.get("clip_qkv")
+    epsilon = reader.number("rms_norm_eps", 1e-5)
     attention = read_attention(
         reader,
         10_000.0,
         qk_norm="full",
         norm_epsilon=epsilon,
-        biases=bool(reader.get("attention_bias", False)),
-        clip=None if clip is None else float(clip),
+        biases=reader.flag("attention_bias", False),
+        clip=None if reader.get("clip_qkv") is None else reader.number("clip_qkv"),
     )
     router = RouterConfig(
-        normalize="sum" if reader.get("norm_topk_prob", False) else "none",
-        aux_loss_weight=float(reader.get("router_aux_loss_coef", 0.01)),
+        normalize="sum" if reader.flag("norm_topk_prob", False) else "none",
+        aux_loss_weight=reader.number("router_aux_loss_coef", 0.01),
     )
     return read_model(
         reader,
         family="olmoe",
         attention=attention,
         moe=MoEConfig(
-            num_experts=reader.size("num_experts"),
+            num_experts=reader.count("num_experts"),
             experts_per_token=reader.size("num_experts_per_tok"),
             model_dim=reader.size("hidden_size"),
             expert_dim=reader.size("intermediate_size"),

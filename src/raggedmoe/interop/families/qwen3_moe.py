@@ -10,25 +10,28 @@ from raggedmoe.moe.config import MoEConfig, RouterConfig
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
-    epsilon = float(reader.get("rms_norm_eps", 1e-6))
-    biases = bool(reader.get("attention_bias", False))
-    step, listed = reader.get("decoder_sparse_step", 1), reader.get("mlp_only_layers", [])
-    window = reader.get("sliding_window")
-    dense = [n for n in range(reader.size("num_hidden_layers")) if n in listed or (n + 1) % step]
+    reader.require("num_key_value_heads")
+    epsilon = reader.number("rms_norm_eps", 1e-6)
+    biases = reader.flag("attention_bias", False)
+    step, listed = reader.optional_size("decoder_sparse_step") or 1, reader.get("mlp_only_layers", [])
+    if not isinstance(listed, list):
+        raise ValueError(f"{reader.path}: expected 'mlp_only_layers' to be a list of layers, got {listed!r}")
+    window = reader.optional_size("sliding_window")
+    dense = [n for n in range(reader.count("num_hidden_layers")) if n in listed or (n + 1) % step]
     return read_model(
         reader,
         family="qwen3_moe",
         attention=read_attention(reader, 10_000.0, qk_norm="head", norm_epsilon=epsilon, biases=biases),
         moe=MoEConfig(
-            num_experts=reader.size("num_experts", "num_local_experts"),
+            num_experts=reader.count("num_experts", "num_local_experts"),
             experts_per_token=reader.size("num_experts_per_tok"),
             model_dim=reader.size("hidden_size"),
             expert_dim=reader.size("moe_intermediate_size"),
-            router=RouterConfig(normalize="sum" if reader.get("norm_topk_prob", False) else "none"),
+            router=RouterConfig(normalize="sum" if reader.flag("norm_topk_prob", False) else "none"),
         ),
         mlp_dim=reader.size("intermediate_size"),
         dense_layers=tuple(dense),
-        windows=(window if reader.get("use_sliding_window", False) else None,),
+        windows=(window if reader.flag("use_sliding_window", False) else None,),
         norm_epsilon=epsilon,
     )
 

@@ -1,0 +1,232 @@
+"""fp8 in blocks and mxfp4, written by hand and decoded by plain loops."""
+
+import json
+import sys
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from raggedmoe import interop
+from tests.interop.folders import GOLDEN, SINGLE, bits, change_json, change_tensors, copied, stored, write_checkpoint
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+DOWN = "model.layers.1.mlp.experts.5.down_proj.weight"
+
+
+def fp8_value(byte):
+    """E4M3 without infinities: sign, four bits of exponent with bias 7, three of mantissa."""
+    sign, exponent, mantissa = -1 if byte & 0x80 else 1, (byte >> 3) & 0xF, byte & 7
+    if exponent == 15 and mantissa == 7:
+        return float("nan")
+    return sign * (mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+
+
+def fp4_value(nibble):
+    """E2M1: sign, two bits of exponent with bias 1, one of mantissa."""
+    sign, exponent, mantissa = -1 if nibble & 8 else 1, (nibble >> 1) & 3, nibble & 1
+    return sign * (mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1))
+
+
+def fp8_matrix(stored_bytes, factors, block):
+    rows, columns = stored_bytes.shape
+    out = np.empty((rows, columns), np.float32)
+    for i in range(rows):
+        for j in range(columns):
+            value = np.float32(fp8_value(int(stored_bytes[i, j])))
+            out[i, j] = value * factors[i // block[0], j // block[1]]
+    return out.astype(ml_dtypes.bfloat16)
+
+
+def mxfp4_rows(blocks, scales):
+    """[rows, columns] of blocks [rows, columns / 32, 16] and scales [rows, columns / 32]."""
+    rows = []
+    for row_blocks, row_scales in zip(blocks.tolist(), scales.tolist()):
+        row = []
+        for packed, scale in zip(row_blocks, row_scales):
+            for byte in packed:
+                row += [fp4_value(byte & 15) * 2.0 ** (scale - 127), fp4_value(byte >> 4) * 2.0 ** (scale - 127)]
+        rows.append(row)
+    return np.asarray(rows, np.float32).astype(ml_dtypes.bfloat16)
+
+
+def fp8_folder(folder, block, seed=0):
+    """A golden V3 whose matrices, but for embedding, head and routers, are fp8; and what they mean, in bfloat16."""
+    rng = np.random.default_rng(seed)
+    config = json.loads((GOLDEN / "deepseek_v3" / "config.json").read_text())
+    config["quantization_config"] = {**FP8, "weight_block_size": list(block)}
+    tensors, meant = {}, {}
+    for name, tensor in stored(GOLDEN / "deepseek_v3").items():
+        if tensor.ndim != 2 or name.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")):
+            tensors[name] = meant[name] = tensor.astype(ml_dtypes.bfloat16)
+            continue
+        raw = rng.integers(0, 0x7F, tensor.shape, np.uint8) | (rng.integers(0, 2, tensor.shape, np.uint8) << 7)
+        factors = rng.uniform(0.001, 0.1, [-(-n // size) for n, size in zip(tensor.shape, block)]).astype(np.float32)
+        tensors[name], tensors[f"{name}_scale_inv"] = raw.view(ml_dtypes.float8_e4m3fn), factors
+        meant[name] = fp8_matrix(raw, factors, block)
+    bias = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    for name in bias:
+        tensors[name] = meant[name] = stored(GOLDEN / "deepseek_v3")[name]
+    return write_checkpoint(folder, config, tensors), config, meant, tensors
+
+
+# 128 is wider than every matrix of this model, whose sizes are no multiples of 16 either.
+@pytest.mark.parametrize("block", [(128, 128), (16, 16), (9, 7)])
+def test_fp8_weights_are_those_of_a_plain_loop(block, tmp_path):
+    folder, config, meant, _ = fp8_folder(tmp_path / "fp8", block)
+    del config["quantization_config"]
+    loaded = interop.load(folder)
+    expected = interop.load(write_checkpoint(tmp_path / "plain", config, meant))
+    assert loaded.config == expected.config
+    assert loaded.config.param_dtype == jnp.bfloat16
+    for name, array in expected.params.items():
+        np.testing.assert_array_equal(bits(loaded.params[name]), bits(array), err_msg=name)
+
+
+def test_pieces_that_do_not_end_at_a_block_give_the_same_weights(tmp_path, monkeypatch):
+    folder, _, _, _ = fp8_folder(tmp_path / "fp8", (16, 16))
+    whole = interop.load(folder)
+    monkeypatch.setattr(sys.modules["raggedmoe.interop.load"], "PIECE_BYTES", 700)
+    pieces = interop.load(folder)
+    for name, array in whole.params.items():
+        np.testing.assert_array_equal(bits(pieces.params[name]), bits(array), err_msg=name)
+
+
+def test_every_byte_of_fp8_is_decoded_as_a_plain_loop_does():
+    every = np.arange(256, dtype=np.uint8)
+    ours = every.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(ours, np.asarray([fp8_value(byte) for byte in range(256)], np.float32))
+
+
+@pytest.fixture
+def refused(tmp_path):
+    """The message of the error for the fp8 checkpoint with some tensors and settings changed; None removes a tensor."""
+
+    def load(tensors, **settings):
+        folder, config, _, whole = fp8_folder(tmp_path / "fp8", (16, 16))
+        config["quantization_config"].update(settings)
+        changed = {name: tensor for name, tensor in {**whole, **tensors}.items() if tensor is not None}
+        with pytest.raises(ValueError) as raised:
+            interop.load(write_checkpoint(folder, config, changed))
+        return str(raised.value)
+
+    return load
+
+
+def test_fp8_without_its_factors_is_refused_by_name(refused):
+    message = refused({f"{DOWN}_scale_inv": None})
+    assert f"{SINGLE}: {DOWN} is quantised; expected its factors {DOWN}_scale_inv" in message
+
+
+def test_fp8_factors_of_a_wrong_shape_are_refused_with_expected_and_found(refused):
+    message = refused({f"{DOWN}_scale_inv": np.ones((1, 2), np.float32)})
+    assert f"{SINGLE}: {DOWN}_scale_inv: expected float32[2, 2], found float32[1, 2]" in message
+
+
+def test_factors_of_a_tensor_that_is_not_there_are_unknown(refused):
+    message = refused({"ghost_scale_inv": np.ones((1, 1), np.float32)})
+    assert "unknown (1)" in message
+    assert "ghost_scale_inv" in message
+
+
+@pytest.mark.parametrize("shape", [(32,), (2, 16, 32)])
+def test_fp8_in_anything_but_a_matrix_is_refused(shape, refused):
+    factors = np.ones([-(-n // 16) for n in shape[:2]], np.float32)
+    values = np.zeros(shape, np.uint8).view(ml_dtypes.float8_e4m3fn)
+    message = refused({"model.norm.weight": values, "model.norm.weight_scale_inv": factors})
+    assert f"{SINGLE}: model.norm.weight: expected fp8 in matrices only, found {list(shape)}" in message
+
+
+def test_fp8_without_a_quantization_config_is_refused_as_a_wrong_type(tmp_path):
+    folder, _, _, _ = fp8_folder(tmp_path / "fp8", (16, 16))
+    change_json(folder / "config.json", lambda config: config.pop("quantization_config"))
+    with pytest.raises(ValueError, match="expected a float, found float8_e4m3fn"):
+        interop.load(folder)
+
+
+@pytest.mark.parametrize("block", [None, 128, [128], [0, 128], ["a", "b"]])
+def test_fp8_without_blocks_is_refused(block, refused):
+    assert "config.json: expected fp8 weights in blocks" in refused({}, weight_block_size=block)
+
+
+def mxfp4_folder(folder, seed=0):
+    """A gpt-oss of expert width 64 and model width 32 whose experts are in 4 bits; and what they mean."""
+    rng = np.random.default_rng(seed)
+    config = json.loads((GOLDEN / "gpt_oss" / "config.json").read_text())
+    config["intermediate_size"] = 64
+    tensors = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in stored(GOLDEN / "gpt_oss").items()}
+    meant = {}
+    for name in [name for name in tensors if name.endswith("experts.gate_up_proj_bias")]:
+        tensors[name] = meant[name] = rng.standard_normal((8, 128)).astype(ml_dtypes.bfloat16)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        outputs, inputs = (128, 32) if "gate_up" in name else (32, 64)
+        blocks = rng.integers(0, 256, (8, outputs, inputs // 32, 16), np.uint8)
+        scales = rng.integers(110, 130, (8, outputs, inputs // 32), np.uint8)
+        del tensors[name]
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+        # The parameter is stored inputs first.
+        meant[name] = np.stack([mxfp4_rows(*expert).T for expert in zip(blocks, scales)])
+    plain = {**{n: t for n, t in tensors.items() if not n.endswith(("_blocks", "_scales"))}, **meant}
+    quantized = {**config, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    return write_checkpoint(folder, quantized, tensors), config, plain
+
+
+def test_mxfp4_weights_are_those_of_a_plain_loop(tmp_path):
+    folder, config, meant = mxfp4_folder(tmp_path / "mxfp4")
+    loaded = interop.load(folder)
+    expected = interop.load(write_checkpoint(tmp_path / "plain", config, meant))
+    assert loaded.config == expected.config
+    assert loaded.config.param_dtype == jnp.bfloat16
+    for name, array in expected.params.items():
+        np.testing.assert_array_equal(bits(loaded.params[name]), bits(array), err_msg=name)
+
+
+BLOCKS = "model.layers.0.mlp.experts.down_proj_blocks"
+SCALES = "model.layers.0.mlp.experts.down_proj_scales"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({SCALES: None}, SCALES),
+        ({SCALES: np.zeros((8, 32, 3), np.uint8)}, f"{SCALES}: expected uint8[8, 32, 2], found uint8[8, 32, 3]"),
+        ({SCALES: np.zeros((8, 32, 2), np.float32)}, f"{SCALES}: expected uint8[8, 32, 2], found float32[8, 32, 2]"),
+        ({BLOCKS: np.zeros((8, 32, 2, 8), np.uint8)}, f"{BLOCKS}: expected uint8 [..., blocks, 16]"),
+        ({BLOCKS: np.zeros((8, 32, 2, 16), np.int8)}, f"{BLOCKS}: expected uint8 [..., blocks, 16]"),
+        ({BLOCKS: None}, BLOCKS),
+    ],
+)
+def test_broken_mxfp4_is_refused_by_name(changes, named, tmp_path):
+    folder, _, _ = mxfp4_folder(tmp_path / "mxfp4")
+
+    def change(tensors):
+        tensors.update(changes)
+        for name in [name for name, value in changes.items() if value is None]:
+            del tensors[name]
+
+    change_tensors(folder, change)
+    with pytest.raises(ValueError) as raised:
+        interop.load(folder)
+    assert named in str(raised.value)
+
+
+def test_a_quantized_checkpoint_is_exported_in_bfloat16(tmp_path):
+    folder, _, meant = mxfp4_folder(tmp_path / "mxfp4")
+    interop.save(interop.load(folder), tmp_path / "out")
+    found = stored(tmp_path / "out")
+    assert found.keys() == meant.keys()
+    for name, values in meant.items():
+        np.testing.assert_array_equal(bits(found[name]), bits(values), err_msg=name)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_mxfp4_is_not_a_layout_that_can_be_written(golden_model, tmp_path):
+    with pytest.raises(ValueError, match="expected one of fused"):
+        interop.save(golden_model("gpt_oss"), tmp_path / "out", layout="mxfp4")
+
+
+def test_a_folder_that_was_not_quantized_is_read_as_it_is(tmp_path, golden_model):
+    folder = copied("gpt_oss", tmp_path / "plain")
+    change_json(folder / "config.json", lambda config: config.update(quantization_config=None))
+    assert interop.load(folder).config == golden_model("gpt_oss").config
