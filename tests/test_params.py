@@ -69,5 +69,5 @@ def test_initial_values_have_the_declared_shape_type_and_scale():
 
 
 def test_a_normal_parameter_must_say_what_it_contracts():
-    with pytest.raises(ValueError, match="'normal' with the axis that it contracts"):
+    with pytest.raises(ValueError, match="'normal' with what it contracts"):
         init_params({"w": ParamSpec(shape=(2,), dtype="float32", axes=("D",))}, jax.random.key(0))
