@@ -9,10 +9,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from raggedmoe.kernels.arrays import accumulator, matmul_precision
+from raggedmoe import compat
+from raggedmoe.hardware import target_hardware
 from raggedmoe.models.cache import Cache, remembered
 from raggedmoe.models.config import LayerKind, ModelConfig, Stack
-from raggedmoe.models.matmul import contract
+from raggedmoe.models.matmul import project, wide_project
 from raggedmoe.models.mixer import Memory, Sight
 from raggedmoe.models.norm import rms_norm
 from raggedmoe.models.rope import Turns, turns
@@ -107,10 +108,7 @@ def embed(params: Params, ids: Int[Array, "B S"], config: ModelConfig) -> Float[
 
 def logits(params: Params, hidden: Float[Array, "B S D"], config: ModelConfig) -> Float[Array, "B S V"]:
     """Scores of every vocabulary entry, in float32 at least."""
-    head = params["embedding" if config.tied_embeddings else "head"].astype(hidden.dtype)
-    wide = accumulator(hidden.dtype)
-    precision = matmul_precision(hidden.dtype)
-    return jnp.einsum("bsd,vd->bsv", hidden, head, precision=precision, preferred_element_type=wide)
+    return wide_project(hidden, params["embedding" if config.tied_embeddings else "head"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +130,10 @@ def run_stack(
     """The layers of a stack by one scan: the result, the memory with these tokens, and what its MoE layers said."""
     stack = run.stack
     has_experts = any(kind.moe for kind in stack.kinds)
+    in_place: Params = {}
+    if memory is not None and reads_experts_in_place(run.config, run.hardware, x):
+        in_place = {name: v.reshape(-1, *v.shape[2:]) for name, v in params.items() if name.endswith(EXPERT_WEIGHTS)}
+        params = {name: value for name, value in params.items() if name not in in_place}
 
     def body(carry: tuple[jax.Array, Memory | None], step: tuple[jax.Array, Params]) -> tuple[Any, Any]:
         x, memory = carry
@@ -139,7 +141,8 @@ def run_stack(
         reports = []
         for p, kind in enumerate(stack.kinds):
             layer_key = None if key is None else jax.random.fold_in(key, repeat * len(stack.kinds) + p)
-            x, memory, report = run_layer(run, kind, x, under(f"{p}.", weights), memory, f"{p}.", repeat, layer_key)
+            own = under(f"{p}.", {**weights, **in_place})
+            x, memory, report = run_layer(run, kind, x, own, memory, f"{p}.", repeat, layer_key)
             reports += [] if report is None else [report]
         return (x, memory), jax.tree.map(lambda *parts: jnp.stack(parts), *reports) if has_experts else None
 
@@ -148,6 +151,27 @@ def run_stack(
     # [repeats, MoE layers of one repeat, ...] -> the layers in order
     in_order = [jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reports)] if has_experts else []
     return x, memory or {}, in_order
+
+
+# Parameters with an expert axis, but for the router's: nearly all of a model.
+EXPERT_WEIGHTS = tuple(f".moe.{name}" for name in ("wi_0", "wi_1", "wo", "bias_wi_0", "bias_wi_1", "bias_wo"))
+
+
+def reads_experts_in_place(config: ModelConfig, hardware: str | None, x: Float[Array, "B S D"]) -> bool:
+    """Whether all layers' experts are given to the kernel, with rows for one layer's only, instead of a layer's slice.
+
+    A scan copies what it slices: every expert of a layer, used or not, which is most of the time of decoding a token
+    (docs/log.md). Where empty groups cost nothing, no slice is needed.
+    """
+    moe = config.moe_layer
+    return (
+        target_hardware(hardware, (x,)).platform == "cpu"
+        and moe.kernel_choice.grouped_matmul in ("auto", "cpu")
+        and moe.strategy_name == "local"
+        and not moe.backend.fused
+        and config.param_dtype == config.dtype  # otherwise all of them would be cast
+        and not (compat.SLICES_BF16_BY_WIDENING_ALL and jnp.dtype(config.dtype).itemsize == 2)
+    )
 
 
 def run_layer(
@@ -183,7 +207,10 @@ def run_layer(
         x = x + checkpoint_name(mixer.attend(query, visible, own, config.attention, sight), "attn_proj_out")
     with jax.named_scope("moe" if kind.moe else "mlp"):
         normed = rms_norm(x, weights["mlp_norm"], eps)
-        out, report = _experts(run, normed, weights, key) if kind.moe else (_mlp(config, normed, weights), None)
+        if kind.moe:
+            out, report = _experts(run, normed, weights, repeat, key)
+        else:
+            out, report = _mlp(config, normed, weights), None
     return x + out, memory, report
 
 
@@ -193,9 +220,13 @@ def _mlp(config: ModelConfig, x: Float[Array, "B S D"], weights: Params) -> Floa
 
 
 def _experts(
-    run: _StackRun, x: Float[Array, "B S D"], weights: Params, key: jax.Array | None
+    run: _StackRun, x: Float[Array, "B S D"], weights: Params, repeat: jax.Array | None, key: jax.Array | None
 ) -> tuple[Float[Array, "B S D"], ExpertReport]:
     config = run.config.moe_layer
+    first_expert = None
+    if weights["moe.wi_0"].shape[0] > config.num_experts:
+        assert repeat is not None
+        first_expert = repeat * config.num_experts
     if run.hardware is not None:
         config = replace(config, hardware=run.hardware)
     out = moe_route_and_compute(
@@ -205,6 +236,7 @@ def _experts(
         mask=None if run.mask is None else run.mask.reshape(-1),
         key=key,
         num_sequences=x.shape[0],
+        first_expert=first_expert,
     )
     report = ExpertReport(**{entry.name: getattr(out, entry.name) for entry in fields(ExpertReport)})
     return out.output.reshape(x.shape), report
@@ -265,7 +297,7 @@ def predict_further(
         )
         module_key = None if key is None else jax.random.fold_in(key, m)
         layer = {f"0.{name}": value[None] for name, value in own.items()}
-        x, _, report = run_stack(run, contract("bsd,ed->bse", joined, own["projection"]), layer, None, module_key)
+        x, _, report = run_stack(run, project(joined, own["projection"]), layer, None, module_key)
         hidden = rms_norm(x, own["final_norm"], config.norm_epsilon)
         found.append(hidden)
         reports += report

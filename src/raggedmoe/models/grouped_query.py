@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from raggedmoe.kernels.attention.api import attention
 from raggedmoe.models.config import GroupedQueryConfig
-from raggedmoe.models.matmul import contract
+from raggedmoe.models.matmul import project, project_back
 from raggedmoe.models.mixer import Memory, Mixer, Sight, Weights
 from raggedmoe.models.norm import rms_norm
 from raggedmoe.models.rope import Turns, rotated
@@ -60,7 +60,7 @@ def specs(config: GroupedQueryConfig, model_dim: int, dtype: Any) -> dict[str, P
 def _heads(
     x: Float[Array, "B S D"], name: str, weights: Weights, config: GroupedQueryConfig
 ) -> Float[Array, "B S N H"]:
-    out = contract("bsd,nhd->bsnh", x, weights[f"w{name}"])
+    out = project(x, weights[f"w{name}"])
     if config.biases:
         out = out + weights[f"b{name}"].astype(out.dtype)[None, None]
     if name != "v" and config.qk_norm != "none":
@@ -96,7 +96,7 @@ def attend(
         implementation=sight.implementation,
         hardware=sight.hardware,
     )
-    out = contract("bsnh,nhd->bsd", checkpoint_name(out, "attn_out"), weights["wo"])
+    out = project_back(checkpoint_name(out, "attn_out"), weights["wo"])
     return out + weights["bo"].astype(out.dtype)[None, None] if config.biases else out
 
 

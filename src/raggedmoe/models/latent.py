@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from raggedmoe.kernels.attention.api import attention
 from raggedmoe.models.config import LatentConfig
-from raggedmoe.models.matmul import contract
+from raggedmoe.models.matmul import per_head, project, project_back
 from raggedmoe.models.mixer import Memory, Mixer, Sight, Weights
 from raggedmoe.models.norm import rms_norm
 from raggedmoe.models.rope import Turns, rotated
@@ -49,19 +49,17 @@ def specs(config: LatentConfig, model_dim: int, dtype: Any) -> dict[str, ParamSp
 
 def ask(x: Float[Array, "B S D"], weights: Weights, config: LatentConfig, turned: Turns) -> Float[Array, "B S N H"]:
     if config.q_lora_rank is None:
-        query = contract("bsd,nhd->bsnh", x, weights["wq"])
+        query = project(x, weights["wq"])
     else:
-        compressed = checkpoint_name(contract("bsd,rd->bsr", x, weights["q_a"]), "q_a")
-        query = contract(
-            "bsr,nhr->bsnh", rms_norm(compressed, weights["q_a_norm"], config.norm_epsilon), weights["q_b"]
-        )
+        compressed = checkpoint_name(project(x, weights["q_a"]), "q_a")
+        query = project(rms_norm(compressed, weights["q_a_norm"], config.norm_epsilon), weights["q_b"])
     nope, rope = query[..., : config.nope_dim], query[..., config.nope_dim :]
     rope = rotated(rope, turned, config.rope.interleaved)
     return checkpoint_name(jnp.concatenate([nope, rope], axis=-1), "query")
 
 
 def remember(x: Float[Array, "B S D"], weights: Weights, config: LatentConfig, turned: Turns) -> Memory:
-    both = checkpoint_name(contract("bsd,rd->bsr", x, weights["kv_a"]), "kv_a")
+    both = checkpoint_name(project(x, weights["kv_a"]), "kv_a")
     latent = rms_norm(both[..., : config.kv_lora_rank], weights["kv_a_norm"], config.norm_epsilon)
     rope_key = rotated(both[..., None, config.kv_lora_rank :], turned, config.rope.interleaved)[:, :, 0]
     return {"latent": jnp.concatenate([latent, rope_key], axis=-1)}
@@ -73,14 +71,14 @@ def attend(
     latent, rope_key = memory["latent"][..., : config.kv_lora_rank], memory["latent"][..., config.kv_lora_rank :]
     on_latents = sight.slots is not None and query.shape[1] == 1
     if on_latents:
-        nope = contract("bsnh,nhr->bsnr", query[..., : config.nope_dim], weights["k_b"])
+        nope = per_head("bsnh,nhr->bsnr", query[..., : config.nope_dim], weights["k_b"])
         query = jnp.concatenate([nope, query[..., config.nope_dim :]], axis=-1)
         key, value = memory["latent"][:, :, None], latent[:, :, None]
     else:
-        nope = contract("blr,nhr->blnh", latent, weights["k_b"])
+        nope = project(latent, weights["k_b"])
         rope = jnp.broadcast_to(rope_key[:, :, None], (*nope.shape[:3], config.rope_dim))
         key = checkpoint_name(jnp.concatenate([nope, rope], axis=-1), "key")
-        value = checkpoint_name(contract("blr,nhr->blnh", latent, weights["v_b"]), "value")
+        value = checkpoint_name(project(latent, weights["v_b"]), "value")
     out = attention(
         query,
         key,
@@ -93,8 +91,8 @@ def attend(
         hardware=sight.hardware,
     )
     if on_latents:
-        out = contract("bsnr,nhr->bsnh", out, weights["v_b"])
-    return contract("bsnh,nhd->bsd", checkpoint_name(out, "attn_out"), weights["wo"])
+        out = per_head("bsnr,nhr->bsnh", out, weights["v_b"])
+    return project_back(checkpoint_name(out, "attn_out"), weights["wo"])
 
 
 def memory_shapes(config: LatentConfig) -> dict[str, tuple[int, ...]]:

@@ -1,7 +1,10 @@
 """The MoE layer as a function: route → dispatch → gmm_up → gmm_down → unpermute."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from raggedmoe.moe.balance import Axis, total
@@ -25,10 +28,12 @@ def moe_route_and_compute(
     replay: Int[Array, "T K"] | None = None,
     num_sequences: int = 1,
     axis: Axis = None,
+    first_expert: Int[Array, ""] | None = None,
 ) -> MoEOutput:
     """The layer on a batch of tokens. `raggedmoe.moe.router.route` describes the optional arguments.
 
     Inside `shard_map`, ``axis`` is the mesh axis over which tokens (and, for "ring", experts) are split.
+    ``first_expert``: where this layer's experts begin in weights that hold several layers', one after the other.
     """
     strategy = strategy or make_strategy(config, x.shape[0], axis if isinstance(axis, str) else None)
     axis = strategy.axis if axis is None else axis
@@ -50,6 +55,8 @@ def moe_route_and_compute(
             axis=axis,
         )
         metadata = strategy.prepare(routing)
+        if first_expert is not None:
+            metadata = among_all_layers(metadata, first_expert, params.wi_0.shape[0])
     with jax.named_scope("experts"):
         output = compute_experts(x, params, routing, metadata, strategy, config)
     if params.shared is not None:
@@ -66,6 +73,16 @@ def moe_route_and_compute(
         dropped=total(metadata.dropped, axis),
         experts=routing.experts,
     )
+
+
+def among_all_layers(metadata: RouteMetadata, first_expert: Int[Array, ""], num_experts: int) -> RouteMetadata:
+    """The rows' groups among the experts of all layers: those of the other layers have no rows, and cost nothing."""
+    if metadata.group_sizes is None:
+        raise ValueError(
+            "expected a strategy with ragged groups for weights of several layers, got one with equal ones"
+        )
+    sizes = lax.dynamic_update_slice(jnp.zeros(num_experts, jnp.int32), metadata.group_sizes, (first_expert,))
+    return replace(metadata, group_sizes=sizes)
 
 
 def compute_experts(
