@@ -11,6 +11,7 @@ import pytest
 from raggedmoe import Decoder, interop
 from raggedmoe.models.cache import empty_cache
 from raggedmoe.models.decoder import decode, logits, predict_further
+from raggedmoe.models.generate import generate
 
 from .drawn import GOLDEN, TINY, drawn_ids, drawn_params, quick_jit, tiny, with_einsum_experts
 
@@ -78,6 +79,37 @@ def test_keeping_less_takes_less_memory():
     assert sizes["full"] < sizes["moe_up", "attn_out"] < sizes["none"], sizes
 
 
+def test_keeping_what_attention_returns_saves_its_scores_from_being_computed_again():
+    config = with_einsum_experts(tiny("mixtral-tiny", attention_implementation="dot_product"))
+    params, ids = jax.eval_shape(lambda: drawn_params(config)), jnp.zeros((1, 16), jnp.int32)
+
+    def num_exponentials(remat):
+        kept = dataclasses.replace(config, remat=remat)
+        text = str(jax.make_jaxpr(jax.grad(loss_of(kept, ids)))(params))
+        return text.count(" exp ")
+
+    # The weights are made of the scores once more in the backward pass; the forward pass's own are not.
+    assert num_exponentials(("query", "key", "value", "attn_out")) < num_exponentials(("query", "key", "value"))
+
+
+def test_multi_token_prediction_counts_only_positions_that_know_the_next_token():
+    config = with_einsum_experts(tiny("deepseek-v3-tiny"))
+    params, ids = drawn_params(config), drawn_ids(config, 2, 12)
+    mask = jnp.asarray([[True] * 12, [True] * 8 + [False] * 4])
+    segments = jnp.asarray([[0] * 5 + [1] * 7, [0] * 12], jnp.int32)
+    hidden = decode(params, ids, config, mask=mask, segments=segments).hidden
+    _, (report,) = predict_further(params, hidden, ids, config, mask=mask, segments=segments)
+    assert int(report.load.sum()) == (4 + 6 + 7) * config.moe.experts_per_token
+
+
+def test_hash_routing_gets_the_tokens_ids():
+    moe = tiny("qwen3-tiny").moe
+    config = tiny("qwen3-tiny", moe=dataclasses.replace(moe, router=dataclasses.replace(moe.router, selection="hash")))
+    params = drawn_params(config)
+    load = quick_jit(decode, static_argnums=2)(params, jnp.full((1, 8), 3, jnp.int32), config).experts.load
+    assert sorted(load[0].tolist()) == [0] * 12 + [8] * 4  # one token's experts, and no others
+
+
 def test_the_attention_kernel_changes_neither_value_nor_gradient():
     config = with_einsum_experts(tiny("gpt-oss-tiny"))
     params, ids = drawn_params(config), drawn_ids(config, 2, 40)
@@ -122,6 +154,27 @@ def test_packed_documents_have_the_gradients_of_separate_ones():
     assert_same_gradients(quick_jit(jax.grad(together))(params), quick_jit(jax.grad(apart))(params), 256)
 
 
+def test_padding_in_front_is_seen_by_no_token_that_counts():
+    config = with_einsum_experts(tiny("gpt-oss-tiny"))
+    params, ids = drawn_params(config), drawn_ids(config, 1, 12)
+    run = quick_jit(decode, static_argnums=2)
+    padded = jnp.concatenate([drawn_ids(config, 1, 4, seed=9), ids], axis=1)
+    mask = jnp.arange(16)[None] >= 4
+    np.testing.assert_allclose(
+        run(params, padded, config, mask=mask).hidden[:, 4:], run(params, ids, config).hidden, atol=3e-5
+    )
+
+
+def test_tokens_past_the_end_of_a_cache_are_nan_under_jit():
+    config = with_einsum_experts(tiny("mixtral-tiny"))
+    params, ids = drawn_params(config), drawn_ids(config, 2, 6)
+    run = quick_jit(decode, static_argnums=2)
+    cache = run(params, ids, config, cache=empty_cache(config, 2, 8)).cache
+    hidden = run(params, ids, config, cache=cache).hidden
+    assert np.isfinite(hidden[:, :2]).all()
+    assert np.isnan(hidden[:, 2:]).all()
+
+
 def test_tokens_that_do_not_count_change_nothing_before_them():
     config = tiny("qwen3-tiny")
     params, ids = drawn_params(config), drawn_ids(config, 2, 16)
@@ -149,6 +202,13 @@ def test_a_cache_filled_in_parts_gives_the_whole_sequences_states(name):
     assert cache.lengths.tolist() == [15, 15]
 
 
+def test_a_cache_has_room_for_the_tokens_that_count():
+    config = with_einsum_experts(tiny("mixtral-tiny"))
+    mask = jnp.arange(9)[None] < 7
+    out = decode(drawn_params(config), drawn_ids(config, 1, 9), config, mask=mask, cache=empty_cache(config, 1, 8))
+    assert out.cache.lengths.tolist() == [7]
+
+
 @pytest.mark.parametrize("name", ["deepseek-v3-tiny", "deepseek-v2-tiny"])
 def test_latent_attention_caches_the_latent_only(name):
     config = tiny(name)
@@ -158,11 +218,20 @@ def test_latent_attention_caches_the_latent_only(name):
     assert all(value.shape[1:] == (2, 20, width) for value in cache.memory.values())
 
 
+@pytest.mark.parametrize("name", ["deepseek-v2-tiny", "gpt-oss-tiny"])
+def test_a_batch_in_bfloat16_is_generated_as_its_prompts_alone(name):
+    config = dataclasses.replace(tiny(name), dtype=jnp.dtype("bfloat16"), param_dtype=jnp.dtype("bfloat16"))
+    model = Decoder(config, params=drawn_params(config))
+    prompts = [[1, 2, 3], [4]]
+    (first, _), (second, _) = generate(model, prompts, max_new_tokens=2)
+    assert [first, second] == [row[0] for row in generate(model, prompts[:1], max_new_tokens=2)]
+
+
 @pytest.mark.parametrize(
     ("ids", "cache_rows", "options", "message"),
     [
         ((2, 4), 3, {}, "expected ids of the cache's 3 sequences, got 2"),
-        ((2, 9), 2, {}, r"expected room for 0 \+ 9 tokens in the cache, got 8 slots"),
+        ((2, 9), 2, {}, "expected room for 9 tokens in the cache, got 8 slots"),
         ((2, 4), 2, {"segments": jnp.zeros((2, 4), jnp.int32)}, "segments without a cache"),
     ],
 )
@@ -177,7 +246,6 @@ def test_a_cache_that_does_not_fit_is_refused(ids, cache_rows, options, message)
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (jnp.zeros((2, 3)), r"expected ids|ids"),
         (jnp.full((1, 3), 256, jnp.int32), "expected ids from 0 to 255.*got 256 to 256; is this the model's tokenizer"),
         (jnp.full((1, 3), -1, jnp.int32), "got -1 to -1"),
     ],
@@ -185,7 +253,7 @@ def test_a_cache_that_does_not_fit_is_refused(ids, cache_rows, options, message)
 def test_ids_that_are_none_are_refused(ids, message):
     config = tiny("mixtral-tiny")
     model = Decoder(config, params=drawn_params(config))
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises(ValueError, match=message):
         model(ids)
 
 

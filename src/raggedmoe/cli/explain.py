@@ -18,8 +18,8 @@ from raggedmoe.kernels.proof import read_certificates
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Call, Candidate, candidates, recorded_selections
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.decoder import decode
+from raggedmoe.models.presets import ALIASES, model_preset
 from raggedmoe.models.presets import PRESETS as MODELS
-from raggedmoe.models.presets import model_preset
 from raggedmoe.models.specs import param_specs
 from raggedmoe.moe.backends import NOT_BUILT, backend_named
 from raggedmoe.moe.config import MoEConfig
@@ -56,7 +56,8 @@ def explain(
     console.print(f"[bold]{title}[/] on [bold]{chip.name}[/], JAX {jax_version}, {dtype}, moe_backend={moe_backend}")
     choices = backend_named(moe_backend).kernels
     calls = layer_calls(config, num_tokens, dtype, moe_backend)
-    attention = [] if model not in MODELS else attention_calls(model_preset(model), num_tokens, dtype)
+    whole = model in MODELS or model in ALIASES
+    attention = attention_calls(model_preset(str(model)), num_tokens, dtype) if whole else []
     if not calls:
         console.print("\nIt calls no kernel of ours: every expert on every token, by einsum.")
     fused = [call for call in layer_calls(config, num_tokens, dtype, "expert_ffn") if call.operation == "expert_ffn"]

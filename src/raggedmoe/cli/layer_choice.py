@@ -2,6 +2,8 @@
 
 import re
 
+from raggedmoe.models.presets import ALIASES, model_preset
+from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.presets import PRESETS
 from raggedmoe.names import unknown
@@ -14,9 +16,11 @@ def layer_of(model: str | None, shape: str | None) -> tuple[str, MoEConfig, int]
     if model is not None and shape is not None:
         raise ValueError(f"give --model or --shape, not both; got {model!r} and {shape!r}")
     if model is not None:
-        if model not in PRESETS:
-            raise unknown("model", model, PRESETS)
-        return model, PRESETS[model], 4096
+        if model in PRESETS:  # among them some of which there is a layer only
+            return model, PRESETS[model], 4096
+        if model not in MODELS and model not in ALIASES:
+            raise unknown("model", model, {**PRESETS, **MODELS, **ALIASES})
+        return model, model_preset(model).moe, 4096
     sizes = shape_of(shape or DEFAULT_SHAPE)
     config = MoEConfig(
         num_experts=sizes["E"], experts_per_token=sizes["K"], model_dim=sizes["D"], expert_dim=sizes["F"]

@@ -41,7 +41,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledBlocks:
-    """A matrix of fp8 with one float32 factor for each block of it."""
+    """A matrix of fp8 with one factor for each block of it."""
 
     values: StoredTensor
     factors: StoredTensor
@@ -67,7 +67,7 @@ class ScaledBlocks:
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         stop = self.shape[0] if stop is None else stop
         tall, wide = self.block
-        factors = self.factors.read(start // tall, -(-stop // tall))
+        factors = self.factors.read(start // tall, -(-stop // tall)).astype(np.float32)
         factors = factors.repeat(tall, axis=0)[start % tall :][: stop - start]
         factors = factors.repeat(wide, axis=1)[:, : self.shape[1]]
         return (self.values.read(start, stop).astype(np.float32) * factors).astype(self.dtype)
@@ -136,7 +136,7 @@ def _fp8(reader: ConfigReader, settings: dict[str, Any], found: Mapping[str, Sto
             raise BrokenFileError(f"{tensor.path}: {name}: expected fp8 in matrices only, found {list(tensor.shape)}")
         factors = _companion(name, name + SCALE_SUFFIX, found)
         expected = tuple(-(-size // step) for size, step in zip(tensor.shape, block))
-        _check_companion(factors, expected, ("float32",))
+        _check_companion(factors, expected, ("float32", "bfloat16", "float16"))
         read[name] = ScaledBlocks(values=tensor, factors=factors, block=(block[0], block[1]))
     return read
 

@@ -109,7 +109,7 @@ def _spelled_out(config: ModelConfig) -> ModelConfig:
     )
 
 
-TRAINING = {"param_dtype", "dtype", "aux_loss", "aux_loss_weight", "z_loss_weight", "jitter", "capacity_factor"}
+TRAINING = {"param_dtype", "dtype", "aux_loss", "aux_loss_weight", "z_loss_weight", "jitter"}
 
 
 def _of_the_model(described: Any) -> Any:

@@ -23,12 +23,17 @@ COMPANIONS = (
     "special_tokens_map.json",
     GENERATION,
     "chat_template.jinja",
+    "tokenizer.model",
+    "tiktoken.model",
+    "vocab.json",
+    "merges.txt",
 )
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to write to, which becomes ``folder`` if all goes well and vanishes if not."""
+    folder = folder.resolve()  # "." has no name to put the partial folder beside
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder}: expected a new or empty folder, got one with files; name another or remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -206,6 +206,16 @@ class ModelConfig:
         for name in names:
             if name not in SAVED_NAMES:
                 raise unknown("remat name", name, SAVED_NAMES)
+            if name in self._never_computed():
+                raise ValueError(f"remat keeps {name!r}, which this model never computes; leave it out")
+
+    def _never_computed(self) -> set[str]:
+        """The names in SAVED_NAMES that mean nothing in this model."""
+        absent = {"q_a", "kv_a"}
+        if isinstance(self.attention, LatentConfig):
+            absent = {"q_a"} if self.attention.q_lora_rank is None else set()
+        absent |= set() if self.dense_layers or self.moe.experts.num_shared else {"mlp_up", "mlp_down"}
+        return absent | ({"moe_up", "moe_down"} if self.moe.backend.fused else set())
 
     @property
     def moe_layer(self) -> MoEConfig:

@@ -57,6 +57,7 @@ def decode(
     segments: Int[Array, "B S"] | None = None,
     positions: Int[Array, "B S"] | None = None,
     cache: Cache | None = None,
+    cache_is_empty: bool = False,
     key: jax.Array | None = None,
     hardware: str | None = None,
 ) -> DecoderOutput:
@@ -66,36 +67,49 @@ def decode(
       params: by the names of `param_specs`.
       ids: the tokens; each sees itself and those before it.
       config: the model.
-      mask: True for tokens that count. The others go to no expert; put them last in their row, where no token that
-        counts can see them. With a cache they are not remembered.
-      segments: documents packed into a row: tokens see their own document's only.
+      mask: True for tokens that count. The others go to no expert, no token that counts sees them, and a cache does
+        not remember them.
+      segments: documents packed into a row, by numbers >= 0: tokens see their own document's only.
       positions: for rope; by default the place in the row, or with a cache the place in the sequence.
-      cache: earlier tokens of the same sequences. Needs room for these.
+      cache: earlier tokens of the same sequences. Needs room for these: under `jit`, where that cannot be checked, the
+        states of tokens past its end are NaN.
+      cache_is_empty: the caller knows it, so that attention reads these tokens and not all of the cache.
       key: for random routing and jitter.
       hardware: the chip to choose kernels for; None: that of the mesh or the arrays.
     """
-    _check(ids, config, cache, segments)
+    _check(ids, mask, segments, positions, cache)
     slots = None if cache is None else _slots(cache, mask, ids.shape)
+    attends_to_cache = cache is not None and not cache_is_empty
+    if mask is not None and not attends_to_cache:
+        segments = jnp.where(mask, 0 if segments is None else segments, -1)
     if positions is None:
         positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] if slots is None else jnp.maximum(slots, 0)
-    turned = turns(config.attention.rope, config.attention.rope_dim, positions)
+    run = _Run(
+        config=config,
+        ids=ids,
+        turned=turns(config.attention.rope, config.attention.rope_dim, positions, config.dtype),
+        slots=slots,
+        attends_to_cache=attends_to_cache,
+        segments=segments,
+        mask=mask,
+        hardware=hardware,
+    )
     x = embed(params, ids, config)
     memory, reports = {}, []
     for s, stack in enumerate(config.stacks):
-        run = _StackRun(
-            config=config, stack=stack, turned=turned, slots=slots, segments=segments, mask=mask, hardware=hardware
-        )
         old = None if cache is None else under(f"stacks.{s}.", cache.memory)
         stack_key = None if key is None else jax.random.fold_in(key, s)
         with jax.named_scope(f"stack_{s}"):
-            x, new, report = run_stack(run, x, under(f"stacks.{s}.", params), old, stack_key)
+            x, new, report = run_stack(run, stack, x, under(f"stacks.{s}.", params), old, stack_key)
         memory.update({f"stacks.{s}.{name}": value for name, value in new.items()})
         reports += report
+    hidden = rms_norm(x, params["final_norm"], config.norm_epsilon)
     if cache is not None:
         assert slots is not None
+        hidden = jnp.where((slots < cache.size)[:, :, None], hidden, jnp.nan)
         cache = Cache(memory=memory, lengths=jnp.maximum(cache.lengths, slots.max(axis=1) + 1))
     return DecoderOutput(
-        hidden=rms_norm(x, params["final_norm"], config.norm_epsilon),
+        hidden=hidden,
         experts=jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else None,
         cache=cache,
     )
@@ -112,23 +126,28 @@ def logits(params: Params, hidden: Float[Array, "B S D"], config: ModelConfig) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class _StackRun:
-    """What all layers of a stack are given alike."""
+class _Run:
+    """What all layers are given alike."""
 
     config: ModelConfig
-    stack: Stack
+    ids: jax.Array
     turned: Turns
-    slots: jax.Array | None
+    slots: jax.Array | None  # where the tokens go in the cache; None: there is none
+    attends_to_cache: bool
     segments: jax.Array | None
     mask: jax.Array | None
     hardware: str | None
 
 
 def run_stack(
-    run: _StackRun, x: Float[Array, "B S D"], params: Params, memory: Memory | None, key: jax.Array | None
+    run: _Run,
+    stack: Stack,
+    x: Float[Array, "B S D"],
+    params: Params,
+    memory: Memory | None,
+    key: jax.Array | None,
 ) -> tuple[Float[Array, "B S D"], Memory, list[ExpertReport]]:
     """The layers of a stack by one scan: the result, the memory with these tokens, and what its MoE layers said."""
-    stack = run.stack
     has_experts = any(kind.moe for kind in stack.kinds)
     in_place: Params = {}
     if memory is not None and reads_experts_in_place(run.config, run.hardware, x):
@@ -175,7 +194,7 @@ def reads_experts_in_place(config: ModelConfig, hardware: str | None, x: Float[A
 
 
 def run_layer(
-    run: _StackRun,
+    run: _Run,
     kind: LayerKind,
     x: Float[Array, "B S D"],
     weights: Params,
@@ -188,7 +207,7 @@ def run_layer(
     config, mixer = run.config, mixer_of(run.config)
     eps = config.norm_epsilon
     sight = Sight(
-        slots=run.slots,
+        slots=run.slots if run.attends_to_cache else None,
         segments=run.segments,
         window=kind.window,
         implementation=config.attention_implementation,
@@ -202,7 +221,8 @@ def run_layer(
         if memory is not None:
             assert repeat is not None
             assert run.slots is not None
-            updated, visible = remembered(under(prefix, memory), repeat, visible, run.slots)
+            updated, all_visible = remembered(under(prefix, memory), repeat, visible, run.slots)
+            visible = all_visible if run.attends_to_cache else visible
             memory = {**memory, **{f"{prefix}{what}": value for what, value in updated.items()}}
         x = x + checkpoint_name(mixer.attend(query, visible, own, config.attention, sight), "attn_proj_out")
     with jax.named_scope("moe" if kind.moe else "mlp"):
@@ -220,7 +240,7 @@ def _mlp(config: ModelConfig, x: Float[Array, "B S D"], weights: Params) -> Floa
 
 
 def _experts(
-    run: _StackRun, x: Float[Array, "B S D"], weights: Params, repeat: jax.Array | None, key: jax.Array | None
+    run: _Run, x: Float[Array, "B S D"], weights: Params, repeat: jax.Array | None, key: jax.Array | None
 ) -> tuple[Float[Array, "B S D"], ExpertReport]:
     config = run.config.moe_layer
     first_expert = None
@@ -235,6 +255,7 @@ def _experts(
         config,
         mask=None if run.mask is None else run.mask.reshape(-1),
         key=key,
+        token_ids=run.ids.reshape(-1),
         num_sequences=x.shape[0],
         first_expert=first_expert,
     )
@@ -266,28 +287,35 @@ def predict_further(
     """Multi-token prediction: hidden states from which `logits` predicts the token after the next, and so on.
 
     Module m joins the hidden state at position i with the embedding of token i + m + 1 and predicts token i + m + 2.
-    The last m + 1 positions of a row know no such token: what stands there is not to be used.
+    A position that knows no such token (the last of a row or of a document, or one before padding) goes to no expert,
+    and what stands there is not to be used.
 
     Args:
       hidden: `DecoderOutput.hidden` of the same tokens, which module 0 starts from; the others as for `decode`.
     """
     if positions is None:
         positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-    turned = turns(config.attention.rope, config.attention.rope_dim, positions)
-    kind = config.kind(config.num_layers)
-    run = _StackRun(
-        config=config,
-        stack=Stack(first=config.num_layers, kinds=(kind,), repeats=1),
-        turned=turned,
-        slots=None,
-        segments=segments,
-        mask=mask,
-        hardware=hardware,
-    )
+    turned = turns(config.attention.rope, config.attention.rope_dim, positions, config.dtype)
+    stack = Stack(first=config.num_layers, kinds=(config.kind(config.num_layers),), repeats=1)
+    documents = jnp.zeros_like(ids) if segments is None else segments
+    documents = documents if mask is None else jnp.where(mask, documents, -1)
     found, reports = [], []
     for m in range(config.mtp_layers):
         own = under(f"mtp.{m}.", params)
-        further = embed(params, jnp.roll(ids, -(m + 1), axis=1), config)
+        next_ids = jnp.roll(ids, -(m + 1), axis=1)
+        in_row = jnp.arange(ids.shape[1])[None] < ids.shape[1] - (m + 1)
+        knows = in_row & (documents == jnp.roll(documents, -(m + 1), axis=1)) & (documents >= 0)
+        run = _Run(
+            config=config,
+            ids=next_ids,
+            turned=turned,
+            slots=None,
+            attends_to_cache=False,
+            segments=None if segments is None and mask is None else documents,
+            mask=knows,
+            hardware=hardware,
+        )
+        further = embed(params, next_ids, config)
         joined = jnp.concatenate(
             [
                 rms_norm(further, own["embedding_norm"], config.norm_epsilon),
@@ -295,9 +323,9 @@ def predict_further(
             ],
             axis=-1,
         )
-        module_key = None if key is None else jax.random.fold_in(key, m)
+        module_key = None if key is None else jax.random.fold_in(key, len(config.stacks) + m)
         layer = {f"0.{name}": value[None] for name, value in own.items()}
-        x, _, report = run_stack(run, project(joined, own["projection"]), layer, None, module_key)
+        x, _, report = run_stack(run, stack, project(joined, own["projection"]), layer, None, module_key)
         hidden = rms_norm(x, own["final_norm"], config.norm_epsilon)
         found.append(hidden)
         reports += report
@@ -311,15 +339,20 @@ def _slots(cache: Cache, mask: jax.Array | None, shape: tuple[int, ...]) -> jax.
     return jnp.where(counts, after, -1)
 
 
-def _check(ids: Any, config: ModelConfig, cache: Cache | None, segments: Any) -> None:
+def _check(ids: Any, mask: Any, segments: Any, positions: Any, cache: Cache | None) -> None:
+    for name, array in (("mask", mask), ("segments", segments), ("positions", positions)):
+        fits = array is None or array.shape == ids.shape or (name == "positions" and array.shape == (1, ids.shape[1]))
+        if not fits:
+            raise ValueError(f"expected {name} [B S] = {list(ids.shape)} as ids, got {list(array.shape)}")
     if cache is None:
         return
     if segments is not None:
         raise ValueError("expected segments without a cache, or a cache without segments; got both")
     if cache.lengths.shape[0] != ids.shape[0]:
         raise ValueError(f"expected ids of the cache's {cache.lengths.shape[0]} sequences, got {ids.shape[0]}")
-    used = 0 if isinstance(cache.lengths, jax.core.Tracer) else int(cache.lengths.max())
-    if used + ids.shape[1] > cache.size:
-        raise ValueError(
-            f"expected room for {used} + {ids.shape[1]} tokens in the cache, got {cache.size} slots; make a larger one"
-        )
+    if any(isinstance(array, jax.core.Tracer) for array in (cache.lengths, mask)):
+        return
+    new = ids.shape[1] if mask is None else mask.sum(axis=1)
+    needed = int((cache.lengths + new).max())
+    if needed > cache.size:
+        raise ValueError(f"expected room for {needed} tokens in the cache, got {cache.size} slots; make a larger one")

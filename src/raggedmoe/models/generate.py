@@ -1,6 +1,7 @@
 """Text, token by token: greedy or sampled, with a cache."""
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,8 +27,8 @@ class Sampling:
     top_p: float | None = None  # only among the most likely that together reach this probability
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"expected temperature >= 0, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"expected a finite temperature >= 0, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"expected top_k >= 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -83,7 +84,7 @@ def _rounded(length: int) -> int:
 def _check(prompts: Sequence[Sequence[int]], config: ModelConfig, max_new_tokens: int) -> None:
     if max_new_tokens < 1:
         raise ValueError(f"expected max_new_tokens >= 1, got {max_new_tokens}")
-    if not prompts or not all(len(prompt) for prompt in prompts):
+    if not len(prompts) or not all(len(prompt) for prompt in prompts):
         raise ValueError("expected at least one prompt, and at least one token in each; got an empty one")
     for prompt in prompts:
         if min(prompt) < 0 or max(prompt) >= config.vocab_size:
@@ -110,7 +111,7 @@ def _first_token(
     sampling: Sampling,
 ) -> tuple[Int[Array, " B"], Cache]:
     mask = jnp.arange(ids.shape[1])[None] < lengths[:, None]
-    out = decode(params, ids, config, mask=mask, cache=cache)
+    out = decode(params, ids, config, mask=mask, cache=cache, cache_is_empty=True, key=_routing_key(key, config))
     last = jnp.take_along_axis(out.hidden, (lengths - 1)[:, None, None], axis=1)
     assert out.cache is not None
     return picked(logits(params, last, config)[:, 0], key, sampling), out.cache
@@ -120,9 +121,14 @@ def _first_token(
 def _next_token(
     params: Params, tokens: Int[Array, " B"], cache: Cache, key: jax.Array, config: ModelConfig, sampling: Sampling
 ) -> tuple[Int[Array, " B"], Cache]:
-    out = decode(params, tokens[:, None], config, cache=cache)
+    out = decode(params, tokens[:, None], config, cache=cache, key=_routing_key(key, config))
     assert out.cache is not None
     return picked(logits(params, out.hidden, config)[:, 0], key, sampling), out.cache
+
+
+def _routing_key(key: jax.Array, config: ModelConfig) -> jax.Array | None:
+    """For routers that draw their experts. Others get none: jitter is for training."""
+    return jax.random.fold_in(key, 1) if config.moe.router.selection == "random" else None
 
 
 def picked(scores: Float[Array, "B V"], key: jax.Array, sampling: Sampling) -> Int[Array, " B"]:

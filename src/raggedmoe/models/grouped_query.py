@@ -96,7 +96,7 @@ def attend(
         implementation=sight.implementation,
         hardware=sight.hardware,
     )
-    out = project_back(checkpoint_name(out, "attn_out"), weights["wo"])
+    out = project_back(out, weights["wo"])
     return out + weights["bo"].astype(out.dtype)[None, None] if config.biases else out
 
 

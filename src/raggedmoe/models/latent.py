@@ -71,7 +71,7 @@ def attend(
     latent, rope_key = memory["latent"][..., : config.kv_lora_rank], memory["latent"][..., config.kv_lora_rank :]
     on_latents = sight.slots is not None and query.shape[1] == 1
     if on_latents:
-        nope = per_head("bsnh,nhr->bsnr", query[..., : config.nope_dim], weights["k_b"])
+        nope = per_head(query[..., : config.nope_dim], weights["k_b"], back=True)
         query = jnp.concatenate([nope, query[..., config.nope_dim :]], axis=-1)
         key, value = memory["latent"][:, :, None], latent[:, :, None]
     else:
@@ -91,8 +91,8 @@ def attend(
         hardware=sight.hardware,
     )
     if on_latents:
-        out = per_head("bsnr,nhr->bsnh", out, weights["v_b"])
-    return project_back(checkpoint_name(out, "attn_out"), weights["wo"])
+        out = per_head(out, weights["v_b"])
+    return project_back(out, weights["wo"])
 
 
 def memory_shapes(config: LatentConfig) -> dict[str, tuple[int, ...]]:

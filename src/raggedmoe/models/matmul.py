@@ -37,9 +37,16 @@ def project_back(x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[A
     return found.astype(x.dtype).reshape(*x.shape[: x.ndim - len(inner)], out)
 
 
-def per_head(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
-    """An einsum in which every head has a matrix of its own."""
-    return _einsum(equation, x, weight.astype(x.dtype)).astype(x.dtype)
+def per_head(
+    x: Float[Array, "B S N I"], weight: Float[Array, "N X Y"], *, back: bool = False
+) -> Float[Array, "B S N O"]:
+    """Every head by a matrix of its own, ``weight [N, O, I]``, or with ``back`` ``[N, I, O]``.
+
+    Heads come first: with two or more tokens XLA's CPU backend has no other such product of bfloat16.
+    """
+    rows = jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 1, 0)
+    out = _einsum("nti,nio->nto" if back else "nti,noi->nto", rows, weight.astype(x.dtype))
+    return jnp.moveaxis(out, 0, 1).astype(x.dtype).reshape(*x.shape[:3], -1)
 
 
 def _einsum(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:

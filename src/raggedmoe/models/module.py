@@ -55,11 +55,11 @@ class Decoder(nnx.Module):
         """The parameters as the functions of `raggedmoe.models.decoder` take them."""
         return {name: variable[...] for name, variable in self.variables.items()}
 
-    def __call__(self, ids: Int[Array, "B S"]) -> Float[Array, "B S V"]:
-        """Logits of the token after each, in float32 at least."""
+    def __call__(self, ids: Int[Array, "B S"], *, key: jax.Array | None = None) -> Float[Array, "B S V"]:
+        """Logits of the token after each, in float32 at least. ``key``: for random routing and jitter."""
         self._check_ids(ids)
         params = self.params
-        return logits(params, decode(params, ids, self.config).hidden, self.config)
+        return logits(params, decode(params, ids, self.config, key=key).hidden, self.config)
 
     def hidden(
         self,
@@ -83,6 +83,8 @@ class Decoder(nnx.Module):
         return [logits(params, further, self.config) for further in found]
 
     def _check_ids(self, ids: jax.Array) -> None:
+        if not hasattr(ids, "dtype"):
+            raise TypeError(f"expected ids [B S] as an array, got {type(ids).__name__}; use jnp.asarray(ids)")
         if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(f"expected ids [B S] of an integer type, got {ids.dtype}{list(ids.shape)}")
         if isinstance(ids, jax.core.Tracer) or not ids.size:

@@ -1,6 +1,7 @@
 """Rotary positions: plain, interleaved, and YaRN."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,12 +36,10 @@ def _blend_range(yarn: YarnConfig, theta: float, dim: int) -> tuple[float, float
     return low, high if high != low else high + 0.001
 
 
-def turns(config: RopeConfig, dim: int, positions: Int[Array, "B S"]) -> Turns:
-    """Cos and sin for each position, in float32. They do not depend on the layer: computed once for all."""
-    angles = (
-        positions[:, :, None].astype(jnp.float32)
-        * jnp.asarray(inverse_frequencies(config, dim), jnp.float32)[None, None, :]
-    )
+def turns(config: RopeConfig, dim: int, positions: Int[Array, "B S"], dtype: Any = jnp.float32) -> Turns:
+    """Cos and sin for each position, in float32 at least. They do not depend on the layer: computed once for all."""
+    wide = accumulator(dtype)
+    angles = positions[:, :, None].astype(wide) * jnp.asarray(inverse_frequencies(config, dim), wide)[None, None, :]
     yarn = config.yarn
     length = 1.0 if yarn is None else yarn.magnitude(yarn.mscale) / yarn.magnitude(yarn.mscale_all_dim)
     return jnp.cos(angles) * length, jnp.sin(angles) * length

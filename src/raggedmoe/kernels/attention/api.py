@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
@@ -154,7 +155,9 @@ def _attention(plan, operands):
 
 
 def _forward(plan, operands):
-    out, logsumexp = plan.forward(operands, scale=plan.scale, window=plan.window)
+    # Named here, where they become what the backward pass reads: a name given to the result outside would be a copy's.
+    found = plan.forward(operands, scale=plan.scale, window=plan.window)
+    out, logsumexp = (checkpoint_name(array, "attn_out") for array in found)
     return out, (operands, out, logsumexp)
 
 

@@ -7,7 +7,9 @@ from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.presets import PRESETS as LAYERS
 
 _ROPE = RopeConfig(theta=150_000.0, yarn=YarnConfig(factor=32.0, original_length=4096, truncate=False))
-_ATTENTION = GroupedQueryConfig(num_heads=64, num_kv_heads=8, head_dim=64, biases=True, sinks=True, rope=_ROPE)
+_ATTENTION = GroupedQueryConfig(
+    num_heads=64, num_kv_heads=8, head_dim=64, biases=True, sinks=True, norm_epsilon=1e-5, rope=_ROPE
+)
 _20B = ModelConfig(
     family="gpt_oss",
     vocab_size=201088,

@@ -14,6 +14,7 @@ _30B = ModelConfig(
     model_dim=2048,
     attention=GroupedQueryConfig(num_heads=32, num_kv_heads=4, head_dim=128, qk_norm="head", rope=_ROPE),
     moe=LAYERS["qwen3-30b-a3b"],
+    mlp_dim=6144,
     max_length=40960,
 )
 
@@ -25,6 +26,7 @@ PRESETS: dict[str, ModelConfig] = {
         model_dim=4096,
         attention=replace(_30B.attention, num_heads=64),
         moe=LAYERS["qwen3-235b-a22b"],
+        mlp_dim=12288,
     ),
     "qwen3-tiny": replace(
         _30B,
@@ -33,6 +35,7 @@ PRESETS: dict[str, ModelConfig] = {
         model_dim=64,
         attention=GroupedQueryConfig(num_heads=4, num_kv_heads=2, head_dim=32, qk_norm="head", rope=_ROPE),
         moe=MoEConfig(num_experts=16, experts_per_token=4, model_dim=64, expert_dim=32),
+        mlp_dim=None,
         max_length=512,
     ),
 }
