@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import tyro
 
-from raggedmoe.cli import bench, convert, explain, generate, models, verify
+from raggedmoe.cli import bench, convert, explain, generate, models, train, verify
 from raggedmoe.kernels.registry import CannotRunError
 
 COMMANDS: dict[str, Callable[..., int]] = {
+    "train": train.train,
     "models": models.models,
     "import": convert.import_,
     "export": convert.export,
@@ -20,9 +21,17 @@ COMMANDS: dict[str, Callable[..., int]] = {
 }
 
 
+# Commands whose settings are more than a signature says.
+HELP: dict[str, Callable[[], None]] = {"train": train.print_help}
+
+
 def main() -> None:
     """Run the command that the arguments name. A user's mistake is one line, not a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command in HELP and {"-h", "--help"} & set(sys.argv[2:]):
+        HELP[command]()
+        sys.exit(0)
     try:
         code: int = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,

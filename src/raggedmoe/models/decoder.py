@@ -272,6 +272,13 @@ def _rematerialized(body: Any, config: ModelConfig) -> Any:
     return jax.checkpoint(body, policy=policy, prevent_cse=False)  # a scan already keeps the two passes apart
 
 
+def knows_further(documents: Int[Array, "B S"], module: int) -> Bool[Array, "B S"]:
+    """Where a module of multi-token prediction knows the token that it joins, given each token's document or -1."""
+    ahead, length = module + 1, documents.shape[1]
+    in_row = jnp.arange(length)[None] < length - ahead
+    return in_row & (documents == jnp.roll(documents, -ahead, axis=1)) & (documents >= 0)
+
+
 def predict_further(
     params: Params,
     hidden: Float[Array, "B S D"],
@@ -303,8 +310,6 @@ def predict_further(
     for m in range(config.mtp_layers):
         own = under(f"mtp.{m}.", params)
         next_ids = jnp.roll(ids, -(m + 1), axis=1)
-        in_row = jnp.arange(ids.shape[1])[None] < ids.shape[1] - (m + 1)
-        knows = in_row & (documents == jnp.roll(documents, -(m + 1), axis=1)) & (documents >= 0)
         run = _Run(
             config=config,
             ids=next_ids,
@@ -312,7 +317,7 @@ def predict_further(
             slots=None,
             attends_to_cache=False,
             segments=None if segments is None and mask is None else documents,
-            mask=knows,
+            mask=knows_further(documents, m),
             hardware=hardware,
         )
         further = embed(params, next_ids, config)

@@ -1,0 +1,74 @@
+"""`raggedmoe train`: the main job."""
+
+import sys
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from raggedmoe.hardware import target_hardware
+from raggedmoe.train.keys import KEYS, SECTIONS, Key
+
+INTRODUCTION = """usage: raggedmoe train [MODEL] [KEY=VALUE ...]
+
+Train a Mixture-of-Experts language model; without a word, a small one on Python's own sources.
+
+  raggedmoe train
+  raggedmoe train olmoe-tiny steps=200 learning_rate=1e-3
+  raggedmoe train deepseek-v2-lite dataset_type=text dataset_path=books/ tokenizer_path=tokenizer.json
+  raggedmoe train demo profiler=xplane steps=20 run_name=traced
+
+MODEL is one of `raggedmoe models`; all others are settings. MaxText's names work too: where they differ from those \
+below they are translated, and one that changes nothing here says so.
+
+A run is a folder: base_output_directory/run_name. The same command again goes on where it was left, exactly. Ctrl-C \
+or SIGTERM saves first. `raggedmoe report FOLDER` makes a page of it, `raggedmoe generate FOLDER/model` continues a text.
+
+Exit codes: 0 finished; 2 a setting is wrong, and nothing was done; 3 stopped, as losses or gradients were not finite; \
+75 interrupted and saved: run it again."""
+
+
+def print_help() -> None:
+    """The introduction, and every setting with its default."""
+    console = Console(highlight=False)
+    console.print(INTRODUCTION, markup=False)
+    for section in SECTIONS:
+        table = Table.grid(padding=(0, 2), pad_edge=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for key in KEYS.values():
+            if key.section == section:
+                table.add_row(Text(_assignment(key)), Text(_meaning(key)))
+        console.print(f"\n[bold]{section}[/]")
+        console.print(table)
+
+
+def _assignment(key: Key) -> str:
+    default = ",".join(key.default) if isinstance(key.default, tuple) else key.default
+    return f"{key.name}={'none' if default in (None, '') else str(default).lower()}"
+
+
+def _meaning(key: Key) -> str:
+    return f"{key.help} ({', '.join(key.choices)})" if key.choices else key.help
+
+
+def train(
+    words: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL] [KEY=VALUE ...]")] = (),
+) -> int:
+    """Train a model from key=value settings; without a word, a small one. `raggedmoe train --help` lists them."""
+    try:
+        from raggedmoe.train.loop import FINISHED
+        from raggedmoe.train.loop import train as run
+        from raggedmoe.train.screen import Screen
+        from raggedmoe.train.settings import make_config, parse_settings
+    except ImportError as error:
+        raise ValueError(f"training needs more packages ({error}): pip install 'raggedmoe[train]'") from None
+    settings = parse_settings(words)
+    hardware = target_hardware()
+    config = make_config(settings, hardware)
+    screen = Screen(config.step.optimizer.steps, config.run.log_period)
+    outcome = run(config, hardware, screen)
+    print(outcome.text, file=sys.stdout if outcome.code == FINISHED else sys.stderr)
+    return outcome.code

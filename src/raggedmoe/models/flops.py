@@ -1,0 +1,39 @@
+"""Useful floating-point operations of a model, by its shapes: what model FLOP utilisation is a share of.
+
+Multiplications that the mathematics asks for, at two operations each: a token's own experts only, keys that it may see
+only (causal, within the window), no recomputation, no norms or softmax.
+"""
+
+from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.specs import param_specs
+
+
+def forward_flops(config: ModelConfig, sequence_length: int, *, mtp_layers: int = 0) -> float:
+    """Of one token in a sequence of that length, on average."""
+    weights = 0.0
+    for name, spec in param_specs(config).items():
+        module = name.split(".")[1] if name.startswith("mtp.") else None
+        if spec.contracts is None or (module is not None and int(module) >= mtp_layers):
+            continue
+        if name == "embedding" and not config.tied_embeddings:
+            continue  # looked up, not multiplied
+        heads = 1 + mtp_layers if name in ("embedding", "head") else 1  # every module of prediction reads them again
+        routed = "expert" in spec.axes and not name.rpartition(".")[2].startswith("router_")
+        weights += heads * spec.num_elements * (config.moe.experts_per_token / config.moe.num_experts if routed else 1)
+    layers = [config.kind(layer) for layer in range(config.num_layers + mtp_layers)]
+    seen = sum(mean_visible_keys(sequence_length, kind.window) for kind in layers)
+    attention = config.attention
+    value_dim = getattr(attention, "value_dim", attention.head_dim)
+    return 2 * weights + 2 * seen * attention.num_heads * (attention.head_dim + value_dim)
+
+
+def train_flops(config: ModelConfig, sequence_length: int, *, mtp_layers: int = 0) -> float:
+    """Of one token, forward and backward: every product has two in the backward pass."""
+    return 3 * forward_flops(config, sequence_length, mtp_layers=mtp_layers)
+
+
+def mean_visible_keys(sequence_length: int, window: int | None) -> float:
+    """Keys that a query sees, itself included, averaged over the positions of a sequence."""
+    if window is None or window >= sequence_length:
+        return (sequence_length + 1) / 2
+    return window - window * (window - 1) / (2 * sequence_length)

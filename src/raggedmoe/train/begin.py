@@ -1,0 +1,162 @@
+"""How a run begins: what was in its folder before, its description, and its first state."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from raggedmoe import compat, interop
+from raggedmoe.hardware import Hardware
+from raggedmoe.models.count import count_params
+from raggedmoe.models.flops import train_flops
+from raggedmoe.models.specs import param_specs
+from raggedmoe.train import run_folder
+from raggedmoe.train.checkpoint import Checkpoints, Restored
+from raggedmoe.train.data import Data
+from raggedmoe.train.metrics import METRICS, MetricsWriter
+from raggedmoe.train.optimizer import make_optimizer
+from raggedmoe.train.programs import Programs
+from raggedmoe.train.run import Run
+from raggedmoe.train.screen import Screen
+from raggedmoe.train.settings import TrainConfig, changed, plain
+from raggedmoe.train.speed import peak_flops
+from raggedmoe.train.state import TrainState, state_of
+from raggedmoe.version import __version__
+
+
+def headline(config: TrainConfig, data: Data, hardware: Hardware) -> str:
+    """What is about to happen."""
+    model, count = config.step.model, count_params(config.step.model)
+    return (
+        f"{config.settings.values['model_name']}: {count.total / 1e6:.2f}M parameters, {count.active / 1e6:.2f}M active"
+        f", {model.moe.experts_per_token} of {model.moe.num_experts} experts in {len(model.moe_layers)} of "
+        f"{model.num_layers} layers; {np.dtype(model.dtype).name} on {hardware.name}, JAX {compat.JAX_VERSION}\n"
+        f"{data.describe()}; {config.data.batch_size} × {config.data.sequence_length} tokens a step, "
+        f"{config.step.optimizer.steps} steps into {config.run.folder}"
+    )
+
+
+def earlier_run(config: TrainConfig, data: Data) -> dict[str, Any] | None:
+    """What run.json says of an earlier run here. Settings that its checkpoints do not allow to change are refused."""
+    earlier = run_folder.described(config.run.folder)
+    if earlier is None or config.checkpoints is None or not any(config.checkpoints.folder.glob("step_*")):
+        return earlier
+    different = changed(earlier.get("settings", {}), plain(config.settings.values))
+    if different:
+        raise ValueError(
+            f"{config.run.folder} has checkpoints of a run with other settings: {'; '.join(different)}. Use those to "
+            "resume it, or another run_name to begin anew"
+        )
+    if earlier.get("data_fingerprint") != data.fingerprint:
+        raise ValueError(
+            f"{config.run.folder} has checkpoints of a run on other data: it was {earlier.get('data')!r}, now it is "
+            f"{data.describe()!r}; restore the files, or use another run_name to begin anew"
+        )
+    return earlier
+
+
+def opened_checkpoints(config: TrainConfig) -> Any:
+    """A context with the run's checkpoints, or with None."""
+    return contextlib.nullcontext() if config.checkpoints is None else Checkpoints(config.checkpoints)
+
+
+def opened_metrics(
+    config: TrainConfig, restored: Restored | None, earlier: dict[str, Any] | None, screen: Screen
+) -> MetricsWriter:
+    """The files to go on with. What another run left is moved aside, not overwritten."""
+    folder = config.run.folder
+    if restored is None:
+        same = earlier is not None and earlier.get("settings") == plain(config.settings.values)
+        killed_early = same and config.checkpoints is not None
+        if not killed_early and (aside := run_folder.set_aside(folder)) is not None:
+            screen.say(f"an earlier run was here: moved to {aside}")
+    step = 0 if restored is None else restored.step
+    began = (folder / METRICS).exists()
+    return MetricsWriter(folder, resume_step=step if began else None, tensorboard=config.run.tensorboard)
+
+
+def make_run(
+    config: TrainConfig,
+    data: Data,
+    programs: Programs,
+    metrics: MetricsWriter,
+    checkpoints: Checkpoints | None,
+    screen: Screen,
+    hardware: Hardware,
+) -> Run:
+    """All parts together, described in run.json."""
+    model, mtp_layers = config.step.model, config.step.mtp_layers
+    layers = [*model.moe_layers, *range(model.num_layers, model.num_layers + mtp_layers)]
+    run = Run(
+        config=config,
+        data=data,
+        held_out=data.held_out_batches(config.run.eval_steps),
+        programs=programs,
+        metrics=metrics,
+        checkpoints=checkpoints,
+        screen=screen,
+        batches=data.train_batches(),
+        flops_per_token=train_flops(model, config.data.sequence_length, mtp_layers=mtp_layers),
+        peak_flops=peak_flops(hardware, model.dtype),
+        load=np.zeros((len(layers), model.moe.num_experts), np.int64),
+    )
+    count = count_params(model)
+    description = {
+        "name": config.run.folder.name,
+        "raggedmoe": __version__,
+        "jax": compat.JAX_VERSION,
+        "hardware": hardware.name,
+        "devices": 1,
+        "model": {
+            "name": config.settings.values["model_name"],
+            "total": count.total,
+            "active": count.active,
+            "moe_layers": layers,
+            "num_experts": model.moe.num_experts,
+            "experts_per_token": model.moe.experts_per_token,
+        },
+        "settings": plain(config.settings.values),
+        "notes": list(config.settings.notes),
+        "data": data.describe(),
+        "data_fingerprint": data.fingerprint,
+        "kernels": programs.kernels,
+        "flops_per_token": run.flops_per_token,
+        "peak_flops": run.peak_flops,
+    }
+    run_folder.describe(config.run.folder, description)
+    return run
+
+
+def first_state(run: Run, restored: Restored | None) -> TrainState:
+    """The state to go on from, with the data at its place."""
+    if restored is not None:
+        run.batches.set_state(restored.extra["data"])
+        run.load = np.asarray(restored.extra["load"], np.int64).reshape(run.load.shape)
+        run.screen.say(f"resumed after step {restored.step} from {restored.path}")
+        run.metrics.event(restored.step, "resumed", restored.path.name)
+        return restored.state
+    key = jax.random.key(run.config.run.seed)
+    if run.config.run.load_parameters_path is None:
+        return run.programs.init(key)
+    return _from_model(run, run.config.run.load_parameters_path, key)
+
+
+def _from_model(run: Run, path: Path, key: jax.Array) -> TrainState:
+    """The start of a run with the parameters of a model's folder."""
+    wanted = run.config.step.model
+    found = interop.load(path, dtype=wanted.dtype, param_dtype=wanted.param_dtype, progress=True).params
+    specs = param_specs(wanted)
+    wrong = [
+        f"{name}: expected {specs[name].shape if name in specs else 'none'}, "
+        f"found {found[name].shape if name in found else 'none'}"
+        for name in sorted(specs.keys() | found.keys())
+        if name not in specs or name not in found or specs[name].shape != found[name].shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"{path} is no checkpoint of model_name={run.config.settings.values['model_name']}; {'; '.join(wrong[:5])}"
+        )
+    optimizer = make_optimizer(run.config.step.optimizer, specs)
+    return jax.jit(lambda params: state_of(params, optimizer, jax.random.split(key)[1]))(found)

@@ -1,0 +1,113 @@
+"""Whether a run's state fits in the memory there is, known from shapes alone, before anything is allocated."""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from raggedmoe.hardware import GB, HARDWARE, Hardware
+from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.presets import PRESETS
+from raggedmoe.models.specs import is_trained, param_specs
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """What training holds for as long as it runs. Activations come on top."""
+
+    num_params: int
+    params: int
+    gradients: int  # in float32
+    moments: int  # Adam's two, in float32
+
+    @property
+    def total(self) -> int:
+        return self.params + self.gradients + self.moments
+
+
+def state_bytes(config: ModelConfig) -> StateBytes:
+    """Of a model that is trained by AdamW."""
+    specs = param_specs(config)
+    trained = sum(spec.num_elements for name, spec in specs.items() if is_trained(name))
+    return StateBytes(
+        num_params=sum(spec.num_elements for spec in specs.values()),
+        params=sum(spec.num_elements * jnp.dtype(spec.dtype).itemsize for spec in specs.values()),
+        gradients=4 * trained,
+        moments=8 * trained,
+    )
+
+
+def memory_bytes(hardware: Hardware) -> int | None:
+    """What one device of this machine can hold; None: nobody says."""
+    if hardware.platform == "cpu":
+        return _host_memory()
+    stats: dict[str, Any] = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit") or hardware.hbm_bytes
+
+
+def _host_memory() -> int | None:
+    """Memory that the system can hand out, or this process's own limit if that is less."""
+    found = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        if "MemAvailable" in lines:
+            found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        found.append(int(text))
+    return min(found, default=None)
+
+
+def check_fit(name: str, config: ModelConfig, available: int | None, where: str) -> None:
+    """Refuse a run whose state alone is more than the memory; say by how much, and what would fit."""
+    needed = state_bytes(config)
+    if available is None or needed.total <= available:
+        return
+    here = "; ".join(_here(config, available)) or "nothing of it"
+    raise ValueError(
+        f"{name}: {needed.num_params / 1e9:.1f}B parameters do not fit: training holds {_gb(needed.total)} (parameters "
+        f"{_gb(needed.params)}, gradients {_gb(needed.gradients)}, Adam's moments {_gb(needed.moments)}), {where} has "
+        f"{_gb(available)}: {_gb(needed.total - available)} too little, activations not counted. "
+        f"It would fit {_elsewhere(needed.total)}. Here would fit: {here}"
+    )
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / GB:.1f} GB"
+
+
+def _elsewhere(needed: int) -> str:
+    """The number of chips of each kind that together hold the state, a quarter left for activations."""
+    chips = [
+        f"{math.ceil(needed / (0.75 * chip.hbm_bytes))} × {chip.name}"
+        for chip in HARDWARE.values()
+        if chip.hbm_bytes is not None
+    ]
+    return f"on {', '.join(chips)}, split by fsdp_parallelism or expert_parallelism"
+
+
+def _here(config: ModelConfig, available: int) -> list[str]:
+    """What of the model would fit: fewer layers, or smaller models of the family."""
+    found = []
+    fitting = [
+        n for n in range(1, config.num_layers) if state_bytes(_first_layers(config, n)).total <= 0.75 * available
+    ]
+    if fitting:
+        found.append(f"num_layers={fitting[-1]} of its {config.num_layers}")
+    smaller = [
+        name
+        for name, other in PRESETS.items()
+        if other.family == config.family and state_bytes(other).total <= 0.75 * available
+    ]
+    if smaller:
+        found.append(f"model_name={' or '.join(smaller)}")
+    return found
+
+
+def _first_layers(config: ModelConfig, layers: int) -> ModelConfig:
+    dense = tuple(layer for layer in config.dense_layers if layer < layers)
+    return replace(config, num_layers=layers, dense_layers=dense)

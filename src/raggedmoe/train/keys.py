@@ -1,0 +1,221 @@
+"""Every setting of `raggedmoe train`, once: its name, type, default and what it does. Help, docs and parsing read this.
+
+Names are those that MaxText's users know where both mean the same; `raggedmoe.interop.maxtext` has the rest of theirs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from raggedmoe.models.config import SAVED_NAMES
+from raggedmoe.moe.backends import BACKENDS
+
+SCHEDULES = ("cosine", "wsd", "constant")
+BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def _bool(text: str) -> bool:
+    return BOOLS[text.lower()]
+
+
+def _names(text: str) -> tuple[str, ...]:
+    parts = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not parts:
+        raise ValueError(text)
+    return parts
+
+
+def _integer(text: str) -> int:
+    return int(text.replace("_", ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A type of value: how it is read, and how an error describes it."""
+
+    read: Callable[[str], Any]
+    expected: str
+
+
+KINDS: dict[str, Kind] = {
+    "int": Kind(read=_integer, expected="a whole number"),
+    "float": Kind(read=float, expected="a number"),
+    "bool": Kind(read=_bool, expected="true or false"),
+    "str": Kind(read=str, expected="a word"),
+    "names": Kind(read=_names, expected="names separated by commas"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One setting."""
+
+    name: str
+    section: str
+    kind: str  # of KINDS
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+    may_change: bool = False  # a run can be resumed with another value: what was computed so far stays as it is
+
+    def parse(self, text: str) -> Any:
+        """The value that a user typed."""
+        kind = KINDS[self.kind]
+        if text.lower() in ("none", "null") and self.default is None:
+            return None
+        try:
+            value = kind.read(text)
+        except (ValueError, KeyError):
+            raise ValueError(f"{self.name}: expected {kind.expected}, got {text!r}; {self.help}") from None
+        if self.choices and value not in self.choices:
+            raise ValueError(f"{self.name}: expected one of {', '.join(self.choices)}, got {text!r}")
+        return value
+
+
+def _section(name: str, *keys: tuple) -> list[Key]:
+    made = []
+    for key_name, kind, default, text, *more in keys:
+        options = more[0] if more else {}
+        made.append(Key(name=key_name, section=name, kind=kind, default=default, help=text, **options))
+    return made
+
+
+_FREE: dict[str, Any] = {"may_change": True}
+_DEGREE = "devices along this axis; -1: all that are left"
+
+KEYS: dict[str, Key] = {
+    key.name: key
+    for key in [
+        *_section(
+            "model",
+            ("model_name", "str", "demo", "a model of `raggedmoe models`, or demo"),
+            ("num_layers", "int", None, "the model with its first so many layers only"),
+            ("load_parameters_path", "str", None, "start from a checkpoint: a Hugging Face folder or one of ours"),
+            ("attention", "str", "auto", "implementation of attention: auto, dot_product, chunked, …", _FREE),
+            (
+                "remat",
+                "names",
+                ("none",),
+                f"kept for the backward pass: none (all), full (nothing), or names out of {', '.join(SAVED_NAMES)}",
+                _FREE,
+            ),
+            (
+                "dtype",
+                "str",
+                "auto",
+                "of activations; auto: float32 on a CPU, bfloat16 elsewhere",
+                {"choices": ("auto", "float32", "bfloat16")},
+            ),
+            (
+                "weight_dtype",
+                "str",
+                "float32",
+                "of the master weights; optimizer moments are float32 in any case",
+                {"choices": ("float32", "bfloat16")},
+            ),
+            ("mtp_layers", "int", None, "modules of multi-token prediction; none: as the model has"),
+            ("mtp_loss_weight", "float", 0.3, "of their loss; 0 does not train them"),
+        ),
+        *_section(
+            "experts",
+            ("moe_backend", "str", "auto", f"bundle of strategy and kernels: {', '.join(BACKENDS)}", _FREE),
+            (
+                "sparse_matmul",
+                "bool",
+                None,
+                "false: every expert on every token, as moe_backend=jax; with a capacity factor, fixed slots",
+                _FREE,
+            ),
+            ("ragged_gather", "names", ("auto",), "implementation, or several in order of preference", _FREE),
+            ("ragged_gather_reduce", "names", ("auto",), "implementation, or several in order of preference", _FREE),
+            ("grouped_matmul", "names", ("auto",), "implementation, or several in order of preference", _FREE),
+            ("width_chunks", "int", 1, "the model width in so many parts, moved while others are multiplied", _FREE),
+            ("routing", "str", None, "learned, random, balanced, hash; none: as the model has"),
+            (
+                "capacity_factor",
+                "float",
+                None,
+                "slots of each expert as a multiple of T·K/E; tokens beyond are dropped "
+                "and counted; none: nothing is dropped",
+            ),
+            ("aux_loss_weight", "float", None, "of the load-balancing loss; none: as the model has"),
+            ("z_loss_weight", "float", None, "of the router's z-loss; none: as the model has"),
+            ("bias_update_rate", "float", 1e-3, "of the loss-free rule, for models with a selection bias; 0: never"),
+        ),
+        *_section(
+            "data",
+            (
+                "dataset_type",
+                "str",
+                "stdlib",
+                "stdlib (Python's own sources, as bytes), text or synthetic",
+                {"choices": ("stdlib", "text", "synthetic")},
+            ),
+            ("dataset_path", "names", (), "of text: files or folders, separated by commas"),
+            ("tokenizer_path", "str", None, "of text: a tokenizer.json; none: bytes"),
+            ("max_target_length", "int", 256, "tokens of a sequence"),
+            ("per_device_batch_size", "int", 16, "sequences of a micro-batch on each device"),
+            ("gradient_accumulation_steps", "int", 1, "micro-batches of a step, whose gradients are added up"),
+            ("packing", "bool", True, "documents one after the other in a row; false: one a row, padded"),
+            ("held_out", "float", 0.05, "share of the documents that is never trained on"),
+            ("data_seed", "int", 0, "of the split and the order"),
+        ),
+        *_section(
+            "learning",
+            ("steps", "int", 1000, "of the run, over which the schedule goes", _FREE),
+            ("learning_rate", "float", 3e-3, "at its highest"),
+            ("schedule", "str", "cosine", "after the warm-up", {"choices": SCHEDULES}),
+            ("warmup_steps", "int", None, "linear rise; none: a fiftieth of the steps"),
+            ("decay_fraction", "float", 0.2, "of the steps that schedule=wsd decays over"),
+            ("final_fraction", "float", 0.1, "of the learning rate that is left at the end"),
+            ("adam_b1", "float", 0.9, "decay of the mean of gradients"),
+            ("adam_b2", "float", 0.95, "decay of the mean of their squares"),
+            ("adam_eps", "float", 1e-8, "added to the root of that"),
+            ("weight_decay", "float", 0.1, "of matrices; norms and biases do not decay"),
+            ("gradient_clipping_threshold", "float", 1.0, "longest gradient; 0: not clipped"),
+            (
+                "max_skipped_steps",
+                "int",
+                10,
+                "steps in a row with a loss or gradient that is not finite, each skipped, after which the run stops",
+                _FREE,
+            ),
+            ("seed", "int", 0, "of the parameters and of all that is random in a step"),
+        ),
+        *_section(
+            "run",
+            ("base_output_directory", "str", "out", "where runs are written", _FREE),
+            ("run_name", "str", None, "folder of the run in there; none: the model's name", _FREE),
+            ("log_period", "int", 10, "steps between lines where the output is not a terminal", _FREE),
+            ("load_period", "int", 10, "steps between lines of load.jsonl, the loads of every expert", _FREE),
+            ("eval_interval", "int", 100, "steps between held-out losses; 0: at the start and the end only", _FREE),
+            ("eval_steps", "int", 16, "batches of the held-out loss", _FREE),
+            ("tensorboard", "bool", True, "write TensorBoard events too", _FREE),
+            (
+                "profiler",
+                "str",
+                "none",
+                "xplane: record a trace that xprof opens",
+                {"choices": ("none", "xplane"), **_FREE},
+            ),
+            ("profiler_steps", "int", 3, "steps in the trace", _FREE),
+            ("skip_first_n_steps_for_profiler", "int", 1, "steps before it", _FREE),
+        ),
+        *_section(
+            "checkpoints",
+            ("enable_checkpointing", "bool", True, "save, and resume where the run was left", _FREE),
+            ("checkpoint_period", "int", 100, "steps between them", _FREE),
+            ("keep_last", "int", 2, "newest ones to keep", _FREE),
+            ("keep_best", "bool", True, "keep the one with the lowest held-out loss too", _FREE),
+            ("async_checkpointing", "bool", True, "write while training goes on", _FREE),
+        ),
+        *_section(
+            "parallel",
+            ("data_parallelism", "int", 1, _DEGREE),
+            ("fsdp_parallelism", "int", 1, _DEGREE),
+            ("expert_parallelism", "int", 1, _DEGREE),
+            ("tensor_parallelism", "int", 1, _DEGREE),
+        ),
+    ]
+}
+SECTIONS = tuple(dict.fromkeys(key.section for key in KEYS.values()))

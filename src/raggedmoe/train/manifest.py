@@ -1,0 +1,170 @@
+"""What a checkpoint says about itself: its arrays, and its files with their checksums.
+
+orbax reads a file with a flipped bit as if nothing had happened: sizes and checksums are compared before it reads any.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STATE = "state"  # the folder of the arrays, beside the manifest
+
+
+class Damaged(Exception):
+    """A checkpoint's files are not those that were written. The text says which, and how they differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredLeaf:
+    """One array of the state, as the caller knows it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    key_impl: str | None = None  # of typed random keys, whose data is what is stored
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    step: int
+    metric: float | None
+    extra: dict[str, Any]
+    leaves: dict[str, StoredLeaf]
+    files: dict[str, StoredFile]  # by path below the state's folder
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    (folder / MANIFEST).write_bytes(_rendered({"format": FORMAT, **asdict(manifest)}))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """A checkpoint's manifest. ``Damaged`` if it is not, byte for byte, as it was written."""
+    try:
+        raw = (folder / MANIFEST).read_bytes()
+        content = json.loads(raw)
+    except FileNotFoundError:
+        raise Damaged(f"{MANIFEST} is missing") from None
+    except OSError as error:
+        raise Damaged(f"{MANIFEST} cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{MANIFEST} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise Damaged(f"{MANIFEST}: expected a JSON object, found {type(content).__name__}")
+    content.pop("sha256", None)
+    # Written anew it has the same bytes, or something in it changed: values, their checksum, or a mere space.
+    if _rendered(content) != raw:
+        raise Damaged(f"{MANIFEST} does not match its checksum")
+    if content["format"] != FORMAT:
+        raise ValueError(
+            f"{folder}: expected a checkpoint of format {FORMAT}, found {content['format']}; "
+            "read it with the version of raggedmoe that wrote it"
+        )
+    return Manifest(
+        step=content["step"],
+        metric=content["metric"],
+        extra=content["extra"],
+        leaves={
+            name: StoredLeaf(**{**leaf, "shape": tuple(leaf["shape"])}) for name, leaf in content["leaves"].items()
+        },
+        files={name: StoredFile(**file) for name, file in content["files"].items()},
+    )
+
+
+def verified_manifest(folder: Path) -> Manifest:
+    """The same of a checkpoint all of whose files are as they were written; ``Damaged`` names those that are not."""
+    manifest = read_manifest(folder)
+    said = int(folder.name.removeprefix("step_"))
+    if manifest.step != said:
+        raise Damaged(f"{MANIFEST}: expected step {said}, as the folder is called, found {manifest.step}")
+    problems = list(_problems(folder / STATE, manifest.files))
+    if problems:
+        raise Damaged("; ".join(problems))
+    return manifest
+
+
+def _problems(state: Path, expected: dict[str, StoredFile]) -> Iterator[str]:
+    found = set(_files(state))
+    for name in sorted(expected.keys() | found):
+        if name not in found:
+            yield f"{STATE}/{name} is missing"
+        elif name not in expected:
+            yield f"{STATE}/{name} was not there when the checkpoint was written"
+        else:
+            problem = _problem(state / name, expected[name])
+            if problem is not None:
+                yield f"{STATE}/{name} {problem}"
+
+
+def _problem(path: Path, expected: StoredFile) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != expected.size:
+            return f"has {size} bytes, expected {expected.size}"
+        return None if _sha256(path) == expected.sha256 else "does not match its checksum"
+    except OSError as error:  # a disk that cannot read it any more
+        return f"cannot be read: {error}"
+
+
+def stored_files(state: Path) -> dict[str, StoredFile]:
+    """All files below a folder with their sizes and checksums."""
+    return {
+        name: StoredFile(size=(state / name).stat().st_size, sha256=_sha256(state / name)) for name in _files(state)
+    }
+
+
+def sync_to_disk(folder: Path) -> None:
+    """Force a folder, and all that is in it, out of the system's memory."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            sync(Path(parent, name))
+        sync(Path(parent))
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def plain_json(value: Any, where: str = "extra") -> Any:
+    """A copy of a value that JSON gives back as it is. What it would change or refuse is an error that says where."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list):
+        return [plain_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{where}: expected what JSON gives back as it is (dict, list, str, int, float, bool, None), "
+            f"got {type(value).__name__}; convert it, or put arrays into the state"
+        )
+    for key in value:
+        if not isinstance(key, str):
+            raise ValueError(f"{where}: expected keys that are strings, got {key!r}; JSON would make it one")
+    return {key: plain_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+
+
+def _rendered(content: dict[str, Any]) -> bytes:
+    checksum = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return f"{json.dumps({'sha256': checksum, **content}, indent=1)}\n".encode()
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

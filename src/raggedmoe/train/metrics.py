@@ -1,0 +1,227 @@
+"""What a run leaves on disk to look at: JSON lines of its steps and of its experts' load, and TensorBoard's events."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, SupportsFloat
+
+import numpy as np
+
+METRICS = "metrics.jsonl"
+LOAD = "load.jsonl"
+TENSORBOARD = "tensorboard"
+TENSORBOARD_SECONDS = 10.0  # between two flushes while nobody asks for one; each takes milliseconds
+
+
+class MetricsWriter:
+    """Appends to ``metrics.jsonl``, ``load.jsonl`` and TensorBoard's event files in a run's folder.
+
+    ``resume_step=None`` starts a run and refuses a folder that has metrics. A number goes on after that step: what a
+    killed run wrote past it is cut off, half a line at the end too. So a run that was killed before its first
+    checkpoint starts again with 0. Each line is handed to the operating system at once, for those who watch the file.
+    """
+
+    def __init__(self, folder: Path, *, resume_step: int | None, tensorboard: bool = True) -> None:
+        metrics, load = folder / METRICS, folder / LOAD
+        for path in (metrics, load):
+            if resume_step is None and path.exists() and read_jsonl(path):
+                raise ValueError(
+                    f"{path}: expected no such lines where a run starts, got those of another run; resume that one, or "
+                    "name a new folder"
+                )
+        if tensorboard:
+            _require_tensorboard()
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in (metrics, load):
+            _cut_after(path, -1 if resume_step is None else resume_step)
+        self._metrics: BinaryIO = metrics.open("ab")
+        self._load: BinaryIO = load.open("ab")
+        self._events = _TensorBoardFile(folder / TENSORBOARD, resume_step) if tensorboard else None
+
+    def train(self, step: int, values: Mapping[str, SupportsFloat | None]) -> None:
+        """One training step: ``loss``, ``learning_rate``, ``tokens_per_second``, … What is not finite becomes null."""
+        self._record("train", step, values)
+
+    def held_out(self, step: int, values: Mapping[str, SupportsFloat | None]) -> None:
+        """One evaluation after that many steps."""
+        self._record("eval", step, values)
+
+    def event(self, step: int, what: str, text: str = "") -> None:
+        """Something that happened once: ``resumed``, ``interrupted``, ``skipped``, ``checkpoint``."""
+        _append(self._metrics, {"kind": "event", "step": int(step), "what": what, "text": text})
+
+    def load(self, step: int, load: Sequence[Sequence[int]] | np.ndarray) -> None:
+        """How many tokens each expert got since the previous line, ``[layers, E]``."""
+        counts = np.asarray(load)
+        if counts.ndim != 2 or not (np.issubdtype(counts.dtype, np.number) and (counts == np.floor(counts)).all()):
+            raise ValueError(
+                f"expected load as whole counts [layers, experts], got an array of {counts.dtype}{list(counts.shape)}"
+            )
+        _append(self._load, {"step": int(step), "load": counts.astype(np.int64).tolist()})
+
+    def flush(self) -> None:
+        """Returns when all that was written would survive a power cut. Call it before a checkpoint commits."""
+        for file in (self._metrics, self._load):
+            file.flush()
+            os.fsync(file.fileno())
+        if self._events is not None:
+            self._events.flush()
+
+    def close(self) -> None:
+        """Flushes and closes. Closing twice does no harm."""
+        if self._metrics.closed:
+            return
+        self.flush()
+        self._metrics.close()
+        self._load.close()
+        if self._events is not None:
+            self._events.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _record(self, kind: str, step: int, values: Mapping[str, SupportsFloat | None]) -> None:
+        numbers = {name: _number(value) for name, value in values.items()}
+        if taken := {"kind", "step"} & numbers.keys():
+            raise ValueError(f"expected other names of values than kind and step, got {', '.join(sorted(taken))}")
+        _append(self._metrics, {"kind": kind, "step": int(step), **numbers})
+        if self._events is not None:
+            group = "held_out" if kind == "eval" else kind
+            self._events.scalars(int(step), {f"{group}/{k}": v for k, v in numbers.items() if v is not None})
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file, one a line. A last line that was cut off is left out: a killed run leaves one.
+
+    NaN and Infinity, which are no JSON but which some write, read as None, as does our null.
+    """
+    return [values for _, values in _numbered_lines(path)]
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """The file has the new content or, should the machine stop in between, the old one; never a part."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself is in the folder
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _numbered_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    lines = path.read_bytes().split(b"\n")
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line, parse_constant=lambda name: None)
+            if not isinstance(values, dict):
+                raise ValueError(f"a {type(values).__name__}")
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):  # no newline follows: the writer was stopped in the middle
+                break
+            raise ValueError(
+                f"{path}, line {number}: expected a JSON object, got {error}; remove the line or move the file away"
+            ) from None
+        found.append((number, values))
+    return found
+
+
+def _cut_after(path: Path, step: int) -> None:
+    """Leaves only the lines up to a step, and only whole ones."""
+    if not path.exists():
+        return
+    kept = []
+    for number, values in _numbered_lines(path):
+        if not isinstance(values.get("step"), int):
+            raise ValueError(
+                f"{path}, line {number}: expected a whole number as step, got {values.get('step')!r}; "
+                "remove the line or move the file away"
+            )
+        if values["step"] <= step:
+            kept.append(_line(values))
+    content = b"".join(kept)
+    if content != path.read_bytes():
+        replace_file(path, content)
+
+
+def _line(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _append(file: BinaryIO, values: dict[str, Any]) -> None:
+    file.write(_line(values))
+    file.flush()
+
+
+def _number(value: SupportsFloat | None) -> float | int | None:
+    """A Python number that is written as it is: a float32 becomes the float64 of the same value."""
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)):
+        value = np.asarray(value)
+        value = int(value) if np.issubdtype(value.dtype, np.integer) else float(value)
+    return value if math.isfinite(value) else None
+
+
+def _require_tensorboard() -> None:
+    try:
+        import tensorboardX  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            "TensorBoard's events need the tensorboardX package; pip install 'raggedmoe[train]', or switch them off"
+        ) from None
+
+
+class _TensorBoardFile:
+    """One event file, written in this thread.
+
+    tensorboardX's SummaryWriter hands events to a queue that its flush does not wait for, and names the file after
+    the second, so that a run resumed within it would overwrite the file before. Hence its parts, and a number.
+    """
+
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        folder.mkdir(parents=True, exist_ok=True)
+        suffix = f".{len(list(folder.iterdir())):06}"
+        self._writer = EventsWriter(str(folder / "events"), suffix)
+        self._flushed = time.monotonic()
+        if resume_step is not None:  # TensorBoard hides what earlier files have from this step on
+            self._write(Event(step=resume_step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def scalars(self, step: int, values: dict[str, float | int]) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        self._write(Event(step=step, summary=summary))
+        if time.monotonic() - self._flushed > TENSORBOARD_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        self._writer.flush()  # which calls fsync
+        self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._writer.write_event(event)

@@ -1,0 +1,3 @@
+"""The page that is made of a training run."""
+
+from raggedmoe.train.report.build import write_report as write_report

@@ -1,0 +1,100 @@
+"""A run as one page: what came out, how it got there, which kernels ran and why. One file that loads nothing else."""
+
+import math
+from html import escape
+from pathlib import Path
+
+from raggedmoe.train.metrics import LOAD, METRICS, replace_file
+from raggedmoe.train.report import page as html
+from raggedmoe.train.report.curves import drops_section, loss_section, smoothing_window, speed_section, why_no_mfu
+from raggedmoe.train.report.figures import require_matplotlib
+from raggedmoe.train.report.load import load_section
+from raggedmoe.train.report.page import NOTHING, compact, duration, number, percent, whole
+from raggedmoe.train.report.record import DEAD_LINES, RUN, RunRecord, is_number, part, read_run, series
+from raggedmoe.train.report.tables import events_section, kernels_section, settings_section
+
+REPORT = "report.html"
+
+
+def write_report(run: Path, out: Path | None = None) -> Path:
+    """Writes the page of a run's folder, to ``report.html`` in it unless told otherwise, and returns its path.
+
+    The same files give the same page, byte by byte. What an old or cut-off run lacks, the page says.
+    """
+    require_matplotlib()
+    record = read_run(run)
+    sections = [
+        _headline(record),
+        loss_section(record),
+        load_section(record),
+        html.columns([speed_section(record), drops_section(record)]),
+        kernels_section(record),
+        events_section(record),
+        settings_section(record),
+        f'<footer class="sub">Made by raggedmoe report from {METRICS}, {LOAD} and {RUN}.</footer>',
+    ]
+    path = run / REPORT if out is None else out
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, html.page(f"{record.name}: raggedmoe training report", sections).encode())
+    return path
+
+
+def _headline(run: RunRecord) -> str:
+    held_out = series(run.held_out, "loss")
+    loss = run.series("loss")
+    best = f"best {number(held_out.known.min())}" if held_out.known.size else "never measured"
+    window = smoothing_window(run)
+    steps = run.train[-1]["step"] if run.train else math.nan
+    speed, mfu, seconds = run.series("tokens_per_second"), run.series("mfu"), run.total("seconds")
+    dead = run.load.dead if run.load is not None else None
+    dropped, num_skipped = run.total("dropped"), len(run.skipped)
+    figures = [
+        ("Held-out loss", number(held_out.last), best, False),
+        (
+            "Training loss",
+            number(loss.mean_of_last(window)),
+            f"mean of the last {window} steps" if window > 1 else "last step",
+            False,
+        ),
+        ("Steps", whole(steps), f"{duration(seconds)} in all", False),
+        ("Tokens", compact(run.total("tokens")), "trained on", False),
+        ("Tokens per second", whole(speed.median), "median", False),
+        ("MFU", percent(mfu.median), "median, of the peak FLOP/s" if mfu.known.size else why_no_mfu(run), False),
+        ("Dropped", whole(dropped), "routed slots without an expert", dropped > 0),
+        ("Skipped steps", whole(num_skipped) if run.train else NOTHING, "loss or gradient not finite", num_skipped > 0),
+        (
+            "Dead experts",
+            NOTHING if dead is None else whole(len(dead)),
+            "load was not recorded" if dead is None else f"no token in the last {DEAD_LINES} records",
+            bool(dead),
+        ),
+    ]
+    return "\n".join(
+        [
+            f"<header><h1>{escape(run.name)}</h1>",
+            f'<p class="lead">{escape(_what_ran(run))}</p></header>',
+            *(html.missing(problem) for problem in run.problems),
+            html.tiles(figures),
+        ]
+    )
+
+
+def _what_ran(run: RunRecord) -> str:
+    """One line: the model, the machine, the versions, the data."""
+    model, info = run.model, run.info
+    parts = []
+    if model.get("name"):
+        parts.append(str(model["name"]))
+    if is_number(model.get("total")):
+        active = f", {compact(model['active'])} active" if is_number(model.get("active")) else ""
+        parts.append(f"{compact(model['total'])} parameters{active}")
+    if model.get("num_experts"):
+        layers = len(part(model, "moe_layers", list)) or "?"
+        top = f", {model['experts_per_token']} a token" if model.get("experts_per_token") else ""
+        parts.append(f"{layers} MoE layers of {model['num_experts']} experts{top}")
+    if info.get("hardware"):
+        parts.append(f"{info['devices']} × {info['hardware']}" if info.get("devices") else str(info["hardware"]))
+    parts.extend(f"{name} {info[key]}" for key, name in (("jax", "JAX"), ("raggedmoe", "raggedmoe")) if info.get(key))
+    if info.get("data"):
+        parts.append(f"data {info['data']}")
+    return " · ".join(parts)

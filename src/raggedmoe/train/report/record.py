@@ -1,0 +1,218 @@
+"""What a report knows of a run: its files, read so that an old or cut-off run is still one, and series made of them."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raggedmoe.interop.json_file import read_json_object
+from raggedmoe.train.metrics import LOAD, METRICS, read_jsonl
+
+RUN = "run.json"
+DEAD_LINES = 10  # an expert that got nothing in so many last lines of load.jsonl counts as dead
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One value over steps; NaN where a line lacks it."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    @property
+    def known(self) -> np.ndarray:
+        return self.values[np.isfinite(self.values)]
+
+    @property
+    def last(self) -> float:
+        """The last known value, NaN if there is none."""
+        return float(self.known[-1]) if self.known.size else math.nan
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.known)) if self.known.size else math.nan
+
+    def mean_of_last(self, window: int) -> float:
+        """The mean of the known values among the last ``window`` ones, NaN if there are none."""
+        known = self.values[-window:][np.isfinite(self.values[-window:])]
+        return float(known.mean()) if known.size else math.nan
+
+    def smoothed(self, window: int) -> "Series":
+        """At each step the mean of the known values around it; of fewer near the start, where curves are steep."""
+        known = np.isfinite(self.values)
+        sums = np.concatenate([[0.0], np.cumsum(np.where(known, self.values, 0.0))])
+        counts = np.concatenate([[0], np.cumsum(known)])
+        places = np.arange(len(self.values))
+        half = np.minimum(window // 2, places)
+        low, high = places - half, np.minimum(places + half + 1, len(places))
+        num = counts[high] - counts[low]
+        means = np.divide(sums[high] - sums[low], num, out=np.full(len(places), np.nan), where=num > 0)
+        return Series(steps=self.steps, values=means)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadHistory:
+    """Tokens of each expert between recorded steps: ``counts [lines, layers, E]``."""
+
+    steps: np.ndarray
+    counts: np.ndarray
+    layers: list[int]  # the layers' numbers in the model
+    left_out: int  # lines whose shape differs from the last one's
+
+    @property
+    def dead(self) -> list[tuple[int, int]]:
+        """(layer, expert) of those that got no token in the last lines."""
+        idle = self.counts[-DEAD_LINES:].sum(axis=0) == 0
+        return [(self.layers[layer], int(expert)) for layer, expert in np.argwhere(idle)]
+
+    def in_bins(self, max_bins: int) -> "BinnedLoad":
+        """The counts summed over equal stretches of steps, so that a gap in the record is a gap in the picture."""
+        between = np.diff(self.steps)
+        usual = float(np.median(between)) if between.size else float(max(self.steps[0], 1))
+        first, last = float(self.steps[0]) - usual, float(self.steps[-1])
+        num_bins = max(1, min(max_bins, round((last - first) / usual)))
+        # A line holds what came up to its step, so a bin is open on the left and closed on the right.
+        place = np.ceil((self.steps - first) / (last - first) * num_bins - 1e-9).astype(int) - 1
+        sums = np.zeros((num_bins, *self.counts.shape[1:]))
+        np.add.at(sums, np.clip(place, 0, num_bins - 1), self.counts)
+        mean = sums.mean(axis=2, keepdims=True)
+        relative = np.divide(sums, mean, out=np.full(sums.shape, np.nan), where=mean > 0)
+        return BinnedLoad(first=first, last=last, relative=relative)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinnedLoad:
+    """Load over the mean of the layer's experts, ``relative [bins, layers, E]``; NaN where nothing was recorded."""
+
+    first: float
+    last: float
+    relative: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The lines of a run by kind, what run.json says, and what was missing or could not be read."""
+
+    folder: Path
+    info: dict[str, Any]
+    train: list[dict[str, Any]]
+    held_out: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+    load: LoadHistory | None
+    problems: list[str]
+
+    @property
+    def name(self) -> str:
+        return str(self.info.get("name") or self.folder.resolve().name)
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return part(self.info, "model", dict)
+
+    def series(self, name: str) -> Series:
+        return series(self.train, name)
+
+    def total(self, name: str) -> float:
+        """The sum over all steps, NaN if no line has the value."""
+        known = self.series(name).known
+        return float(known.sum()) if known.size else math.nan
+
+    def steps_of(self, what: str) -> list[int]:
+        """Where such an event happened."""
+        return sorted({event["step"] for event in self.events if event.get("what") == what})
+
+    @property
+    def skipped(self) -> list[int]:
+        """Steps whose update was left out, by their own line or by an event."""
+        by_line = {line["step"] for line in self.train if _float(line.get("skipped")) > 0}
+        return sorted(by_line | set(self.steps_of("skipped")))
+
+
+def read_run(folder: Path) -> RunRecord:
+    """A run's files. A missing one is a problem to print; a folder with none of them is no run."""
+    if not any((folder / name).is_file() for name in (METRICS, RUN)):
+        raise ValueError(
+            f"{folder}: expected the folder of a run, with {METRICS} or {RUN}, found neither; name another"
+        )
+    problems = []
+    info: dict[str, Any] = {}
+    try:
+        info = read_json_object(folder / RUN)
+    except FileNotFoundError:
+        problems.append(f"{RUN} is missing: what ran, on what and with which settings is not known.")
+    except ValueError:
+        problems.append(f"{RUN} could not be read: it is no JSON object, perhaps cut off.")
+    lines = []
+    if (folder / METRICS).is_file():
+        lines = [line for line in read_jsonl(folder / METRICS) if isinstance(line.get("step"), int)]
+    else:
+        problems.append(f"{METRICS} is missing: the run was stopped before its first step, or the file was moved.")
+    by_kind = {
+        # The last line of a step counts: a run resumed by other means may have written one twice.
+        kind: sorted({line["step"]: line for line in lines if line.get("kind") == kind}.values(), key=_step)
+        for kind in ("train", "eval")
+    }
+    return RunRecord(
+        folder=folder,
+        info=info,
+        train=by_kind["train"],
+        held_out=by_kind["eval"],
+        events=sorted((line for line in lines if line.get("kind") == "event"), key=_step),
+        load=_load_history(folder / LOAD, part(part(info, "model", dict), "moe_layers", list)),
+        problems=problems,
+    )
+
+
+def part(values: dict[str, Any], name: str, kind: type) -> Any:
+    """A value of that kind, or an empty one: run.json may be of another version."""
+    value = values.get(name)
+    return value if isinstance(value, kind) else kind()
+
+
+def series(lines: list[dict[str, Any]], name: str) -> Series:
+    """A value over the lines' steps."""
+    return Series(
+        steps=np.array([line["step"] for line in lines], dtype=np.int64),
+        values=np.array([_float(line.get(name)) for line in lines], dtype=np.float64),
+    )
+
+
+def _step(line: dict[str, Any]) -> int:
+    return line["step"]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _float(value: Any) -> float:
+    return float(value) if is_number(value) else math.nan
+
+
+def _load_history(path: Path, layers: list[Any]) -> LoadHistory | None:
+    if not path.is_file():
+        return None
+    tables: dict[int, np.ndarray] = {}
+    num_lines = 0
+    for line in read_jsonl(path):
+        num_lines += 1
+        try:
+            table = np.array(line.get("load"), dtype=np.float64)
+        except (TypeError, ValueError):  # layers of different lengths, or no numbers
+            continue
+        if isinstance(line.get("step"), int) and table.ndim == 2 and table.size:
+            tables[line["step"]] = table
+    if not tables:
+        return None
+    steps = sorted(tables)
+    steps = [step for step in steps if tables[step].shape == tables[steps[-1]].shape]
+    counts = np.stack([tables[step] for step in steps])
+    numbers = [layer for layer in layers if isinstance(layer, int)]
+    return LoadHistory(
+        steps=np.array(steps, dtype=np.int64),
+        counts=counts,
+        layers=numbers if len(numbers) == counts.shape[1] else list(range(counts.shape[1])),
+        left_out=num_lines - len(steps),
+    )

@@ -1,0 +1,160 @@
+"""Rows of tokens, each made from its number alone: any order, and a resumed one, needs no history."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int, Integer
+
+CYCLE = 1024  # tokens that a synthetic row walks through
+JUMP = 8  # one synthetic token in this many goes somewhere else
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One step's sequences, all [B S]; NumPy arrays of int32 as they come, whatever a tree map makes of them after."""
+
+    ids: Any
+    targets: Any  # the next token of the same document; 0 where there is none
+    segments: Any  # the document's number in the row: 0, 1, ...; -1 is padding
+    positions: Any  # the place in that piece of the document, for rope: starts at 0 in every segment
+    weights: Any  # float32: 1 where there is a target to learn, 0 at a document's last token and at padding
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """What a dataset is to the order: a number of rows, and the batch of some of them."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def batch(self, rows: Sequence[int]) -> Batch: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRows:
+    """Documents one after the other in one array, and which stretch of it each row holds.
+
+    Packing is a matter of the stretches only: with it they cover the array without a gap, without it none crosses the
+    end of a document.
+    """
+
+    tokens: Integer[np.ndarray, " N"]
+    bounds: Int[np.ndarray, " bounds"]  # where each document begins, and at last N
+    starts: Int[np.ndarray, " rows"]
+    lengths: Int[np.ndarray, " rows"]
+    sequence_length: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.starts)
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        numbers = np.asarray(rows, np.int64)
+        starts, lengths = self.starts[numbers], self.lengths[numbers]
+        # One place more than a row has: its last target.
+        places = np.arange(self.sequence_length + 1, dtype=np.int32)
+        tokens = self.tokens.take(starts[:, None] + places, mode="clip").astype(np.int32)
+        begins = self._begins(starts)
+        present = places[:-1] < lengths[:, None]
+        learned = present & ~begins[:, 1:]
+        began = np.maximum.accumulate(np.where(begins, places, 0)[:, :-1], axis=1)
+        return Batch(
+            ids=np.where(present, tokens[:, :-1], 0),
+            targets=np.where(learned, tokens[:, 1:], 0),
+            segments=np.where(present, np.cumsum(begins[:, :-1], axis=1, dtype=np.int32), np.int32(-1)),
+            positions=np.where(present, places[:-1] - began, 0),
+            weights=learned.astype(np.float32),
+        )
+
+    def _begins(self, starts: Int[np.ndarray, " B"]) -> Bool[np.ndarray, "B places"]:
+        """Where in each row another document begins. The end of the array counts as a beginning."""
+        first = np.searchsorted(self.bounds, starts, side="right")
+        num = np.searchsorted(self.bounds, starts + self.sequence_length, side="right") - first
+        row = np.repeat(np.arange(len(starts)), num)
+        document = np.arange(len(row)) + np.repeat(first - np.cumsum(num) + num, num)
+        begins = np.zeros((len(starts), self.sequence_length + 1), bool)
+        begins[row, self.bounds[document] - starts[row]] = True
+        return begins
+
+
+def token_rows(documents: Sequence[np.ndarray], *, sequence_length: int, packing: bool) -> TokenRows:
+    """The rows of documents, none of them empty. A row with nothing to learn (no two tokens of a document) is left out.
+
+    No token is put between documents: the segments say where one ends.
+    """
+    bounds = np.cumsum([0, *map(len, documents)])
+    if packing:
+        starts = np.arange(0, bounds[-1], sequence_length)
+        ends = np.minimum(starts + sequence_length, bounds[-1])
+    else:
+        num = -(-np.diff(bounds) // sequence_length)
+        piece = np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)
+        starts = np.repeat(bounds[:-1], num) + piece * sequence_length
+        ends = np.minimum(starts + sequence_length, np.repeat(bounds[1:], num))
+    last_tokens = bounds[1:] - 1
+    without_target = np.searchsorted(last_tokens, ends) - np.searchsorted(last_tokens, starts)
+    kept = ends - starts > without_target
+    return TokenRows(
+        tokens=np.concatenate(documents),
+        bounds=bounds,
+        starts=starts[kept],
+        lengths=(ends - starts)[kept],
+        sequence_length=sequence_length,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticRows:
+    """Walks around one fixed random cycle of tokens, with jumps: there is something to learn, and a known floor.
+
+    The next token is the cycle's next, or after a jump (one token in 8) any of the cycle. So the loss falls from the
+    logarithm of the vocabulary to that of the cycle's size, 6.93, and then towards 1.24 for 1024 tokens.
+    """
+
+    cycle: Int[np.ndarray, " C"]
+    key: int  # rows of other keys have nothing in common but the cycle
+    sequence_length: int
+
+    @property
+    def num_rows(self) -> int:
+        return 2**31  # as good as endless, and what grain can shuffle
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        places = np.arange(self.sequence_length + 1)
+        counters = np.asarray(rows)[:, None] * (self.sequence_length + 1) + places
+        bits = _mixed(counters.astype(np.uint64), self.key)
+        jumps = bits % np.uint64(JUMP) == 0
+        jumps[:, 0] = True
+        landed = ((bits >> np.uint64(32)) % np.uint64(len(self.cycle))).astype(np.int64)
+        jumped = np.maximum.accumulate(np.where(jumps, places, 0), axis=1)
+        walk = np.take_along_axis(landed, jumped, axis=1) + places - jumped
+        tokens = self.cycle[walk % len(self.cycle)].astype(np.int32)
+        shape = tokens[:, 1:].shape
+        return Batch(
+            ids=tokens[:, :-1],
+            targets=tokens[:, 1:],
+            segments=np.zeros(shape, np.int32),
+            positions=np.broadcast_to(places[:-1].astype(np.int32), shape).copy(),
+            weights=np.ones(shape, np.float32),
+        )
+
+
+def synthetic_rows(*, vocab_size: int, sequence_length: int, seed: int, key: int) -> SyntheticRows:
+    """Rows over tokens below the vocabulary's size. The seed draws the cycle, the key the walks."""
+    chosen = np.random.default_rng(seed).permutation(vocab_size)[:CYCLE]
+    return SyntheticRows(cycle=chosen, key=key, sequence_length=sequence_length)
+
+
+def _mixed(counters: np.ndarray, key: int) -> np.ndarray:
+    """64 random bits for each counter: a generator of NumPy for each row costs more than the row's tokens.
+
+    Multiplications by odd numbers and shifts lose nothing, so two counters of one key never share their bits.
+    """
+    bits = counters + np.uint64(key)
+    for shift, factor in ((32, 0x9E3779B97F4A7C15), (29, 0xD1B54A32D192ED03), (32, 0x8CB92BA72F3D8DD7)):
+        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
+    return bits ^ (bits >> np.uint64(32))

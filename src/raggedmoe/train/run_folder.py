@@ -1,0 +1,90 @@
+"""A run's folder: who writes to it, what was in it before, and the description that `raggedmoe report` reads.
+
+``run.json`` describes the run, ``metrics.jsonl`` and ``load.jsonl`` its steps, ``checkpoints`` are to resume from,
+``model`` is the trained model, ``profile`` a trace, ``tensorboard`` events.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from raggedmoe.interop.json_file import read_json_object
+from raggedmoe.interop.native import save
+from raggedmoe.models.module import Decoder
+from raggedmoe.train.metrics import LOAD, METRICS, TENSORBOARD, replace_file
+
+RUN, MODEL, PROFILE, CHECKPOINTS, REPORT = "run.json", "model", "profile", "checkpoints", "report.html"
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Makes the folder if needed, and keeps other processes from training into it. The lock ends with the process."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a")
+    except OSError as error:
+        raise OSError(f"{folder}: expected a folder that can be written to, got: {error}; name another") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(
+                f"{folder}: another process trains into it; wait for it, or use another run_name"
+            ) from None
+        yield
+
+
+def described(folder: Path) -> dict[str, Any] | None:
+    """What run.json says of the run that was here; None: there was none."""
+    return read_json_object(folder / RUN) if (folder / RUN).is_file() else None
+
+
+def describe(folder: Path, run: Mapping[str, Any]) -> None:
+    """Write run.json, whole or not at all."""
+    replace_file(folder / RUN, (json.dumps(run, indent=1) + "\n").encode())
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Move an earlier run's files into a folder of their own, and say where; None: there are none."""
+    names = (METRICS, LOAD, TENSORBOARD, RUN, MODEL, PROFILE, CHECKPOINTS, REPORT)
+    present = [folder / name for name in names if (folder / name).exists()]
+    present = [path for path in present if path.is_file() or any(path.iterdir())]
+    if not present:
+        return None
+    number = 1
+    while (folder / f"earlier-{number}").exists():
+        number += 1
+    aside = folder / f"earlier-{number}"
+    aside.mkdir()
+    for path in present:
+        path.rename(aside / path.name)
+    return aside
+
+
+def save_model(folder: Path, model: Decoder, tokenizer: str | None) -> Path:
+    """The trained model, with its tokenizer, as `raggedmoe generate` and `export` read it; replaces an older one."""
+    target, fresh, old = folder / MODEL, folder / f"{MODEL}.new", folder / f"{MODEL}.old"
+    for leftover in (fresh, old):
+        _remove(leftover)
+    with tempfile.TemporaryDirectory(prefix="raggedmoe-") as companions:
+        if tokenizer is not None:
+            (Path(companions) / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+        save(model, fresh, companions=Path(companions))
+    if target.exists():
+        target.rename(old)
+    fresh.rename(target)
+    _remove(old)
+    return target
+
+
+def _remove(folder: Path) -> None:
+    if not folder.exists():
+        return
+    for path in folder.iterdir():  # a model's folder is flat
+        os.unlink(path)
+    folder.rmdir()

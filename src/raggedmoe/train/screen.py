@@ -1,0 +1,63 @@
+"""What a run says while it goes: one moving line on a terminal, plain lines elsewhere."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Screen:
+    """Prints to standard output. `step` moves the line, or prints one every ``log_period`` steps."""
+
+    def __init__(self, steps: int, log_period: int, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._steps, self._log_period = steps, log_period
+        self._progress: Progress | None = None
+        self._task: Any = None
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self._console.print(text, markup=False)
+
+    def start(self, step: int) -> None:
+        """Training begins after that many steps."""
+        if not self._console.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("{task.completed}/{task.total}"),
+            BarColumn(bar_width=16),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+        )
+        self._progress.start()
+        self._task = self._progress.add_task("", total=self._steps, completed=step)
+
+    def step(self, step: int, values: Mapping[str, Any]) -> None:
+        """What a step was like."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, description=described(values))
+        elif step % self._log_period == 0 or step == self._steps:
+            self.say(f"step {step}/{self._steps}  {described(values)}")
+
+    def stop(self) -> None:
+        """Training has ended."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def described(values: Mapping[str, Any]) -> str:
+    """A step's figures on one line."""
+    loss = "not finite" if values["loss"] is None else f"{values['loss']:.3f}"
+    parts = [f"loss {loss}", f"{values['tokens_per_second']:,.0f} tok/s", f"MFU {values['mfu']:.0%}"]
+    if "entropy" in values:
+        parts += [
+            f"entropy {values['entropy']:.2f}",
+            f"max violation {values['max_violation']:.2f}",
+            f"dropped {values['dropped']}",
+        ]
+    if values["skipped"]:
+        parts.append("skipped")
+    return "  ".join(parts)

@@ -1,0 +1,30 @@
+"""The peak that model FLOP utilisation is a share of."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+
+from raggedmoe.hardware import Hardware
+
+SIDE, TURNS = 1536, 5
+
+
+def peak_flops(hardware: Hardware, dtype: jnp.dtype) -> float:
+    """Operations a second of one device: the table's figure, or on a CPU what a dense matmul reaches here."""
+    if hardware.bf16_flops is not None:
+        return hardware.bf16_flops / hardware.devices_per_chip / (1 if jnp.dtype(dtype).itemsize <= 2 else 2)
+    return measured_peak(dtype)
+
+
+def measured_peak(dtype: jnp.dtype) -> float:
+    """The best of a few dense matmuls on the default device."""
+    left = jnp.ones((SIDE, SIDE), dtype)
+    multiply = jax.jit(lambda a, b: a @ b)
+    multiply(left, left).block_until_ready()
+    best = float("inf")
+    for _ in range(TURNS):
+        start = time.perf_counter()
+        multiply(left, left).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return 2 * SIDE**3 / best

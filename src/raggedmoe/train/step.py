@@ -1,0 +1,278 @@
+"""One training step, as a pure function: loss, gradients over micro-batches, AdamW, and the routers' bias rule."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.decoder import ExpertReport, Params, decode, knows_further, predict_further
+from raggedmoe.models.specs import is_trained, param_specs
+from raggedmoe.moe.balance import load_entropy, max_violation, updated_selection_bias
+from raggedmoe.train.loss import cross_entropy_sum
+from raggedmoe.train.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer, wide
+from raggedmoe.train.rows import Batch
+from raggedmoe.train.state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """What a step needs to know."""
+
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    micro_batches: int = 1  # the batch in this many parts, one after the other: gradients are added up
+    bias_update_rate: float = 1e-3  # of the loss-free rule; 0: the biases stay
+    mtp_loss_weight: float = 0.3  # of multi-token prediction, shared by its modules; 0: they are not trained
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < 1:
+            raise ValueError(f"expected micro_batches >= 1, got {self.micro_batches}")
+        for name in ("bias_update_rate", "mtp_loss_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
+
+    @property
+    def mtp_layers(self) -> int:
+        """Multi-token-prediction modules that are trained."""
+        return self.model.mtp_layers if self.mtp_loss_weight else 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """The parts of what is minimised, each as it enters the sum, and what the MoE layers saw."""
+
+    loss: Float[Array, ""]  # cross-entropy, in nats per target
+    mtp_loss: Float[Array, ""]  # times its weight
+    aux_loss: Float[Array, ""]
+    z_loss: Float[Array, ""]
+    load: Int[Array, "layers E"]  # routed slots, MTP's layers last
+    dropped: Int[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What happened in a step."""
+
+    losses: Losses
+    grad_norm: Float[Array, ""]  # before clipping
+    learning_rate: Float[Array, ""]
+    entropy: Float[Array, ""]  # of the load, mean over the layers, in nats
+    max_violation: Float[Array, ""]  # of the worst layer
+    tokens: Float[Array, ""]  # targets that were learned from
+    finite: Bool[Array, ""]  # otherwise the step was skipped: nothing moved
+    skipped_in_a_row: Int[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """What one micro-batch's means count for in the batch's: its part of the tokens and of the sequences.
+
+    Index 0 is the model, m + 1 is module m of multi-token prediction.
+    """
+
+    per_target: Float[Array, " M"]  # one over the targets of the whole batch
+    of_tokens: Float[Array, " M"]
+    of_sequences: Float[Array, " M"]
+
+
+def train_step(state: TrainState, batch: Batch, config: StepConfig) -> tuple[TrainState, StepReport]:
+    """The next state. Where the loss or the gradient is not finite, the old one with the step counted as skipped."""
+    key = jax.random.fold_in(state.key, state.step)
+    trained = {name: value for name, value in state.params.items() if is_trained(name)}
+    biases = {name: value for name, value in state.params.items() if not is_trained(name)}
+    gradients, losses = batch_gradients(trained, biases, batch, config, key)
+    norm = optax.global_norm(gradients)
+    finite = jnp.isfinite(norm) & jnp.isfinite(losses.loss + losses.mtp_loss + losses.aux_loss + losses.z_loss)
+
+    optimizer = make_optimizer(config.optimizer, param_specs(config.model))
+    master = {name: wide(value) for name, value in trained.items()}
+    updates, optimizer_state = optimizer.update(gradients, state.optimizer, master)
+    moved = {name: (master[name] + updates[name]).astype(trained[name].dtype) for name in trained}
+    moved |= updated_biases(biases, losses.load, config)
+
+    def if_finite(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+
+    bad = (~finite).astype(jnp.int32)
+    next_state = replace(
+        state,
+        step=state.step + 1,
+        params=if_finite(moved, state.params),
+        optimizer=if_finite(optimizer_state, state.optimizer),
+        skipped=state.skipped + bad,
+        skipped_in_a_row=(state.skipped_in_a_row + bad) * bad,
+    )
+    has_experts = losses.load.shape[0] > 0
+    none = jnp.zeros((), jnp.float32)
+    report = StepReport(
+        losses=losses,
+        grad_norm=norm,
+        learning_rate=jnp.asarray(learning_rate_schedule(config.optimizer)(_updates_made(state)), jnp.float32),
+        entropy=jax.vmap(load_entropy)(losses.load).mean() if has_experts else none,
+        max_violation=jax.vmap(max_violation)(losses.load).max() if has_experts else none,
+        tokens=batch.weights.sum(),
+        finite=finite,
+        skipped_in_a_row=next_state.skipped_in_a_row,
+    )
+    return next_state, report
+
+
+def _updates_made(state: TrainState) -> Int[Array, ""]:
+    """The optimizer's own count, by which its schedule goes: a skipped step is none."""
+    return state.step - state.skipped
+
+
+def batch_gradients(
+    trained: Params, biases: Params, batch: Batch, config: StepConfig, key: jax.Array
+) -> tuple[Params, Losses]:
+    """Gradients and losses of the whole batch, in float32 at least, however many micro-batches it is cut into.
+
+    Cross-entropy, z-loss and the sequence-wise auxiliary loss are sums over tokens or sequences, so the result does not
+    depend on the cut. The batch-wise auxiliary loss is not additive: its mean over the micro-batches is taken.
+    """
+    parts = config.micro_batches
+    if batch.ids.shape[0] % parts:
+        raise ValueError(f"a batch of {batch.ids.shape[0]} sequences cannot be cut into {parts} equal micro-batches")
+    micro = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), batch)
+    shares = batch_shares(micro, config)
+    take = jax.value_and_grad(objective, has_aux=True)
+
+    def body(number: Any, batch: Batch, shares: Shares) -> tuple[Params, Losses]:
+        own_key = jax.random.fold_in(key, number)
+        (_, losses), gradients = take(trained, biases, batch, shares, config, own_key)
+        return {name: wide(gradient) for name, gradient in gradients.items()}, losses
+
+    if parts == 1:
+        return body(0, *jax.tree.map(lambda a: a[0], (micro, shares)))
+    zeros = jax.tree.map(
+        lambda a: jnp.zeros(a.shape, a.dtype),
+        jax.eval_shape(lambda: body(0, *jax.tree.map(lambda a: a[0], (micro, shares)))),
+    )
+    total, _ = lax.scan(
+        lambda total, part: (jax.tree.map(jnp.add, total, body(*part)), None),
+        zeros,
+        (jnp.arange(parts), micro, shares),
+    )
+    return total
+
+
+def objective(
+    trained: Params, biases: Params, batch: Batch, shares: Shares, config: StepConfig, key: jax.Array
+) -> tuple[Float[Array, ""], Losses]:
+    """What a micro-batch adds to what is minimised, and its parts."""
+    model, params = config.model, {**trained, **biases}
+    mask = batch.segments >= 0
+    out = decode(params, batch.ids, model, mask=mask, segments=batch.segments, positions=batch.positions, key=key)
+    reports = [] if out.experts is None else [out.experts]
+    loss = _cross_entropy(params, out.hidden, batch.targets, batch.weights, model) * shares.per_target[0]
+    aux, z = _router_losses(out.experts, shares, 0)
+    mtp_loss = jnp.zeros_like(loss)
+    if config.mtp_layers:
+        further, more = predict_further(
+            params, out.hidden, batch.ids, model, mask=mask, segments=batch.segments, positions=batch.positions, key=key
+        )
+        reports += more
+        for m, hidden in enumerate(further):
+            targets, weights = jnp.roll(batch.targets, -(m + 1), axis=1), mtp_weights(batch, m)
+            share = shares.per_target[m + 1] * config.mtp_loss_weight / config.mtp_layers
+            mtp_loss += _cross_entropy(params, hidden, targets, weights, model) * share
+            more_aux, more_z = _router_losses(more[m], shares, m + 1)
+            aux, z = aux + more_aux, z + more_z
+    losses = Losses(
+        loss=loss,
+        mtp_loss=mtp_loss,
+        aux_loss=aux,
+        z_loss=z,
+        load=jnp.concatenate([report.load for report in reports]) if reports else jnp.zeros((0, 1), jnp.int32),
+        dropped=sum((report.dropped.sum() for report in reports), jnp.zeros((), jnp.int32)),
+    )
+    return loss + mtp_loss + aux + z, losses
+
+
+def held_out_loss(params: Params, batch: Batch, config: ModelConfig) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The sum of the cross-entropy of a batch, and the number of its targets."""
+    out = decode(
+        params,
+        batch.ids,
+        config,
+        mask=batch.segments >= 0,
+        segments=batch.segments,
+        positions=batch.positions,
+        key=jax.random.key(0) if config.moe.router.selection == "random" else None,
+    )
+    return _cross_entropy(params, out.hidden, batch.targets, batch.weights, config), batch.weights.sum()
+
+
+def _cross_entropy(
+    params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array, config: ModelConfig
+) -> Any:
+    head = params["embedding" if config.tied_embeddings else "head"]
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return cross_entropy_sum(rows, head, targets.reshape(-1), weights.reshape(-1))
+
+
+def _router_losses(report: ExpertReport | None, shares: Shares, index: int) -> tuple[jax.Array, jax.Array]:
+    """The auxiliary and the z-loss of a micro-batch's layers, as parts of the batch's."""
+    if report is None:
+        return jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    return report.aux_loss.sum() * shares.of_sequences[index], report.z_loss.sum() * shares.of_tokens[index]
+
+
+def mtp_weights(batch: Batch, module: int) -> Float[Array, "B S"]:
+    """Where a module has a target: it knows the token that it joins, and there is one after that."""
+    ahead = jnp.roll(batch.weights, -(module + 1), axis=1)
+    return jnp.where(knows_further(batch.segments, module), ahead, 0)
+
+
+def batch_shares(micro: Batch, config: StepConfig) -> Shares:
+    """For each micro-batch, in front, its shares of the batch."""
+    masks = [micro.segments >= 0]
+    targets = [micro.weights]
+    for m in range(config.mtp_layers):
+        masks.append(jax.vmap(lambda segments, m=m: knows_further(segments, m))(micro.segments))
+        targets.append(jax.vmap(lambda part, m=m: mtp_weights(part, m))(micro))
+
+    def share(counts: jax.Array) -> jax.Array:
+        return counts / jnp.maximum(counts.sum(), 1)
+
+    per_target = jnp.stack([1 / jnp.maximum(weights.sum(), 1) for weights in targets])
+    return Shares(
+        per_target=jnp.broadcast_to(per_target, (config.micro_batches, len(targets))),
+        of_tokens=jnp.stack([share(mask.sum((1, 2)).astype(jnp.float32)) for mask in masks], axis=1),
+        of_sequences=jnp.stack([share(mask.any(2).sum(1).astype(jnp.float32)) for mask in masks], axis=1),
+    )
+
+
+def updated_biases(biases: Params, load: Int[Array, "layers E"], config: StepConfig) -> Params:
+    """The selection biases moved once, by the load of the whole batch."""
+    if not config.bias_update_rate:
+        return biases
+    rule = jax.vmap(lambda bias, load: updated_selection_bias(bias, load, config.bias_update_rate))
+    found = dict(biases)
+    for name, rows in layers_of_biases(config).items():
+        if name in biases:
+            own = load[jnp.asarray(rows)]
+            found[name] = rule(biases[name], own) if name.startswith("stacks.") else rule(biases[name][None], own)[0]
+    return found
+
+
+def layers_of_biases(config: StepConfig) -> dict[str, list[int]]:
+    """For each selection bias, the rows of `Losses.load` that are its layers'."""
+    found, first = {}, 0
+    for s, stack in enumerate(config.model.stacks):
+        with_experts = [p for p, kind in enumerate(stack.kinds) if kind.moe]
+        for place, p in enumerate(with_experts):
+            rows = [first + repeat * len(with_experts) + place for repeat in range(stack.repeats)]
+            found[f"stacks.{s}.{p}.moe.router_selection_bias"] = rows
+        first += stack.repeats * len(with_experts)
+    for m in range(config.mtp_layers):
+        found[f"mtp.{m}.moe.router_selection_bias"] = [first + m]
+    return found
