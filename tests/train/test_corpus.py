@@ -105,10 +105,10 @@ def test_a_file_that_is_found_twice_is_one_document(tmp_path):
     assert [bytes(document.tokens) for document in found.documents] == [b"once"]
 
 
-def test_a_link_back_to_its_folder_is_not_followed(tmp_path):
-    written(tmp_path, a_txt=b"a")
-    (tmp_path / "again").symlink_to(tmp_path)
-    assert texts(read(tmp_path)) == {"a.txt": b"a"}
+def test_a_link_to_a_folder_is_not_followed(tmp_path):
+    written(tmp_path, inside__a_txt=b"a", outside__b_txt=b"b")
+    (tmp_path / "inside/link").symlink_to(tmp_path / "outside")
+    assert texts(read(tmp_path / "inside")) == {"a.txt": b"a"}
 
 
 def test_empty_files_are_no_documents(tmp_path):

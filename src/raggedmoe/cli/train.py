@@ -24,7 +24,8 @@ MODEL is one of `raggedmoe models`; all others are settings. MaxText's names wor
 below they are translated, and one that changes nothing here says so.
 
 A run is a folder: base_output_directory/run_name. The same command again goes on where it was left, exactly. Ctrl-C \
-or SIGTERM saves first. `raggedmoe report FOLDER` makes a page of it, `raggedmoe generate FOLDER/model` continues a text.
+or SIGTERM saves first. `raggedmoe report FOLDER` makes a page of it, `raggedmoe generate FOLDER/model` \
+continues a text.
 
 Exit codes: 0 finished; 2 a setting is wrong, and nothing was done; 3 stopped, as losses or gradients were not finite; \
 75 interrupted and saved: run it again."""
@@ -62,13 +63,14 @@ def train(
         from raggedmoe.train.loop import FINISHED
         from raggedmoe.train.loop import train as run
         from raggedmoe.train.screen import Screen
-        from raggedmoe.train.settings import make_config, parse_settings
+        from raggedmoe.train.settings import in_keys, make_config, parse_settings
     except ImportError as error:
         raise ValueError(f"training needs more packages ({error}): pip install 'raggedmoe[train]'") from None
-    settings = parse_settings(words)
     hardware = target_hardware()
-    config = make_config(settings, hardware)
-    screen = Screen(config.step.optimizer.steps, config.run.log_period)
-    outcome = run(config, hardware, screen)
+    try:
+        config = make_config(parse_settings(words), hardware)
+        outcome = run(config, hardware, Screen(config.step.optimizer.steps, config.run.log_period))
+    except ValueError as error:
+        raise ValueError(in_keys(str(error))) from error
     print(outcome.text, file=sys.stdout if outcome.code == FINISHED else sys.stderr)
     return outcome.code

@@ -88,8 +88,7 @@ class KernelChoice:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            for direction in (FORWARD, BACKWARD):
-                _names(entry.name, _ordered(getattr(self, entry.name), direction), implementations(entry.name))
+            check_choice(entry.name, getattr(self, entry.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +128,12 @@ def implementations(operation: str) -> dict[str, Implementation]:
 
 def _ordered(choice: Choice, direction: str) -> Ordered:
     return getattr(choice, direction) if isinstance(choice, Directions) else choice
+
+
+def check_choice(operation: str, choice: Choice) -> None:
+    """Require names of implementations that there are."""
+    for direction in (FORWARD, BACKWARD):
+        _names(operation, _ordered(choice, direction), implementations(operation))
 
 
 def _names(operation: str, ordered: Ordered, known: Iterable[str]) -> tuple[str, ...] | None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from raggedmoe.kernels.expert_ffn.api import check_activation
-from raggedmoe.kernels.registry import Choice
+from raggedmoe.kernels.registry import Choice, check_choice
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.names import unknown
 
@@ -187,6 +187,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _positive(self, "vocab_size", "num_layers", "model_dim", "max_length")
         check_activation(self.activation)
+        check_choice("attention", self.attention_implementation)
         if self.moe.model_dim != self.model_dim:
             raise ValueError(f"expected moe.model_dim to be model_dim={self.model_dim}, got {self.moe.model_dim}")
         outside = [layer for layer in self.dense_layers if not 0 <= layer < self.num_layers]

@@ -98,16 +98,10 @@ def compute_experts(
         return experts_by_width(x, params, routing, metadata, strategy, config)
     weights = (params.wi_0, params.wi_1, params.wo, params.biases)
     wi_0, wi_1, wo, biases = jax.tree.map(lambda weight: weight.astype(x.dtype), weights)
-    rows = strategy.dispatch(x, routing, metadata)
-    out = fused_experts(
-        rows,
-        wi_0,
-        wi_1,
-        wo,
-        biases,
-        metadata.group_sizes,
-        config.experts.activation,
-        config.kernel_choice,
-        config.hardware,
-    )
-    return strategy.unpermute(out, routing, metadata)
+    with jax.named_scope("dispatch"):
+        rows = strategy.dispatch(x, routing, metadata)
+    activation, kernels = config.experts.activation, config.kernel_choice
+    with jax.named_scope("expert_ffn"):
+        out = fused_experts(rows, wi_0, wi_1, wo, biases, metadata.group_sizes, activation, kernels, config.hardware)
+    with jax.named_scope("unpermute"):
+        return strategy.unpermute(out, routing, metadata)

@@ -3,6 +3,7 @@
 One part is the ordinary case: there is no other copy of this loop.
 """
 
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -29,18 +30,23 @@ def experts_by_width(
     wi_1 = None if params.wi_1 is None else params.wi_1.astype(dtype)
     gate = up = None
     for columns in chunks:
-        rows = strategy.dispatch(x[:, columns], routing, metadata)
+        with jax.named_scope("dispatch"):
+            rows = strategy.dispatch(x[:, columns], routing, metadata)
         wi_1_chunk = None if wi_1 is None else wi_1[:, :, columns]
-        more = gmm_up(rows, wi_0[:, :, columns], wi_1_chunk, metadata.group_sizes, kernels, hardware)
+        with jax.named_scope("gmm_up"):
+            more = gmm_up(rows, wi_0[:, :, columns], wi_1_chunk, metadata.group_sizes, kernels, hardware)
         gate = more[0] if gate is None else gate + more[0]
         up = more[1] if up is None or more[1] is None else up + more[1]
     assert gate is not None
     gate, up = checkpoint_name(gate, "moe_up"), None if up is None else checkpoint_name(up, "moe_up")
     sizes, biases = metadata.group_sizes, params.biases
-    hidden = activate(gate, up, biases, sizes, wo.shape[0], config.experts.activation, dtype)
+    with jax.named_scope("activate"):
+        hidden = activate(gate, up, biases, sizes, wo.shape[0], config.experts.activation, dtype)
     parts = []
     for columns in chunks:
         bias = None if biases is None else biases.wo[:, columns]
-        out = checkpoint_name(gmm_down(hidden, wo[:, :, columns], bias, sizes, kernels, hardware), "moe_down")
-        parts.append(strategy.unpermute(out, routing, metadata))
+        with jax.named_scope("gmm_down"):
+            out = checkpoint_name(gmm_down(hidden, wo[:, :, columns], bias, sizes, kernels, hardware), "moe_down")
+        with jax.named_scope("unpermute"):
+            parts.append(strategy.unpermute(out, routing, metadata))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)

@@ -66,7 +66,7 @@ class Restored:
 class Checkpoints:
     """The checkpoints of one run. Only one process may write to the folder at a time.
 
-    Use it in a ``with``: a save that still runs when Python ends may not get finished.
+    Use it in a ``with``, or call ``wait`` at the end: orbax cannot finish a save while Python shuts down.
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
@@ -177,9 +177,9 @@ class Checkpoints:
         return [step for step in self._steps_on_disk() if step not in self._damaged]
 
     def _steps_on_disk(self) -> list[int]:
-        numbers = (path.name.removeprefix("step_") for path in self._folder.glob("step_*") if path.is_dir())
-        steps = sorted(int(number) for number in numbers if number.isdecimal())
-        return [step for step in steps if self._path(step).is_dir()]
+        numbers = (path.name.removeprefix("step_") for path in self._folder.glob("step_*"))
+        steps = {int(number) for number in numbers if number.isdecimal()}
+        return sorted(step for step in steps if self._path(step).is_dir())
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step_{step:08}"

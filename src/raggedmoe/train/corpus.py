@@ -89,7 +89,7 @@ def _found(paths: Sequence[str], suffixes: Sequence[str]) -> list[tuple[str, Pat
         inside = sorted(_walk(given, suffixes)) if given.is_dir() else [given]
         if not inside:
             raise ValueError(
-                f"{given}: expected files that end in {', '.join(suffixes)}, found none; name others in suffixes, or "
+                f"{given}: expected files that end in {', '.join(suffixes)}, found none; name others in dataset_suffixes, or "
                 "name the files themselves"
             )
         for path in inside:

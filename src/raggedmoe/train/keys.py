@@ -152,6 +152,7 @@ KEYS: dict[str, Key] = {
                 {"choices": ("stdlib", "text", "synthetic")},
             ),
             ("dataset_path", "names", (), "of text: files or folders, separated by commas"),
+            ("dataset_suffixes", "names", (), "of text: endings of the files in folders; none: the usual ones"),
             ("tokenizer_path", "str", None, "of text: a tokenizer.json; none: bytes"),
             ("max_target_length", "int", 256, "tokens of a sequence"),
             ("per_device_batch_size", "int", 16, "sequences of a micro-batch on each device"),

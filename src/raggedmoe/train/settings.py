@@ -1,6 +1,7 @@
 """From the words that a user typed to checked configurations. Every mistake is found here, before anything is made."""
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.presets import model_preset
 from raggedmoe.moe.config import MoEConfig, RouterConfig
 from raggedmoe.train.checkpoint import CheckpointConfig
-from raggedmoe.train.data import DataConfig
+from raggedmoe.train.data import TEXT_SUFFIXES, DataConfig
 from raggedmoe.train.keys import KEYS
 from raggedmoe.train.optimizer import OptimizerConfig
 from raggedmoe.train.profile import ProfileConfig
@@ -136,14 +137,10 @@ def make_config(settings: Settings, hardware: Hardware) -> TrainConfig:
     )
     if v["per_device_batch_size"] < 1:
         raise ValueError(f"expected per_device_batch_size >= 1, got {v['per_device_batch_size']}")
-    if v["max_target_length"] > model.max_length:
-        raise ValueError(
-            f"max_target_length={v['max_target_length']} is more than the {model.max_length} positions that "
-            f"{v['model_name']} is made for; use at most that"
-        )
     data = DataConfig(
         dataset=v["dataset_type"],
         paths=v["dataset_path"],
+        suffixes=v["dataset_suffixes"] or TEXT_SUFFIXES,
         tokenizer=v["tokenizer_path"],
         sequence_length=v["max_target_length"],
         batch_size=v["per_device_batch_size"] * v["gradient_accumulation_steps"],
@@ -204,6 +201,8 @@ def make_model(settings: Settings, hardware: Hardware) -> ModelConfig:
         model = replace(model, num_layers=layers, dense_layers=dense)
     if v["mtp_layers"] is not None:
         model = replace(model, mtp_layers=v["mtp_layers"])
+    if v["max_target_length"] > model.max_length:  # trained on longer sequences, it is a model for longer ones
+        model = replace(model, max_length=v["max_target_length"])
     auto = "float32" if hardware.platform == "cpu" else "bfloat16"
     remat = v["remat"]
     return replace(
@@ -262,6 +261,28 @@ def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         for name in KEYS
         if not KEYS[name].may_change and name in old and old[name] != new.get(name)
     ]
+
+
+# What a configuration calls a value, and the key that sets it.
+SET_BY = {
+    "sequence_length": "max_target_length",
+    "batch_size": "per_device_batch_size",
+    "micro_batches": "gradient_accumulation_steps",
+    "dataset": "dataset_type",
+    "tokenizer": "tokenizer_path",
+    "paths": "dataset_path",
+    "suffixes": "dataset_suffixes",
+    "clip_norm": "gradient_clipping_threshold",
+    "b1": "adam_b1",
+    "b2": "adam_b2",
+    "epsilon": "adam_eps",
+}
+
+
+def in_keys(message: str) -> str:
+    """An error's text with the names that the user types: where a name is assigned or compared, not in paths."""
+    names = "|".join(SET_BY)
+    return re.sub(rf"(?<![\w/.])({names})(?==| [<>])", lambda found: SET_BY[found[1]], message)
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,11 +92,12 @@ def train_step(state: TrainState, batch: Batch, config: StepConfig) -> tuple[Tra
     norm = optax.global_norm(gradients)
     finite = jnp.isfinite(norm) & jnp.isfinite(losses.loss + losses.mtp_loss + losses.aux_loss + losses.z_loss)
 
-    optimizer = make_optimizer(config.optimizer, param_specs(config.model))
-    master = {name: wide(value) for name, value in trained.items()}
-    updates, optimizer_state = optimizer.update(gradients, state.optimizer, master)
-    moved = {name: (master[name] + updates[name]).astype(trained[name].dtype) for name in trained}
-    moved |= updated_biases(biases, losses.load, config)
+    with jax.named_scope("optimizer"):
+        optimizer = make_optimizer(config.optimizer, param_specs(config.model))
+        master = {name: wide(value) for name, value in trained.items()}
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, master)
+        moved = {name: (master[name] + updates[name]).astype(trained[name].dtype) for name in trained}
+        moved |= updated_biases(biases, losses.load, config)
 
     def if_finite(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
@@ -216,7 +217,8 @@ def _cross_entropy(
 ) -> Any:
     head = params["embedding" if config.tied_embeddings else "head"]
     rows = hidden.reshape(-1, hidden.shape[-1])
-    return cross_entropy_sum(rows, head, targets.reshape(-1), weights.reshape(-1))
+    with jax.named_scope("cross_entropy"):
+        return cross_entropy_sum(rows, head, targets.reshape(-1), weights.reshape(-1))
 
 
 def _router_losses(report: ExpertReport | None, shares: Shares, index: int) -> tuple[jax.Array, jax.Array]:

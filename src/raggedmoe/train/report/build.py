@@ -40,33 +40,27 @@ def write_report(run: Path, out: Path | None = None) -> Path:
 
 
 def _headline(run: RunRecord) -> str:
-    held_out = series(run.held_out, "loss")
-    loss = run.series("loss")
-    best = f"best {number(held_out.known.min())}" if held_out.known.size else "never measured"
-    window = smoothing_window(run)
-    steps = run.train[-1]["step"] if run.train else math.nan
-    speed, mfu, seconds = run.series("tokens_per_second"), run.series("mfu"), run.total("seconds")
-    dead = run.load.dead if run.load is not None else None
-    dropped, num_skipped = run.total("dropped"), len(run.skipped)
+    held_out, window = series(run.held_out, "loss"), smoothing_window(run)
+    best = number(held_out.known.min()) if held_out.known.size else NOTHING
+    steps, seconds = (run.train[-1]["step"] if run.train else math.nan), run.total("seconds")
+    dropped, skipped = run.total("dropped"), run.skipped
+    counted = run.series("skipped").known.size or skipped
+    dead = run.load.dead if run.load is not None else []
+    recent = f"mean of the last {window} steps" if window > 1 else "last step"
     figures = [
-        ("Held-out loss", number(held_out.last), best, False),
-        (
-            "Training loss",
-            number(loss.mean_of_last(window)),
-            f"mean of the last {window} steps" if window > 1 else "last step",
-            False,
-        ),
-        ("Steps", whole(steps), f"{duration(seconds)} in all", False),
-        ("Tokens", compact(run.total("tokens")), "trained on", False),
-        ("Tokens per second", whole(speed.median), "median", False),
-        ("MFU", percent(mfu.median), "median, of the peak FLOP/s" if mfu.known.size else why_no_mfu(run), False),
-        ("Dropped", whole(dropped), "routed slots without an expert", dropped > 0),
-        ("Skipped steps", whole(num_skipped) if run.train else NOTHING, "loss or gradient not finite", num_skipped > 0),
-        (
+        _tile("Held-out loss", number(held_out.last), f"best {best}", unknown="never measured"),
+        _tile("Training loss", number(run.series("loss").mean_of_last(window)), recent, unknown="none is finite"),
+        _tile("Steps", whole(steps), f"{duration(seconds)} in all" if math.isfinite(seconds) else ""),
+        _tile("Tokens", compact(run.total("tokens")), "trained on"),
+        _tile("Tokens per second", whole(run.series("tokens_per_second").median), "median"),
+        _tile("MFU", percent(run.series("mfu").median), "median, of the peak FLOP/s", unknown=why_no_mfu(run)),
+        _tile("Dropped", whole(dropped), "routed slots without an expert", bad=dropped > 0),
+        _tile("Skipped steps", whole(len(skipped)) if counted else NOTHING, "update left out", bad=bool(skipped)),
+        _tile(
             "Dead experts",
-            NOTHING if dead is None else whole(len(dead)),
-            "load was not recorded" if dead is None else f"no token in the last {DEAD_LINES} records",
-            bool(dead),
+            NOTHING if run.load is None else whole(len(dead)),
+            f"no token in the last {DEAD_LINES} records",
+            bad=bool(dead),
         ),
     ]
     return "\n".join(
@@ -77,6 +71,12 @@ def _headline(run: RunRecord) -> str:
             html.tiles(figures),
         ]
     )
+
+
+def _tile(
+    name: str, value: str, below: str, *, unknown: str = "not recorded", bad: bool = False
+) -> tuple[str, str, str, bool]:
+    return name, value, unknown if value == NOTHING else below, bad
 
 
 def _what_ran(run: RunRecord) -> str:

@@ -6,42 +6,46 @@ from raggedmoe.train.metrics import METRICS
 from raggedmoe.train.report import page as html
 from raggedmoe.train.report.figures import Curve, Marks, curves_svg
 from raggedmoe.train.report.page import duration, percent, whole
-from raggedmoe.train.report.record import RunRecord, series
+from raggedmoe.train.report.record import RunRecord, Series, series
 
 
 def loss_section(run: RunRecord) -> str:
+    """Training and held-out loss, learning rate, gradient norm, and the losses that are added."""
     if not run.train:
         return html.section("Loss", html.missing(f"There is no curve: {METRICS} has no training step."))
-    held_out = series(run.held_out, "loss")
-    curves = smoothed(run, "loss", "training", "blue")
-    notes = []
-    if held_out.known.size:
-        curves.append(Curve(series=held_out, label="held out", colour="orange", style="points"))
-    else:
-        notes.append(html.missing(f"No held-out loss: {METRICS} has no line of kind eval."))
+    figures, notes = [html.figure("Loss (nats per token)", _loss_svg(run))], []
     if not run.series("loss").known.size:
-        notes.append(html.missing("No training step has a finite loss."))
-    figures = [html.figure("Loss (nats per token)", curves_svg("loss", curves, marks=event_marks(run)))]
-    for name, heading, colour in (("learning_rate", "Learning rate", "green"), ("grad_norm", "Gradient norm", "blue")):
-        values = run.series(name)
-        if not values.known.size:
-            notes.append(html.missing(f"{heading}: no training step has {name}."))
-        elif name == "learning_rate":
-            curve = Curve(series=values, label="learning rate", colour=colour)
-            figures.append(html.figure(heading, curves_svg(name, [curve], from_zero=True)))
-        else:
-            figures.append(html.figure(heading, _norm_svg(run)))
+        notes.append("No training step has a finite loss.")
+    if not series(run.held_out, "loss").known.size:
+        notes.append(f"No held-out loss: {METRICS} has no finite one in a line of kind eval.")
+    rate, norm = run.series("learning_rate"), run.series("grad_norm")
+    if rate.known.size:
+        curve = Curve(series=rate, label="learning rate", colour="green")
+        figures.append(html.figure("Learning rate", curves_svg("rate", [curve], from_zero=True)))
+    else:
+        notes.append("No curve of the learning rate: no training step has learning_rate.")
+    if norm.known.size:
+        curves = smoothed(run, "grad_norm", "each step", "blue")
+        svg = curves_svg("norm", curves, marks=event_marks(run), logarithmic=_spikes(norm))
+        figures.append(html.figure("Gradient norm", svg))
+    else:
+        notes.append("No curve of the gradient norm: no training step has grad_norm.")
     if added := _added_losses(run):
         figures.append(html.figure("Auxiliary losses", curves_svg("added", added, from_zero=True)))
-    return html.section("Loss", html.columns(figures), *notes)
+    return html.section("Loss", html.columns(figures), *(html.missing(note) for note in notes))
 
 
-def _norm_svg(run: RunRecord) -> str:
-    known = run.series("grad_norm").known
-    wide = bool(known.min() > 0 and known.max() > 30 * np.median(known))
-    return curves_svg(
-        "grad_norm", smoothed(run, "grad_norm", "each step", "blue"), marks=event_marks(run), logarithmic=wide
-    )
+def _loss_svg(run: RunRecord) -> str:
+    curves, held_out = smoothed(run, "loss", "training", "blue"), series(run.held_out, "loss")
+    if held_out.known.size:
+        curves.append(Curve(series=held_out, label="held out", colour="orange", style="points"))
+    return curves_svg("loss", curves, marks=event_marks(run), logarithmic=_spikes(run.series("loss")))
+
+
+def _spikes(values: Series) -> bool:
+    """Whether a few steps are so far above the rest that only a logarithmic axis shows both."""
+    known = values.known
+    return bool(known.size and known.min() > 0 and known.max() > 30 * np.median(known))
 
 
 def _added_losses(run: RunRecord) -> list[Curve]:
@@ -61,7 +65,7 @@ def speed_section(run: RunRecord) -> str:
     text += f" and took {duration(seconds.median)}" if seconds.known.size else ""
     text += f", {percent(mfu.median)} of the hardware's peak." if mfu.known.size else "."
     if not mfu.known.size:
-        text += f" No MFU: {why_no_mfu(run)}."
+        text += f" There is no MFU: {why_no_mfu(run)}."
     if seconds.known.size and seconds.known[0] > 3 * seconds.median:
         text += f" The first took {duration(seconds.known[0])}, compilation included."
     figures = [
@@ -88,7 +92,7 @@ def drops_section(run: RunRecord) -> str:
         return html.section("Drops", html.paragraph(text))
     text = (
         f"{whole(total)} routed slots (a token at one of its experts) were computed by no expert, "
-        f"in {whole((dropped.known > 0).sum())} of {whole(dropped.known.size)} steps; "
+        f"in {whole(int((dropped.known > 0).sum()))} of {whole(dropped.known.size)} steps; "
         f"at worst {whole(dropped.known.max())} in one step."
     )
     svg = curves_svg("drops", smoothed(run, "dropped", "each step", "red"), from_zero=True)
@@ -96,7 +100,8 @@ def drops_section(run: RunRecord) -> str:
 
 
 def why_no_mfu(run: RunRecord) -> str:
-    return "the peak FLOP/s of this hardware is not known" if not run.info.get("peak_flops") else "not recorded"
+    unknown = "peak_flops" in run.info and not run.info["peak_flops"]
+    return "the peak FLOP/s of this hardware is not known" if unknown else "not recorded"
 
 
 def event_marks(run: RunRecord) -> list[Marks]:

@@ -80,7 +80,8 @@ def curves_svg(
         if logarithmic:
             axes.set_yscale("log")
         elif from_zero:
-            axes.set_ylim(bottom=0, top=None if axes.get_ylim()[1] > 0 else 1)
+            largest = max((float(curve.series.known.max(initial=0.0)) for curve in curves), default=0.0)
+            axes.set_ylim(0, 1.06 * largest or 1.0)
         _style(axes, logarithmic)
         if len(axes.get_legend_handles_labels()[1]) > 1:
             figure.legend(
@@ -164,7 +165,7 @@ def _draw_curve(axes: Any, curve: Curve) -> None:
         axes.plot(
             steps,
             values,
-            "o-" if len(steps) <= 60 else "-",
+            "o-" if len(steps) <= 30 else "-",
             color=colour,
             markersize=3.5,
             linewidth=1.4,
@@ -248,9 +249,13 @@ def _style(axes: Any, logarithmic: bool) -> None:
     axes.grid(axis="y", color=COLOURS["grid"], linewidth=0.8)
     axes.set_axisbelow(True)
     axes.margins(x=0.01)
+    if axes.dataLim.width < 2:  # a run of one step still has whole numbers below it
+        axes.set_xlim(axes.dataLim.x0 - 1, axes.dataLim.x1 + 1)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: short(value, value if logarithmic else axes.get_ylim()[1]))
+    )
     if logarithmic:
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
@@ -269,7 +274,7 @@ def _step_axis(axes: Any) -> None:
     from matplotlib.ticker import FuncFormatter
 
     axes.xaxis.set_major_locator(_integers(6))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value, value)))
     axes.set_xlabel("step", color=COLOURS["muted"], fontsize=TEXT, loc="right", labelpad=1)
 
 
@@ -285,14 +290,14 @@ def _nice(num: int) -> Any:
     return MaxNLocator(num, steps=[1, 2, 2.5, 5, 10])
 
 
-def short(value: float) -> str:
-    """A number for an axis: 19500 is 19.5k, 0.000025 is 2.5e-5."""
+def short(value: float | int, largest: float | int) -> str:
+    """A number for an axis that ends at ``largest``: 19500 is 19.5k; where all are small, 0.00025 is 2.5e-4."""
+    if value and (abs(largest) < 5e-3 or abs(value) >= 1e15):
+        digits, power = f"{value:.3e}".split("e")
+        return f"{float(digits):g}e{int(power)}"
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
-    if 0 < abs(value) < 1e-4:
-        digits, power = f"{value:.3e}".split("e")
-        return f"{float(digits):g}e{int(power)}"
     return f"{value:.5g}"
 
 
@@ -300,11 +305,12 @@ def _svg(name: str, height: float, draw: Any) -> str:
     """Draws a figure and returns its SVG element, without ids and namespaces that a page has no use for."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    settings = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": TEXT, "font.family": "DejaVu Sans"}
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": TEXT, "font.family": "DejaVu Sans"}
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="none")
-        figure.get_layout_engine().set(w_pad=0.03, h_pad=0.03)
+        layout = ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03)
+        figure = Figure(figsize=(WIDTH, height), layout=layout, facecolor="none")
         draw(figure)
         for axes in figure.axes:
             axes.set_facecolor("none")

@@ -42,8 +42,8 @@ def _heat_maps(history: LoadHistory) -> list[str]:
     shown = _chosen_layers(load)
     parts = [
         html.paragraph(
-            "Colours say how many tokens an expert got, over the mean of its layer: white is its fair share, red more, "
-            "blue less."
+            "Colours say how many tokens an expert got, as a multiple of the mean in its layer: white is the mean, "
+            "red more, blue less."
         ),
         html.paragraph(_dead_text(history)),
         f'<div class="scale">{scale_svg(top)}</div>',
@@ -65,7 +65,7 @@ def _chosen_layers(load: BinnedLoad) -> list[int]:
     if num_layers <= MAX_LAYERS:
         return list(range(num_layers))
     chosen = {round(place) for place in np.linspace(0, num_layers - 1, MAX_LAYERS - 1)}
-    return sorted(chosen | {int(np.nanmax(load.relative, axis=(0, 2)).argmax())})
+    return sorted(chosen | {int(np.nan_to_num(load.relative).max(axis=(0, 2)).argmax())})
 
 
 def _what_is_left_out(history: LoadHistory, load: BinnedLoad, num_shown: int) -> list[str]:

@@ -151,7 +151,7 @@ def bullets(entries: Iterable[str]) -> str:
     return f"<ul>{''.join(f'<li>{entry}</li>' for entry in entries)}</ul>"
 
 
-def number(value: float) -> str:
+def number(value: float | int) -> str:
     """A loss: three digits after the point."""
     return f"{value:,.3f}" if math.isfinite(value) else NOTHING
 
@@ -160,15 +160,15 @@ def count(num: int, what: str) -> str:
     return f"{num:,} {what}" if num == 1 else f"{num:,} {what}s"
 
 
-def whole(value: float) -> str:
+def whole(value: float | int) -> str:
     return f"{value:,.0f}" if math.isfinite(value) else NOTHING
 
 
-def percent(share: float) -> str:
+def percent(share: float | int) -> str:
     return f"{100 * share:.1f} %" if math.isfinite(share) else NOTHING
 
 
-def compact(value: float) -> str:
+def compact(value: float | int) -> str:
     """A large number in three digits: 1.64 M."""
     for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size * (1 - 5e-4):  # 999,600 is 1.00 M
@@ -177,7 +177,7 @@ def compact(value: float) -> str:
     return whole(value)
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: float | int) -> str:
     """Seconds in the two units that say most: 210 ms, 2.5 s, 3 min 20 s, 5 h 3 min, 2 d 4 h."""
     if not math.isfinite(seconds):
         return NOTHING

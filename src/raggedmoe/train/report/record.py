@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -41,14 +41,15 @@ class Series:
 
     def smoothed(self, window: int) -> "Series":
         """At each step the mean of the known values around it; of fewer near the start, where curves are steep."""
+        half, size = window // 2, len(self.values)
         known = np.isfinite(self.values)
-        sums = np.concatenate([[0.0], np.cumsum(np.where(known, self.values, 0.0))])
-        counts = np.concatenate([[0], np.cumsum(known)])
-        places = np.arange(len(self.values))
-        half = np.minimum(window // 2, places)
-        low, high = places - half, np.minimum(places + half + 1, len(places))
-        num = counts[high] - counts[low]
-        means = np.divide(sums[high] - sums[low], num, out=np.full(len(places), np.nan), where=num > 0)
+        # Each sum by itself: differences of a running sum would be lost after one step of 1e30.
+        around = np.ones(2 * half + 1)
+        sums, counts = (np.convolve(x, around)[half : half + size] for x in (np.where(known, self.values, 0.0), known))
+        for place in range(min(half, size)):
+            sums[place] = self.values[: 2 * place + 1][known[: 2 * place + 1]].sum()
+            counts[place] = known[: 2 * place + 1].sum()
+        means = np.divide(sums, counts, out=np.full(size, np.nan), where=counts > 0)
         return Series(steps=self.steps, values=means)
 
 
@@ -71,7 +72,8 @@ class LoadHistory:
         """The counts summed over equal stretches of steps, so that a gap in the record is a gap in the picture."""
         between = np.diff(self.steps)
         usual = float(np.median(between)) if between.size else float(max(self.steps[0], 1))
-        first, last = float(self.steps[0]) - usual, float(self.steps[-1])
+        last = float(self.steps[-1])
+        first = max(float(self.steps[0]) - usual, min(0.0, float(self.steps[0]) - 1))
         num_bins = max(1, min(max_bins, round((last - first) / usual)))
         # A line holds what came up to its step, so a bin is open on the left and closed on the right.
         place = np.ceil((self.steps - first) / (last - first) * num_bins - 1e-9).astype(int) - 1
@@ -183,7 +185,7 @@ def _step(line: dict[str, Any]) -> int:
     return line["step"]
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -1,0 +1,27 @@
+"""`raggedmoe report`: a training run as one page."""
+
+import webbrowser
+from pathlib import Path
+
+import tyro
+
+from raggedmoe.train.report import write_report
+
+
+def report(run: tyro.conf.Positional[Path], out: Path | None = None, open: bool = False) -> int:
+    """Make one HTML page of a training run and print its path.
+
+    It shows the loss, the learning rate, each expert's load by layer and step, which kernels ran and why, drops, speed
+    and the settings. It is a single file that loads nothing from elsewhere, and can be read on a phone. A run that goes
+    on or was cut off gives a page too.
+
+    Args:
+        run: the run's folder, with metrics.jsonl.
+        out: where to write the page; report.html in the run's folder by default.
+        open: show it in the browser.
+    """
+    path = write_report(run, out).resolve()
+    print(path)
+    if open and not webbrowser.open(path.as_uri()):
+        raise ValueError(f"found no browser to open; the page is {path}")
+    return 0

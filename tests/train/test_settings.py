@@ -1,0 +1,224 @@
+"""The words of `raggedmoe train`: every bad one is a clear error, every good one does what it says."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from raggedmoe.hardware import HARDWARE
+from raggedmoe.interop.maxtext import MAXTEXT
+from raggedmoe.models.presets import model_preset
+from raggedmoe.moe.config import MoEConfig
+from raggedmoe.train.keys import KEYS, KINDS
+from raggedmoe.train.settings import changed, in_keys, make_config, parse_settings, plain
+
+CPU = HARDWARE["cpu"]
+
+
+def configured(*words, hardware=CPU):
+    return make_config(parse_settings(words), hardware)
+
+
+def test_without_a_word_the_demo_is_trained():
+    config = configured()
+    assert config.settings.values["model_name"] == "demo"
+    assert config.step.model.moe.router.selection_bias
+    assert config.step.model.moe.experts.num_shared == 1
+    assert config.run.folder.parts == ("out", "demo")
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=lambda key: key.name)
+def test_every_setting_has_a_known_kind_and_a_default_that_it_would_accept(key):
+    assert key.kind in KINDS
+    assert key.help
+    if key.default is None or key.default == ():
+        return
+    shown = ",".join(key.default) if isinstance(key.default, tuple) else str(key.default)
+    assert key.parse(shown) == key.default
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sparse_matul=true"], "did you mean sparse_matmul"),
+        (["step=5"], "did you mean steps"),
+        (["qqqqq=5"], "unknown setting 'qqqqq'"),
+        (["steps=ten"], "steps: expected a whole number, got 'ten'"),
+        (["steps=1.5"], "steps: expected a whole number, got '1.5'"),
+        (["learning_rate=fast"], "learning_rate: expected a number, got 'fast'"),
+        (["packing=maybe"], "packing: expected true or false, got 'maybe'"),
+        (["schedule=linear"], "schedule: expected one of cosine, wsd, constant, got 'linear'"),
+        (["dataset_type=hf"], "dataset_type: expected one of stdlib, text, synthetic, got 'hf'"),
+        (["steps=5", "steps=6"], "steps=5 and steps=6 contradict each other"),
+        (["demo", "olmoe-tiny"], "expected one model and settings as key=value, got 'demo' and 'olmoe-tiny'"),
+        (["demo", "model_name=olmoe-tiny"], "demo and model_name=olmoe-tiny contradict each other"),
+        (["routing=random", "use_random_routing=true", "routing=balanced"], "contradict each other"),
+        (["ragged_gather=reference", "ragged_gather_fallback=true"], "contradict each other: both set ragged_gather"),
+        (["quantization=int8"], "quantised experts are not built"),
+        (["use_qwix_quantization=true"], "quantised experts are not built"),
+        (["use_gather_mosaic_kernel=true"], "not built yet"),
+        (["ragged_buffer_factor=0"], r"expected -1 \(never too small\) or a factor > 0, got 0"),
+        (["ragged_buffer_factor=much"], "expected a number, got 'much'"),
+        (["use_random_routing=perhaps"], "use_random_routing: expected true or false, got 'perhaps'"),
+        (["ici_pipeline_parallelism=4"], "there is no pipeline axis"),
+        (["attention=cudnn_flash_te"], "cuDNN's attention is not built"),
+    ],
+)
+def test_a_bad_word_is_refused_with_what_to_do(words, message):
+    with pytest.raises(ValueError, match=message):
+        parse_settings(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model_name=gpt5"], "unknown model 'gpt5'"),
+        (["ici_expert_parallelism=8"], "ici_expert_parallelism=8: training on several devices is not built yet"),
+        (["tensor_parallelism=2"], "tensor_parallelism=2: training on several devices is not built yet"),
+        (["moe_backend=jax", "sparse_matmul=true"], "sparse_matmul=true and moe_backend=jax contradict each other"),
+        (["moe_backend=cpu", "sparse_matmul=false"], "sparse_matmul=false and moe_backend=cpu contradict each other"),
+        (["moe_backend=gmm_v2"], "is not built yet"),
+        (["moe_backend=fast"], "unknown moe_backend 'fast'"),
+        (["megablox=true"], "megablox"),
+        (["sparse_matmul=false", "ragged_gather_fallback=true"], "ragged_gather would never be read"),
+        (["grouped_matmul=magic"], "implementation of grouped_matmul, 'magic'"),
+        (["moe_backend=ragged_dot", "ragged_gather=xla"], "already names kernels"),
+        (["steps=0"], "expected steps >= 1, got 0"),
+        (["steps=10", "warmup_steps=10"], "never reach its peak"),
+        (["steps=10", "warmup_steps=6", "schedule=wsd", "decay_fraction=0.5"], "together are more than steps=10"),
+        (["learning_rate=-1"], "expected learning_rate > 0, got -1.0"),
+        (["adam_b2=1"], "expected 0 <= b2 < 1, got 1.0"),
+        (["per_device_batch_size=0"], "expected per_device_batch_size >= 1, got 0"),
+        (["gradient_accumulation_steps=0"], "expected micro_batches >= 1, got 0"),
+        (["max_target_length=1"], "expected sequence_length >= 2, got 1"),
+        (["num_layers=0"], r"num_layers: expected 1 .. 4 of demo, got 0"),
+        (["num_layers=5"], r"num_layers: expected 1 .. 4 of demo, got 5"),
+        (["remat=everything"], "unknown remat name 'everything'"),
+        (["remat=full,query"], "unknown remat name 'full'"),
+        (["keep_last=0"], "expected at least 1"),
+        (["checkpoint_period=0"], "expected checkpoint_period >= 1, got 0"),
+        (["eval_interval=-1"], "expected eval_interval >= 0, got -1"),
+        (["run_name=../elsewhere"], "expected a folder's name inside base_output_directory"),
+        (["dataset_type=text"], "expected paths of files or folders, got none"),
+        (["dataset_path=books"], "leave it out, or use dataset='text'"),
+        (["load_parameters_path=nowhere"], "expected a folder, found none at nowhere"),
+        (["profiler=xplane", "profiler_steps=0"], "profiler_steps >= 1"),
+        (["mixtral-tiny", "routing=magic"], "unknown selection 'magic'"),
+        (["attention=fast"], "unknown implementation of attention, 'fast'"),
+    ],
+)
+def test_a_bad_combination_is_refused_before_anything_is_made(words, message):
+    with pytest.raises(ValueError, match=message):
+        configured(*words)
+
+
+RING = ["per_device_batch_size=1", "max_target_length=4096", "use_random_routing=true", "use_ring_of_experts=true", "use_ragged_sort=true", "debug_sharding=false", "profiler=xplane", "enable_tpu_profiling_options=true", "ici_expert_parallelism=1"]
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("reduce", [True, False])
+def test_each_fallback_names_xla_for_its_own_kernel_alone(gather, reduce):
+    words = [f"ragged_gather_fallback={gather}", f"ragged_gather_reduce_fallback={reduce}"]
+    config = configured("model_name=deepseek-v2-tiny", *RING, *words)
+    kernels = config.step.model.moe.kernel_choice
+    assert kernels.ragged_gather == ("xla" if gather else "auto")
+    assert kernels.ragged_gather_reduce == ("xla" if reduce else "auto")
+    assert config.step.model.moe.router.selection == "random"
+    assert config.run.profile is not None
+    notes = " ".join(config.settings.notes)
+    assert "use_ring_of_experts=true: changes nothing here" in notes
+    assert "enable_tpu_profiling_options=true: ignored" in notes
+
+
+def test_random_routing_leaves_out_what_ranks_experts():
+    router = configured("deepseek-v3-tiny", "use_random_routing=true").step.model.moe.router
+    assert (router.selection, router.selection_bias, router.num_groups) == ("random", False, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "strategy"),
+    [
+        (["sparse_matmul=True"], "local"),
+        (["sparse_matmul=False"], "dense"),
+        (["sparse_matmul=False", "capacity_factor=1.5"], "capacity"),
+        (["capacity_factor=-1"], "local"),
+        (["moe_backend=jax"], "dense"),
+        (["moe_backend=ragged_dot"], "local"),
+    ],
+)
+def test_sparse_matmul_and_capacity_choose_the_strategy(words, strategy):
+    assert configured("deepseek3-tiny", *words).step.model.moe.strategy_name == strategy
+
+
+def test_a_model_keeps_all_that_no_setting_changes():
+    config = configured("olmoe-tiny").step.model
+    expected = model_preset("olmoe-tiny")
+    same = {field.name for field in dataclasses.fields(MoEConfig)} - {"param_dtype"}
+    assert all(getattr(config.moe, name) == getattr(expected.moe, name) for name in same)
+    assert config.attention == expected.attention
+
+
+def test_auto_computes_in_float32_on_a_cpu_and_in_bfloat16_on_a_tpu():
+    assert configured().step.model.dtype == jnp.float32
+    tpu = configured(hardware=HARDWARE["tpu7x"]).step.model
+    assert (tpu.dtype, tpu.param_dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_a_batch_is_all_micro_batches_together():
+    config = configured("per_device_batch_size=3", "gradient_accumulation_steps=4")
+    assert (config.data.batch_size, config.step.micro_batches) == (12, 4)
+
+
+def test_longer_sequences_make_a_model_for_longer_ones():
+    assert configured("deepseek-v2-tiny", "max_target_length=4096").step.model.max_length == 4096
+
+
+def test_fewer_layers_keep_the_dense_ones_among_them():
+    model = configured("deepseek3-tiny", "base_num_decoder_layers=4").step.model
+    assert (model.num_layers, model.dense_layers) == (4, (0, 1, 2))
+
+
+@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if name not in ("model_name",)])
+def test_no_setting_of_ours_is_shadowed_by_a_different_one_of_theirs(name):
+    if name not in MAXTEXT or KEYS[name].default is None:
+        return
+    key = KEYS[name]
+    meaning = MAXTEXT[name](str(key.default))
+    assert meaning.settings == {name: str(key.default)}
+
+
+def test_what_every_maxtext_name_stands_for_is_a_setting_of_ours():
+    tried = ("1", "true", "0.5", "-1", "auto", "full", "cosine", "adamw", "none", "false", "0")
+    for name, entry in MAXTEXT.items():
+        for text in tried:
+            try:
+                meaning = entry(text)
+            except ValueError:
+                continue
+            assert set(meaning.settings) <= set(KEYS), name
+            break
+        else:
+            pytest.fail(f"{name} accepts none of {tried}")
+
+
+@pytest.mark.parametrize(
+    "name", ["wi_tile_fwd_batch_seq", "wo_tile_drhs_mlp_dim", "ragged_buffer_factor", "enable_goodput_recording"]
+)
+def test_a_setting_that_changes_nothing_says_so(name):
+    settings = parse_settings([f"{name}=2"])
+    assert len(settings.notes) == 1
+    assert settings.notes[0].startswith(f"{name}=2: ignored: ")
+
+
+def test_an_error_names_the_setting_and_leaves_paths_alone():
+    message = "sequence_length=512 is more than the 9 bytes of dataset=x/paths=y, expected batch_size >= 1"
+    said = (
+        "max_target_length=512 is more than the 9 bytes of dataset_type=x/paths=y, expected per_device_batch_size >= 1"
+    )
+    assert in_keys(message) == said
+
+
+def test_only_what_matters_to_the_steps_done_counts_as_changed():
+    old = plain(parse_settings(["steps=10", "learning_rate=1e-3", "log_period=3"]).values)
+    new = plain(parse_settings(["steps=20", "learning_rate=2e-3", "log_period=4"]).values)
+    assert changed(old, new) == ["learning_rate=0.001 is now 0.002"]
