@@ -1,4 +1,4 @@
-# Two commands: `make demo` shows what the library does here, `make test` runs the tests. Both set everything up first.
+# Two commands: `make demo` trains a small model, `make test` runs the tests. Both set everything up first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .PHONY: help demo test test-all lint format bench clean
 
 help:
-	@echo "make demo      kernel choices for this machine, a verification, a short benchmark and its plot"
+	@echo "make demo      train a small model on Python's own sources, a report of the run, a sample of its text"
 	@echo "make test      the tests"
 	@echo "make test-all  the tests, slow ones included"
 	@echo "make lint      format, lint, types, direction of imports"
@@ -22,9 +22,10 @@ $(READY): pyproject.toml
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/raggedmoe explain
-	$(BIN)/raggedmoe verify ragged_gather grouped_matmul --quick
-	$(BIN)/raggedmoe bench grouped_matmul layer --case mixtral --rounds 3 --dtypes float32 --plot out/demo.png
+	rm -rf out/demo
+	$(BIN)/raggedmoe train demo
+	$(BIN)/raggedmoe report out/demo
+	$(BIN)/raggedmoe generate out/demo/model --prompt "def __init__(self" --max-new-tokens 240 --temperature 0.6
 
 # Compiling is most of a test's time. LLVM's effort changes roundings at most, and costs a quarter of it: the kernels'
 # contract is tested as users compile them, the rest without.

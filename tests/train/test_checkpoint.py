@@ -228,6 +228,14 @@ def test_only_our_own_leftovers_are_removed(three):
     assert checkpoints.steps() == [10, 20, 30]
 
 
+def test_an_old_checkpoint_loses_its_name_before_its_files(three, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_remove", lambda path: None)  # killed before it
+    with opened(three, keep_last=3) as checkpoints:
+        save(checkpoints, 40)
+    assert checkpoints.steps() == [20, 30, 40]
+    assert names(three) - {f"step_000000{step}" for step in (20, 30, 40)} == {"step_00000010.partial"}
+
+
 @pytest.mark.parametrize("step", [10, 25, 30])
 def test_a_step_that_is_not_after_the_newest_is_refused(three, step):
     with pytest.raises(ValueError, match=f"step={step}: expected one after 30"):
@@ -297,6 +305,11 @@ def empty_the_manifest(path: Path) -> None:
     (path / "manifest.json").write_text("")
 
 
+def shorten_the_manifest(path: Path) -> None:
+    file = path / "manifest.json"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
 def rename_from_another_step(path: Path) -> None:
     shutil.rmtree(path)
     shutil.copytree(path.with_name("step_00000010"), path)
@@ -311,11 +324,23 @@ def rename_from_another_step(path: Path) -> None:
         (lambda path: shutil.rmtree(path / "state"), "state/_METADATA is missing"),
         (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
         (empty_the_manifest, "manifest.json is not JSON"),
+        (shorten_the_manifest, "manifest.json does not match its checksum"),
         (lambda path: (path / "manifest.json").write_text("[]"), "expected a JSON object, found list"),
         (lambda path: (path / "manifest.json").write_text("{}"), "does not match its checksum"),
         (rename_from_another_step, "expected step 30, as the folder is called, found 10"),
     ],
-    ids=["short", "missing", "added", "no state", "no manifest", "empty", "list", "object", "renamed"],
+    ids=[
+        "short",
+        "missing",
+        "added",
+        "no state",
+        "no manifest",
+        "empty",
+        "short manifest",
+        "list",
+        "object",
+        "renamed",
+    ],
 )
 def test_a_damaged_newest_is_named_and_the_one_before_is_used(three, caplog, harm, said):
     harm(three / "step_00000030")
@@ -381,15 +406,26 @@ def test_another_format_is_no_damage(three, monkeypatch):
 # Errors
 
 
-def test_another_state_is_an_error_that_lists_what_differs(three):
-    template = {"rows": jnp.zeros((ROWS,), jnp.bfloat16), "more": {"x": jnp.zeros((2, 3))}}
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"rows": jax.ShapeDtypeStruct((ROWS + 1,), jnp.float32)},
+            f"rows: expected float32[{ROWS + 1}], found float32[{ROWS}]",
+        ),
+        (
+            {"rows": jax.ShapeDtypeStruct((ROWS,), jnp.bfloat16)},
+            f"rows: expected bfloat16[{ROWS}], found float32[{ROWS}]",
+        ),
+        ({"more": {"x": jax.ShapeDtypeStruct((2, 3), jnp.int32)}}, "more/x: expected int32[2, 3], found nothing"),
+        ({"rows": None}, f"rows: expected nothing, found float32[{ROWS}]"),
+    ],
+    ids=["shape", "type", "more", "less"],
+)
+def test_another_state_is_an_error_that_lists_what_differs(written, change, said):
     with pytest.raises(ValueError, match="step_00000030") as error:
-        opened(three).restore(template)
-    assert [line.strip() for line in str(error.value).splitlines()[1:]] == [
-        "more/x: expected float32[2, 3], found nothing",
-        f"rows: expected bfloat16[{ROWS}], found float32[{ROWS}]",
-        "step: expected nothing, found int32[]",
-    ]
+        opened(written).restore(state_at(0) | change)
+    assert [line.strip() for line in str(error.value).splitlines()[1:]] == [said]
 
 
 def test_keys_of_another_kind_are_another_state(tmp_path):
@@ -439,7 +475,9 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path, monkey
     assert checkpoints.steps() == [2]
 
 
-def test_a_disk_that_takes_no_more_is_an_error_and_leaves_nothing_behind(tmp_path):
+# Of the arrays that fail together orbax waits for the first only; the others find its event loop closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_disk_that_takes_no_more_is_an_error_until_it_does_again(tmp_path):
     checkpoints = opened(tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # the rows need more: orbax's own writes fail
@@ -448,7 +486,7 @@ def test_a_disk_that_takes_no_more_is_an_error_and_leaves_nothing_behind(tmp_pat
             save_and_wait(checkpoints, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert names(tmp_path) == set()
+    assert checkpoints.steps() == []
     save_and_wait(checkpoints, 2)
     check_is_of(checkpoints.restore(state_at(0)), 2)
 

@@ -11,7 +11,7 @@ import pytest
 from raggedmoe.cli.report import report
 from raggedmoe.train.metrics import LOAD, METRICS, MetricsWriter, read_jsonl
 from raggedmoe.train.report import write_report
-from raggedmoe.train.report.figures import MAX_BINS, MAX_POINTS, Curve, curves_svg, short
+from raggedmoe.train.report.figures import MAX_BINS, Curve, curves_svg, short
 from raggedmoe.train.report.page import compact, duration
 from raggedmoe.train.report.record import RUN, LoadHistory, Series
 from tests.train.browser import CHROMIUM, Browser
@@ -172,6 +172,7 @@ def test_the_settings_are_shown_flat_and_as_text(page):
         ["optimizer.betas", "[0.9, 0.95]"],
         ["run_name", NASTY],
         ["moe_backend", "null"],
+        ["a_name_that_is_wider_than_a_phone.and_is_not_broken.because_names_are_not", "1"],
         ["packing", "true"],
     ]
 
@@ -310,8 +311,7 @@ def test_a_long_curve_is_thinned():
     steps = np.arange(100_000)
     series = Series(steps=steps, values=np.sin(steps))
     curves = [Curve(series=series, label=style, colour="blue", style=style) for style in ("raw", "line")]
-    few = Series(steps=steps[:MAX_POINTS], values=series.values[:MAX_POINTS])
-    assert len(curves_svg("long", curves)) < 4 * len(curves_svg("few", [Curve(series=few, label="", colour="blue")]))
+    assert len(curves_svg("long", curves)) < 100_000  # bytes; unthinned it is millions
 
 
 def test_smoothing_is_the_mean_of_known_neighbours():

@@ -112,7 +112,17 @@ def test_a_bad_combination_is_refused_before_anything_is_made(words, message):
         configured(*words)
 
 
-RING = ["per_device_batch_size=1", "max_target_length=4096", "use_random_routing=true", "use_ring_of_experts=true", "use_ragged_sort=true", "debug_sharding=false", "profiler=xplane", "enable_tpu_profiling_options=true", "ici_expert_parallelism=1"]
+RING = [
+    "per_device_batch_size=1",
+    "max_target_length=4096",
+    "use_random_routing=true",
+    "use_ring_of_experts=true",
+    "use_ragged_sort=true",
+    "debug_sharding=false",
+    "profiler=xplane",
+    "enable_tpu_profiling_options=true",
+    "ici_expert_parallelism=1",
+]
 
 
 @pytest.mark.parametrize("gather", [True, False])

@@ -1,7 +1,6 @@
 """How a run begins: what was in its folder before, its description, and its first state."""
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 from raggedmoe import compat, interop
 from raggedmoe.hardware import Hardware
 from raggedmoe.models.count import count_params
+from raggedmoe.models.decoder import Params
 from raggedmoe.models.flops import train_flops
 from raggedmoe.models.specs import param_specs
 from raggedmoe.train import run_folder
@@ -72,7 +72,7 @@ def opened_metrics(
         killed_early = same and config.checkpoints is not None
         if not killed_early and (aside := run_folder.set_aside(folder)) is not None:
             screen.say(f"an earlier run was here: moved to {aside}")
-    step = 0 if restored is None else restored.step
+    step = -1 if restored is None else restored.step  # without a checkpoint not even the first evaluation stays
     began = (folder / METRICS).exists()
     return MetricsWriter(folder, resume_step=step if began else None, tensorboard=config.run.tensorboard)
 
@@ -129,7 +129,7 @@ def make_run(
     return run
 
 
-def first_state(run: Run, restored: Restored | None) -> TrainState:
+def first_state(run: Run, restored: Restored | None, given: Params | None) -> TrainState:
     """The state to go on from, with the data at its place."""
     if restored is not None:
         run.batches.set_state(restored.extra["data"])
@@ -138,14 +138,17 @@ def first_state(run: Run, restored: Restored | None) -> TrainState:
         run.metrics.event(restored.step, "resumed", restored.path.name)
         return restored.state
     key = jax.random.key(run.config.run.seed)
-    if run.config.run.load_parameters_path is None:
+    if given is None:
         return run.programs.init(key)
-    return _from_model(run, run.config.run.load_parameters_path, key)
+    optimizer = make_optimizer(run.config.step.optimizer, param_specs(run.config.step.model))
+    return jax.jit(lambda params: state_of(params, optimizer, jax.random.split(key)[1]))(given)
 
 
-def _from_model(run: Run, path: Path, key: jax.Array) -> TrainState:
-    """The start of a run with the parameters of a model's folder."""
-    wanted = run.config.step.model
+def given_params(config: TrainConfig) -> Params | None:
+    """The parameters of `load_parameters_path`, required to be this model's; None: the run makes its own."""
+    path, wanted = config.run.load_parameters_path, config.step.model
+    if path is None:
+        return None
     found = interop.load(path, dtype=wanted.dtype, param_dtype=wanted.param_dtype, progress=True).params
     specs = param_specs(wanted)
     wrong = [
@@ -156,7 +159,7 @@ def _from_model(run: Run, path: Path, key: jax.Array) -> TrainState:
     ]
     if wrong:
         raise ValueError(
-            f"{path} is no checkpoint of model_name={run.config.settings.values['model_name']}; {'; '.join(wrong[:5])}"
+            f"{path} is no checkpoint of model_name={config.settings.values['model_name']} as it is set; "
+            f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}"
         )
-    optimizer = make_optimizer(run.config.step.optimizer, specs)
-    return jax.jit(lambda params: state_of(params, optimizer, jax.random.split(key)[1]))(found)
+    return found

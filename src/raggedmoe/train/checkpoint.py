@@ -82,9 +82,7 @@ class Checkpoints:
             raise OSError(
                 f"{self._folder}: expected a folder for checkpoints that can be written, got: {error}; name another"
             ) from error
-        for leftover in self._folder.iterdir():
-            if _PARTIAL.fullmatch(leftover.name):
-                _remove(leftover)
+        self._remove_leftovers()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -118,8 +116,8 @@ class Checkpoints:
             leaves={name: described(name, leaf) for name, leaf in leaves.items()},
             files={},
         )
+        self._remove_leftovers()  # orbax may go on writing for a moment after it has failed
         partial = self._path(step).with_name(f"{self._path(step).name}.partial")
-        _remove(partial)
         partial.mkdir()
         try:
             writing = start_writing(partial / STATE, leaves)
@@ -191,6 +189,12 @@ class Checkpoints:
                 f"step={step}: expected one after {newest}, the newest checkpoint in {self._folder}; "
                 "resume from that, or name another folder"
             )
+
+    def _remove_leftovers(self) -> None:
+        """Of runs that were killed, in a save or in the deletion of an old checkpoint."""
+        for leftover in self._folder.iterdir():
+            if _PARTIAL.fullmatch(leftover.name):
+                _remove(leftover)
 
     def _join(self) -> None:
         if self._thread is not None:

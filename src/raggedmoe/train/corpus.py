@@ -89,8 +89,8 @@ def _found(paths: Sequence[str], suffixes: Sequence[str]) -> list[tuple[str, Pat
         inside = sorted(_walk(given, suffixes)) if given.is_dir() else [given]
         if not inside:
             raise ValueError(
-                f"{given}: expected files that end in {', '.join(suffixes)}, found none; name others in dataset_suffixes, or "
-                "name the files themselves"
+                f"{given}: expected files that end in {', '.join(suffixes)}, found none; set suffixes=... to "
+                "others, or name the files themselves"
             )
         for path in inside:
             # The same file twice would be trained on and held out.

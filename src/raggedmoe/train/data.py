@@ -70,8 +70,6 @@ class Batches(Protocol):
 
     def set_state(self, state: dict[str, Any]) -> None: ...
 
-    def close(self) -> None: ...
-
 
 @dataclass(frozen=True, kw_only=True)
 class Data:

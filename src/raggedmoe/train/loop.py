@@ -5,7 +5,15 @@ from dataclasses import dataclass
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.train import run_folder
-from raggedmoe.train.begin import earlier_run, first_state, headline, make_run, opened_checkpoints, opened_metrics
+from raggedmoe.train.begin import (
+    earlier_run,
+    first_state,
+    given_params,
+    headline,
+    make_run,
+    opened_checkpoints,
+    opened_metrics,
+)
 from raggedmoe.train.data import open_data
 from raggedmoe.train.fit import check_fit, memory_bytes
 from raggedmoe.train.interruption import Interruption
@@ -38,13 +46,14 @@ def train(config: TrainConfig, hardware: Hardware, screen: Screen) -> Outcome:
         for note in config.settings.notes:
             screen.say(f"  {note}")
         with opened_checkpoints(config) as checkpoints:
+            given = given_params(config) if checkpoints is None or not checkpoints.steps() else None
             start = time.perf_counter()
             programs = compile_programs(config.step, next(data.train_batches()), evaluates=data.held_out is not None)
             screen.say(f"compiled in {time.perf_counter() - start:.1f} s")
             restored = None if checkpoints is None else checkpoints.restore(programs.template)
             with opened_metrics(config, restored, earlier, screen) as metrics:
                 run = make_run(config, data, programs, metrics, checkpoints, screen, hardware)
-                state = first_state(run, restored)
+                state = first_state(run, restored, given)
                 if restored is None:
                     evaluate(run, state, 0)
                 try:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from raggedmoe.kernels.registry import Selection, recorded_selections
 from raggedmoe.models.specs import param_specs
@@ -32,7 +31,7 @@ def compile_programs(config: StepConfig, batch: Batch, *, evaluates: bool) -> Pr
     optimizer = make_optimizer(config.optimizer, param_specs(config.model))
     init = jax.jit(lambda key: new_state(config.model, optimizer, key))
     template = jax.eval_shape(init, jax.random.key(0))
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.asarray(a).dtype), batch)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
     step = jax.jit(functools.partial(train_step, config=config), donate_argnums=0)
     with recorded_selections() as selections:
         lowered = step.lower(template, shapes)

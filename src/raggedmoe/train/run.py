@@ -43,41 +43,40 @@ class Run:
 
 def log_step(run: Run, step: int, report: StepReport) -> None:
     """Wait for a step, and write down what it was like."""
-    report = jax.device_get(report)
+    fetched = jax.device_get({**vars(report), **vars(report.losses), "losses": None})
     now = time.perf_counter()
     seconds, run.since = max(now - run.since, 1e-9), now
-    losses = report.losses
     tokens = run.config.data.batch_size * run.config.data.sequence_length
     values: dict[str, Any] = {
-        "loss": _finite(losses.loss),
-        "aux_loss": _finite(losses.aux_loss),
-        "z_loss": _finite(losses.z_loss),
-        "grad_norm": _finite(report.grad_norm),
-        "learning_rate": float(report.learning_rate),
-        "skipped": int(not report.finite),
+        "loss": _finite(fetched["loss"]),
+        "aux_loss": _finite(fetched["aux_loss"]),
+        "z_loss": _finite(fetched["z_loss"]),
+        "grad_norm": _finite(fetched["grad_norm"]),
+        "learning_rate": float(fetched["learning_rate"]),
+        "skipped": int(not fetched["finite"]),
         "tokens": tokens,
-        "targets": int(report.tokens),
+        "targets": int(fetched["tokens"]),
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "mfu": tokens / seconds * run.flops_per_token / run.peak_flops,
     }
     if run.config.step.mtp_layers:
-        values["mtp_loss"] = _finite(losses.mtp_loss)
+        values["mtp_loss"] = _finite(fetched["mtp_loss"])
     if len(run.load):
         values |= {
-            "entropy": float(report.entropy),
-            "max_violation": float(report.max_violation),
-            "dropped": int(losses.dropped),
+            "entropy": float(fetched["entropy"]),
+            "max_violation": float(fetched["max_violation"]),
+            "dropped": int(fetched["dropped"]),
         }
-        run.dropped += int(losses.dropped)
-        run.load += losses.load
+        run.dropped += int(fetched["dropped"])
+        run.load += fetched["load"]
         if step % run.config.run.load_period == 0 or step == run.config.step.optimizer.steps:
             run.metrics.load(step, run.load)
             run.load = np.zeros_like(run.load)
-    run.skipped_in_a_row = int(report.skipped_in_a_row)
+    run.skipped_in_a_row = int(fetched["skipped_in_a_row"])
     run.metrics.train(step, values)
     if values["skipped"]:
-        text = f"loss {float(losses.loss)}, gradient norm {float(report.grad_norm)}"
+        text = f"loss {float(fetched['loss'])}, gradient norm {float(fetched['grad_norm'])}"
         run.metrics.event(step, "skipped", text)
         run.screen.say(f"step {step} skipped: {text}; {run.skipped_in_a_row} in a row")
     run.screen.step(step, values)

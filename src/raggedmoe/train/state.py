@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
 
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.decoder import Params
@@ -18,14 +17,17 @@ from raggedmoe.train.optimizer import wide
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """The parameters, what the optimizer remembers, and every random state."""
+    """The parameters, what the optimizer remembers, and every random state.
 
-    step: Int[Array, ""]  # steps done
+    Without types of arrays, as a checkpoint's template has shapes in their place.
+    """
+
+    step: Any  # steps done
     params: Params  # the master copy, by the names of `param_specs`
     optimizer: Any  # optax's state
-    key: jax.Array  # from which every step's randomness comes, with its number
-    skipped: Int[Array, ""]  # steps of the run whose loss or gradient was not finite
-    skipped_in_a_row: Int[Array, ""]
+    key: Any  # from which every step's randomness comes, with its number
+    skipped: Any  # steps of the run whose loss or gradient was not finite
+    skipped_in_a_row: Any
 
 
 def new_state(config: ModelConfig, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:

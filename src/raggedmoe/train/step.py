@@ -78,9 +78,9 @@ class Shares:
     Index 0 is the model, m + 1 is module m of multi-token prediction.
     """
 
-    per_target: Float[Array, " M"]  # one over the targets of the whole batch
-    of_tokens: Float[Array, " M"]
-    of_sequences: Float[Array, " M"]
+    per_target: Float[Array, "*parts M"]  # one over the targets of the whole batch
+    of_tokens: Float[Array, "*parts M"]
+    of_sequences: Float[Array, "*parts M"]
 
 
 def train_step(state: TrainState, batch: Batch, config: StepConfig) -> tuple[TrainState, StepReport]:
@@ -89,7 +89,7 @@ def train_step(state: TrainState, batch: Batch, config: StepConfig) -> tuple[Tra
     trained = {name: value for name, value in state.params.items() if is_trained(name)}
     biases = {name: value for name, value in state.params.items() if not is_trained(name)}
     gradients, losses = batch_gradients(trained, biases, batch, config, key)
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(norm) & jnp.isfinite(losses.loss + losses.mtp_loss + losses.aux_loss + losses.z_loss)
 
     with jax.named_scope("optimizer"):

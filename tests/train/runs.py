@@ -1,0 +1,66 @@
+"""Real runs of the command: in processes of their own that can be killed, or here with shared compilations."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+
+from raggedmoe.train import loop
+from raggedmoe.train.programs import compile_programs
+
+MAIN = "from raggedmoe.cli.main import main; main()"
+NOT_REPEATABLE = ("seconds", "tokens_per_second", "mfu")
+# The smallest thing with everything on: latent attention, shared and routed experts, the loss-free rule.
+TINY = ("deepseek-v3-tiny", "num_layers=2", "mtp_layers=0", "max_target_length=16", "per_device_batch_size=2")
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-c", MAIN, *words]
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """As a user has it, but one device and compiled programs kept, so that a restart costs seconds."""
+    settings = {
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "JAX_PLATFORMS": "cpu",
+    }
+    return {**os.environ, **settings}
+
+
+def train(cache: Path, *words: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command("train", *words), env=environment(cache), capture_output=True, text=True, timeout=300, **options
+    )
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def curve(run: Path) -> list[dict]:
+    """All that a run's steps and evaluations said, without what depends on the clock, in order."""
+    found = [line for line in lines(run / "metrics.jsonl") if line["kind"] != "event"]
+    return [{name: value for name, value in line.items() if name not in NOT_REPEATABLE} for line in found]
+
+
+@functools.cache
+def _programs(config, leaves, structure, evaluates):
+    batch = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
+    return compile_programs(config, batch, evaluates=evaluates)
+
+
+def share_programs(monkeypatch):
+    """The loop compiles only what it has not compiled before in this process."""
+
+    def compiled(config, batch, *, evaluates):
+        leaves = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
+        return _programs(config, leaves, jax.tree.structure(batch), evaluates)
+
+    monkeypatch.setattr(loop, "compile_programs", compiled)

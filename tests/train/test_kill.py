@@ -1,0 +1,86 @@
+"""Runs that are killed: whatever the moment, they go on as if nothing had happened."""
+
+import functools
+import random
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.train.runs import TINY, command, curve, environment, lines, train
+
+WORDS = (*TINY, "checkpoint_period=2", "eval_interval=10", "eval_steps=2", "load_period=3", "run_name=run")
+SHORT, LONG = 40, 400
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, cache):
+    """The folder of a run of so many steps that nothing disturbed."""
+
+    @functools.cache
+    def make(steps: int) -> Path:
+        folder = tmp_path_factory.mktemp("uninterrupted")
+        done = train(cache, *WORDS, f"steps={steps}", f"base_output_directory={folder}")
+        assert done.returncode == 0, done.stderr
+        return folder / "run"
+
+    return make
+
+
+def killed_at_random(process: subprocess.Popen, run: Path, draw: random.Random) -> bool:
+    """Kill -9 a little after its first new step, or in the middle of a checkpoint; False: it was done before."""
+    metrics = run / "metrics.jsonl"
+    before = metrics.stat().st_mtime_ns if metrics.exists() else 0
+    while process.poll() is None and (not metrics.exists() or metrics.stat().st_mtime_ns == before):
+        time.sleep(0.002)
+    end = time.monotonic() + draw.random() * 0.6
+    while process.poll() is None and time.monotonic() < end:
+        time.sleep(0.002)
+    in_checkpoint = draw.random() < 0.5
+    while in_checkpoint and process.poll() is None and not any((run / "checkpoints").glob("*.partial")):
+        pass
+    if process.poll() is not None:
+        return False
+    process.kill()
+    process.wait()
+    return True
+
+
+def check_kills(tmp_path: Path, cache: Path, expected: Path, steps: int, kills: int, seed: int) -> None:
+    run, draw = tmp_path / "run", random.Random(seed)
+    words = (*WORDS, f"steps={steps}", f"base_output_directory={tmp_path}")
+    killed = 0
+    for _ in range(kills):
+        with subprocess.Popen(
+            command("train", *words), env=environment(cache), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ) as process:
+            killed += killed_at_random(process, run, draw)
+            if process.returncode not in (0, -9):
+                pytest.fail(process.stderr.read().decode())
+    assert killed >= kills // 2, f"only {killed} of {kills} were killed before the run was done"
+    done = train(cache, *words)
+    assert done.returncode == 0, done.stderr
+    assert curve(run) == curve(expected)
+    assert lines(run / "load.jsonl") == lines(expected / "load.jsonl")
+    weights = Path("model") / "model.safetensors"
+    assert (run / weights).read_bytes() == (expected / weights).read_bytes()
+
+
+def test_an_uninterrupted_run_has_every_step_once(uninterrupted):
+    steps = [line["step"] for line in curve(uninterrupted(SHORT)) if line["kind"] == "train"]
+    assert steps == list(range(1, SHORT + 1))
+
+
+def test_a_run_killed_three_times_equals_the_uninterrupted_one_bit_for_bit(tmp_path, cache, uninterrupted):
+    check_kills(tmp_path, cache, uninterrupted(SHORT), SHORT, kills=3, seed=11)
+
+
+@pytest.mark.slow
+def test_a_run_killed_twenty_times_equals_the_uninterrupted_one_bit_for_bit(tmp_path, cache, uninterrupted):
+    check_kills(tmp_path, cache, uninterrupted(LONG), LONG, kills=20, seed=100)
