@@ -27,17 +27,16 @@ demo: $(READY)
 	$(BIN)/raggedmoe report out/demo
 	$(BIN)/raggedmoe generate out/demo/model --prompt "def __init__(self" --max-new-tokens 240 --temperature 0.6
 
-# Compiling is most of a test's time. LLVM's effort changes roundings at most, and costs a quarter of it: the kernels'
-# contract is tested as users compile them, the rest without.
-CONTRACT := tests/kernels/test_contract.py
-QUICKLY := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0"
+# Compiling is most of a test's time: tests/conftest.py says what QUICK_COMPILE leaves out of it. The kernels' contract
+# is tested as users compile them. By stealing work, a worker keeps neighbouring tests, which share compiled functions.
+TESTS := $(BIN)/python -m pytest -n auto --dist worksteal
 
 test: $(READY)
-	$(QUICKLY) $(BIN)/python -m pytest -n auto -m 'not slow' --ignore=$(CONTRACT)
-	$(BIN)/python -m pytest -n auto $(CONTRACT)
+	QUICK_COMPILE=1 $(TESTS) -m 'not slow and not as_shipped'
+	$(TESTS) -m 'as_shipped and not slow' tests/kernels
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -n auto
+	$(TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check src tests

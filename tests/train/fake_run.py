@@ -67,13 +67,11 @@ INFO = {
         "run_name": NASTY,
         "checkpoint_folder": "runs/" + "a-very-long-name-without-any-space-in-it/" * 4,
         "moe_backend": None,
-        "a_name_that_is_wider_than_a_phone.and_is_not_broken.because_names_are_not": 1,
         "packing": True,
     },
     "notes": [
         "megablox was accepted and is ignored: this is a CPU.",
         f"a note with {NASTY}",
-        "a path: " + "/folder" * 30,
     ],
     "data": "stdlib: 1,160 files, 15.3M bytes; 1,102 to train on, 58 held out",
     "kernels": KERNELS,

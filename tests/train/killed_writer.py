@@ -36,10 +36,18 @@ def write_for_ever(folder: Path, ready: int) -> None:
         assert restored.extra == {"position": step * 7}
         assert int(restored.state["step"]) == step
         np.testing.assert_array_equal(restored.state["rows"], np.arange(ROWS) + step)
+    else:
+        save(checkpoints, 1)  # one whole save, however slow the machine: the next child has something to resume
+        checkpoints.wait()
     os.write(ready, b"%d " % step)
+    step = max(step, 1)
     while True:
         step += 1
-        checkpoints.save(step, state_at(step), {"position": step * 7}, metric=float(step % 5))
+        save(checkpoints, step)
+
+
+def save(checkpoints: Checkpoints, step: int) -> None:
+    checkpoints.save(step, state_at(step), {"position": step * 7}, metric=float(step % 5))
 
 
 def main(folder: Path, kills: int, seed: int) -> None:

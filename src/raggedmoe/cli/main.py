@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import tyro
 
-from raggedmoe.cli import bench, convert, explain, generate, models, train, verify
+from raggedmoe.cli import bench, convert, explain, generate, models, report, train, verify
 from raggedmoe.kernels.registry import CannotRunError
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "train": train.train,
+    "report": report.report,
     "models": models.models,
     "import": convert.import_,
     "export": convert.export,

@@ -45,14 +45,17 @@ class StepConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """The parts of what is minimised, each as it enters the sum, and what the MoE layers saw."""
+    """The parts of what is minimised, each as it enters the sum, and what the MoE layers saw.
 
-    loss: Float[Array, ""]  # cross-entropy, in nats per target
-    mtp_loss: Float[Array, ""]  # times its weight
-    aux_loss: Float[Array, ""]
-    z_loss: Float[Array, ""]
-    load: Int[Array, "layers E"]  # routed slots, MTP's layers last
-    dropped: Int[Array, ""]
+    Of any array's type, as the sum over micro-batches begins from their shapes.
+    """
+
+    loss: Float[Any, ""]  # cross-entropy, in nats per target
+    mtp_loss: Float[Any, ""]  # times its weight
+    aux_loss: Float[Any, ""]
+    z_loss: Float[Any, ""]
+    load: Int[Any, "layers E"]  # routed slots, MTP's layers last
+    dropped: Int[Any, ""]
 
 
 @jax.tree_util.register_dataclass
@@ -98,6 +101,8 @@ def train_step(state: TrainState, batch: Batch, config: StepConfig) -> tuple[Tra
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, master)
         moved = {name: (master[name] + updates[name]).astype(trained[name].dtype) for name in trained}
         moved |= updated_biases(biases, losses.load, config)
+        if not config.mtp_layers:  # they have no gradient, but would decay
+            moved |= {name: value for name, value in trained.items() if name.startswith("mtp.")}
 
     def if_finite(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)

@@ -18,7 +18,10 @@ from raggedmoe.kernels.registry import Implementation
 
 # A forward-only prototype at B1 S2048 N16 M4 H128 float32 on 2 cores: 256 x 256 127 ms, 128 x 512 133, 512 x 512 137,
 # 512 x 1024 172; one key head at a time 140 (docs/log.md).
+# Forward and backward on 2 cores, CPU milliseconds by chunk 64, 128, 256, 512 (docs/log.md, training):
+#   B16 S256 N4 H48 43, 43, 82, -;  B8 S512 N4 H48 77, 64, 83, 150;  B4 S1024 N4 H48 176, 115, 110, 155
 CHUNK = 256
+SHORT_CHUNK, SHORT = 128, 1024  # and for sequences shorter than that
 _PAST = 2**31 - 1  # where padding is, past every query
 
 
@@ -148,7 +151,7 @@ def _seen_chunks(position, num_slots, window):
 
 def _sizes(length: int) -> tuple[int, int]:
     """How many chunks, and how long each: as even as can be, so that little is padding."""
-    count = -(-length // CHUNK)
+    count = -(-length // (SHORT_CHUNK if length < SHORT else CHUNK))
     return count, -(-length // count)
 
 

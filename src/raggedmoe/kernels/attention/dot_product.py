@@ -11,7 +11,9 @@ from raggedmoe.kernels.registry import Call, Implementation
 # From where auto leaves it. Milliseconds here and in `chunked`, float32, 2 cores, N16 M4 H128 (docs/log.md):
 #   forward + backward, B1:  S256 13.8, 12.6;  S512 92, 47;  S1024 423, 135;  S2048 1998, 460
 #   decoding, B8, at the last slot:  L256 1.6, 1.6;  L512 4.1, 5.0;  L1024 18, 11;  L4096 92, 46, and at slot 500: 93, 7
+#   forward + backward, N4 H48:  B32 S128 59, 52;  B16 S256 104, 43;  B8 S512 207, 64 (CPU time)
 MOST_SCORES = 256 * 256  # of a head
+MOST_SCORES_ON_CPU = 128 * 128  # of more than one sequence, which chunks keep in the cache
 MOST_SLOTS = 512
 MOST_BYTES = 256 * MIB  # of all scores
 
@@ -73,7 +75,8 @@ def auto_why_not(call: Call, hardware: Hardware) -> str | None:
     batch, num_queries, heads, _ = call.arrays["query"].shape
     num_slots = call.arrays["key"].shape[1]
     held = batch * heads * num_queries * num_slots * accumulator(call.arrays["query"].dtype).itemsize
-    if num_queries * num_slots > MOST_SCORES or held > MOST_BYTES:
+    several_on_cpu = hardware.platform == "cpu" and batch > 1
+    if num_queries * num_slots > (MOST_SCORES_ON_CPU if several_on_cpu else MOST_SCORES) or held > MOST_BYTES:
         return f"would hold all scores, {held / MIB:.0f} MiB, half of them of slots that nobody sees; name it to use it"
     if hardware.platform == "cpu" and num_slots > MOST_SLOTS:
         return f"would rearrange all {num_slots} slots, whether they are seen or not; name it to use it"

@@ -45,7 +45,7 @@ def _headline(run: RunRecord) -> str:
     steps, seconds = (run.train[-1]["step"] if run.train else math.nan), run.total("seconds")
     dropped, skipped = run.total("dropped"), run.skipped
     counted = run.series("skipped").known.size or skipped
-    dead = run.load.dead if run.load is not None else []
+    dead, num_records = ([], 0) if run.load is None else (run.load.dead, min(DEAD_LINES, len(run.load.steps)))
     recent = f"mean of the last {window} steps" if window > 1 else "last step"
     figures = [
         _tile("Held-out loss", number(held_out.last), f"best {best}", unknown="never measured"),
@@ -59,7 +59,7 @@ def _headline(run: RunRecord) -> str:
         _tile(
             "Dead experts",
             NOTHING if run.load is None else whole(len(dead)),
-            f"no token in the last {DEAD_LINES} records",
+            f"no token in the last {html.count(num_records, 'record')}",
             bad=bool(dead),
         ),
     ]

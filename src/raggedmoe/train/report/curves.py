@@ -31,7 +31,8 @@ def loss_section(run: RunRecord) -> str:
     else:
         notes.append("No curve of the gradient norm: no training step has grad_norm.")
     if added := _added_losses(run):
-        figures.append(html.figure("Auxiliary losses", curves_svg("added", added, from_zero=True)))
+        heading = "Auxiliary losses" if len(added) > 1 else f"Auxiliary loss: {added[0].label}"
+        figures.append(html.figure(heading, curves_svg("added", added, from_zero=True)))
     return html.section("Loss", html.columns(figures), *(html.missing(note) for note in notes))
 
 
@@ -67,7 +68,7 @@ def speed_section(run: RunRecord) -> str:
     if not mfu.known.size:
         text += f" There is no MFU: {why_no_mfu(run)}."
     if seconds.known.size and seconds.known[0] > 3 * seconds.median:
-        text += f" The first took {duration(seconds.known[0])}, compilation included."
+        text += f" The first took {duration(seconds.known[0])}."
     figures = [
         html.figure(
             "Tokens per second",

@@ -94,15 +94,18 @@ def _caption(history: LoadHistory, layer: int) -> str:
     relative = last / last.mean()
     busiest, idlest = int(relative.argmax()), int(relative.argmin())
     return (
-        f"Last {min(DEAD_LINES, len(history.steps))} records: most for expert {busiest} ({relative[busiest]:.2f} times "
+        f"Last {_recent(history)}: most for expert {busiest} ({relative[busiest]:.2f} times "
         f"the mean), least for expert {idlest} ({relative[idlest]:.2f})."
     )
 
 
+def _recent(history: LoadHistory) -> str:
+    return html.count(min(DEAD_LINES, len(history.steps)), "record")
+
+
 def _dead_text(history: LoadHistory) -> str:
     dead = history.dead
-    first = int(history.steps[-DEAD_LINES:][0])
-    since = f"in the last {min(DEAD_LINES, len(history.steps))} records (from step {first:,} on)"
+    since = f"in the last {_recent(history)}, up to step {int(history.steps[-1]):,}"
     if not dead:
         return f"No expert is dead: each got tokens {since}."
     names = ", ".join(f"layer {layer} expert {expert}" for layer, expert in dead[:MAX_NAMED])

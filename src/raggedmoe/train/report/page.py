@@ -42,6 +42,7 @@ tr:last-child > td { border-bottom: 0; }
 th { color: var(--muted); font-weight: 600; white-space: nowrap; }
 td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.key { white-space: nowrap; color: var(--muted); }
+.pairs td { padding-top: 4px; padding-bottom: 4px; }
 code { font: .86em/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 .badge { display: inline-block; font-size: .75rem; line-height: 1.5; padding: 0 7px; border-radius: 9px;
   border: 1px solid var(--green); color: var(--green); white-space: nowrap; }
@@ -54,6 +55,8 @@ footer { font-size: .85rem; margin-top: 32px; }
   .stacked tr { display: block; padding: 8px 0; border-bottom: 1px solid var(--grid); }
   .stacked tr:last-child { border-bottom: 0; }
   .stacked td { display: block; border: 0; padding: 2px 12px; }
+  .pairs tr { display: flex; flex-wrap: wrap; justify-content: space-between; padding: 3px 0; }
+  .pairs td.key { white-space: normal; }
   .tiles { grid-template-columns: repeat(2, 1fr); }
   .tile .value { font-size: 1.25rem; }
   .tile:last-child:nth-child(odd) { grid-column: span 2; }
@@ -133,7 +136,8 @@ def key_values(values: Iterable[tuple[str, str]], *, name: str) -> str:
     return table(
         ("Setting", "Value"),
         [(f'<td class="key">{code(key)}</td>', code(value)) for key, value in values],
-        name=name,
+        name=f"{name} pairs",
+        stacked=True,
     )
 
 
