@@ -9,7 +9,7 @@ from raggedmoe.hardware import HARDWARE
 from raggedmoe.interop.maxtext import MAXTEXT
 from raggedmoe.models.presets import model_preset
 from raggedmoe.moe.config import MoEConfig
-from raggedmoe.train.keys import KEYS, KINDS
+from raggedmoe.train.keys import KEYS, KINDS, RECIPES
 from raggedmoe.train.settings import changed, in_keys, make_config, parse_settings, plain
 
 CPU = HARDWARE["cpu"]
@@ -25,6 +25,13 @@ def test_without_a_word_the_demo_is_trained():
     assert config.step.model.moe.router.selection_bias
     assert config.step.model.moe.experts.num_shared == 1
     assert config.run.folder.parts == ("out", "demo")
+
+
+def test_what_a_model_brings_along_gives_way_to_what_is_typed():
+    assert configured("demo").step.optimizer.steps == RECIPES["demo"]["steps"]
+    assert configured("demo", "steps=7").step.optimizer.steps == 7
+    assert configured("olmoe-tiny").step.optimizer.steps == KEYS["steps"].default
+    assert all(set(brought) <= set(KEYS) for brought in RECIPES.values())
 
 
 @pytest.mark.parametrize("key", KEYS.values(), ids=lambda key: key.name)

@@ -11,12 +11,13 @@ from rich.console import Console
 
 from raggedmoe import compat
 from raggedmoe.bench.cases import Timing, layer_timings, operation_timings, sweep_timings
+from raggedmoe.bench.training import train_timings
 from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.registry import OPERATIONS
 from raggedmoe.names import unknown
 
-SUBJECTS = (*OPERATIONS, "layer", "sweep")
+SUBJECTS = (*OPERATIONS, "layer", "sweep", "train")
 
 
 def bench(
@@ -30,10 +31,11 @@ def bench(
     """Time kernels and the whole layer on this machine: the best of several interleaved rounds.
 
     Each is held against a limit: for matmuls, dense ones of the same useful FLOPs and type; for moves of rows, a copy.
-    Contenders that are slow take fewer turns. "sweep" fixes the routed rows and raises the number of experts.
+    Contenders that are slow take fewer turns. "sweep" fixes the routed rows and raises the number of experts; "train"
+    is a whole training step of the default model.
 
     Args:
-        subjects: operations, "layer" or "sweep".
+        subjects: operations, "layer", "sweep" or "train".
         dtypes: types to measure.
         rounds: turns of each contender.
         case: measure only cases whose name holds this text, such as mixtral.
@@ -77,6 +79,8 @@ def _measured(subjects: tuple[str, ...], dtypes: tuple[str, ...], rounds: int, c
         for dtype in dtypes:
             if subject == "layer":
                 yield from layer_timings(dtype, rounds, case)
+            elif subject == "train":
+                yield from train_timings(dtype, rounds, case)
             elif subject == "sweep":
                 yield from sweep_timings(dtype, rounds, case)
             else:

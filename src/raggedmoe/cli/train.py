@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raggedmoe.hardware import target_hardware
-from raggedmoe.train.keys import KEYS, SECTIONS, Key
+from raggedmoe.train.keys import KEYS, RECIPES, SECTIONS, Key
 
 INTRODUCTION = """usage: raggedmoe train [MODEL] [KEY=VALUE ...]
 
@@ -44,6 +44,9 @@ def print_help() -> None:
                 table.add_row(Text(_assignment(key)), Text(_meaning(key)))
         console.print(f"\n[bold]{section}[/]")
         console.print(table)
+    for model, brought in RECIPES.items():
+        words = " ".join(f"{name}={value}" for name, value in brought.items())
+        console.print(f"\n{model} brings its own defaults: {words}", markup=False)
 
 
 def _assignment(key: Key) -> str:

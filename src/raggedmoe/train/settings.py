@@ -17,7 +17,7 @@ from raggedmoe.models.presets import model_preset
 from raggedmoe.moe.config import MoEConfig, RouterConfig
 from raggedmoe.train.checkpoint import CheckpointConfig
 from raggedmoe.train.data import TEXT_SUFFIXES, DataConfig
-from raggedmoe.train.keys import KEYS
+from raggedmoe.train.keys import KEYS, RECIPES
 from raggedmoe.train.optimizer import OptimizerConfig
 from raggedmoe.train.profile import ProfileConfig
 from raggedmoe.train.step import StepConfig
@@ -91,6 +91,8 @@ def parse_settings(words: Sequence[str]) -> Settings:
             if name in given and values[name] != parsed:
                 raise ValueError(f"{given[name]} and {word} contradict each other: both set {name}; leave one out")
             values[name], given[name] = parsed, word
+    brought = RECIPES.get(values["model_name"], {})
+    values |= {name: value for name, value in brought.items() if name not in given}
     return Settings(values=values, given=given, notes=tuple(notes))
 
 
