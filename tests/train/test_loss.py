@@ -52,8 +52,8 @@ def value_and_gradients(hidden, head, targets, weights, scale=1.0):
 def bounds(hidden, head, weights):
     """How far rounding may take the value and the two gradients from the truth.
 
-    Logits are off by δ, a rounding of what they sum, and so is every log-probability. A gradient is a sum over V or T of
-    factors that are off by 2δ and by the rounding to the type of the hidden states.
+    Logits are off by δ, a rounding of what they sum, and so is every log-probability. A gradient is a sum over V or T
+    of factors that are off by 2δ and by the rounding to the type of the hidden states.
     """
     eps, narrow = (float(jnp.finfo(t).eps) for t in (jnp.promote_types(hidden.dtype, jnp.float32), hidden.dtype))
     hidden, head, weights = (np.asarray(a).astype(np.float64) for a in (hidden, head, weights))

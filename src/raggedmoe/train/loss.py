@@ -19,8 +19,9 @@ CHUNK_ELEMENTS = 2**24  # logits that exist at once: 64 MB in float32
 
 
 def chunk_tokens(num_tokens: int, vocab_size: int) -> int:
-    """Tokens of one chunk: all if their logits are few enough."""
-    return min(num_tokens, max(1, CHUNK_ELEMENTS // vocab_size))
+    """Tokens of one chunk: all if their logits are few enough, otherwise as even as can be."""
+    most = max(1, CHUNK_ELEMENTS // vocab_size)
+    return -(-num_tokens // -(-num_tokens // most))
 
 
 @jax.custom_vjp
