@@ -1,7 +1,5 @@
 """Results against the NumPy oracle, within the bound that rounding explains (see `raggedmoe.verify.check`)."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,7 @@ from raggedmoe.kernels.example import Example
 from raggedmoe.kernels.proof import Level, level_on
 from raggedmoe.kernels.registry import OPERATIONS, implementations
 from raggedmoe.verify.attention_bound import attention_bounds
-from raggedmoe.verify.check import SUM_ROUNDINGS, value_and_gradients
+from raggedmoe.verify.check import SUM_ROUNDINGS, _run
 
 
 def on_cpu(name: str) -> list[str]:
@@ -31,15 +29,10 @@ def on_cpu(name: str) -> list[str]:
 FAST = [(name, other) for name in OPERATIONS for other in on_cpu(name) if other != "reference"]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _jitted(name, options, implementation, arrays, cotangent):
-    function = functools.partial(operation(name).function, **dict(options), implementation=implementation)
-    return value_and_gradients(function, arrays, cotangent)
-
-
 def run(name: str, example: Example, implementation) -> dict[str, jax.Array]:
-    """The value and all gradients, jitted: one compilation for each set of shapes."""
-    return _jitted(name, tuple(example.options.items()), implementation, dict(example.arrays), example.cotangent)
+    """The value and all gradients, jitted: one compilation for each set of shapes, shared with those of `check`."""
+    static = (*example.options.items(), ("implementation", implementation))
+    return _run(operation(name).function, static, dict(example.arrays), example.cotangent)
 
 
 def oracle(name: str, example: Example, *, magnitude: bool = False) -> dict[str, np.ndarray]:

@@ -25,6 +25,11 @@ def moe_config(router=None, **options):
     return MoEConfig(**{**sizes, "router": RouterConfig(**(router or {})), **options})
 
 
+def einsum_config(router=None, **options):
+    """The same with experts that compile fast, for what has nothing to do with the kernels."""
+    return moe_config(router, moe_backend="jax", **options)
+
+
 def random_params(config, seed=0, dtype=np.float64):
     """Values of every parameter, biases included, of about the size that training has."""
     rng = np.random.default_rng(seed)

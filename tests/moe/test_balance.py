@@ -1,5 +1,7 @@
 """The losses, the bias rule and the statistics against plain NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,16 @@ from raggedmoe import updated_selection_bias
 from raggedmoe.moe import balance
 
 from . import numpy_layer
-from .examples import assert_agrees, assert_close, moe_config, random_experts, random_params, random_tokens, run_layer
+from .examples import (
+    assert_agrees,
+    assert_close,
+    einsum_config,
+    moe_config,
+    random_experts,
+    random_params,
+    random_tokens,
+    run_layer,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -22,6 +33,7 @@ MASKS = {
     "a_sequence_missing": np.arange(NUM_TOKENS) >= 4,
     "none": np.zeros(NUM_TOKENS, bool),
 }
+balance_loss = jax.jit(balance.load_balance_loss, static_argnames="num_sequences")
 every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 
 
@@ -38,16 +50,14 @@ def routed(mask):
 @pytest.mark.parametrize("num_sequences", [None, 1, 3, 12])
 def test_balance_loss_is_that_of_the_oracle(num_sequences, mask):
     _, probabilities, experts = routed(mask)
-    found = balance.load_balance_loss(
-        jnp.asarray(probabilities), jnp.asarray(experts), jnp.asarray(mask), num_sequences=num_sequences
-    )
+    found = balance_loss(probabilities, experts, mask, num_sequences=num_sequences)
     assert_close(found, numpy_layer.balance_loss(probabilities, experts, mask, num_sequences or 1))
 
 
 def test_balance_loss_is_one_at_perfect_balance():
-    experts = jnp.arange(NUM_EXPERTS)[:, None]
-    even = jnp.full((NUM_EXPERTS, NUM_EXPERTS), 1 / NUM_EXPERTS)
-    assert_close(balance.load_balance_loss(even, experts, jnp.ones(NUM_EXPERTS, bool)), 1.0)
+    experts = np.arange(NUM_EXPERTS)[:, None]
+    even = np.full((NUM_EXPERTS, NUM_EXPERTS), 1 / NUM_EXPERTS)
+    assert_close(balance_loss(even, experts, jnp.ones(NUM_EXPERTS, bool)), 1.0)
 
 
 @every_mask
@@ -76,7 +86,7 @@ def test_bias_moves_by_the_rate_towards_the_mean_load(load):
 def test_layer_reports_losses_and_statistics_of_the_oracle(score, aux_loss, mask):
     normalize = "softmax" if score == "logits" else "sum"
     router = {"score": score, "normalize": normalize, "aux_loss": aux_loss}
-    config = moe_config({**router, "aux_loss_weight": 0.01, "z_loss_weight": 0.001})
+    config = einsum_config({**router, "aux_loss_weight": 0.01, "z_loss_weight": 0.001})
     x, params, mask = random_tokens(config, NUM_TOKENS), random_params(config), jnp.asarray(mask)
     out = run_layer(x, params, config, mask=mask, num_sequences=3)
     assert_agrees(out, numpy_layer.layer(x, params, config, mask=mask, num_sequences=3))
@@ -93,16 +103,20 @@ def test_masked_batch_gives_finite_numbers(selection):
     assert not np.asarray(out.output).any()
 
 
-@every_mask
-@pytest.mark.parametrize("num_sequences", [None, 2])
-def test_balance_loss_over_a_mesh_is_that_of_the_whole_batch(num_sequences, mask):
-    _, probabilities, experts = routed(mask)
-
+@functools.cache
+def sharded_balance_loss(num_sequences):
     def sharded(probabilities, experts, mask):
         return balance.load_balance_loss(probabilities, experts, mask, num_sequences=num_sequences, axis="data")
 
     mesh = Mesh(np.array(jax.devices()[:3]), ("data",))
-    found = jax.jit(jax.shard_map(sharded, mesh=mesh, in_specs=P("data"), out_specs=P()))(probabilities, experts, mask)
+    return jax.jit(jax.shard_map(sharded, mesh=mesh, in_specs=P("data"), out_specs=P()))
+
+
+@every_mask
+@pytest.mark.parametrize("num_sequences", [None, 2])
+def test_balance_loss_over_a_mesh_is_that_of_the_whole_batch(num_sequences, mask):
+    _, probabilities, experts = routed(mask)
+    found = sharded_balance_loss(num_sequences)(probabilities, experts, mask)
     parts = 3 * num_sequences if num_sequences else 1
     assert_close(found, numpy_layer.balance_loss(probabilities, experts, mask, parts))
 

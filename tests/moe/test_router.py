@@ -1,4 +1,8 @@
-"""Every router against the NumPy oracle, and its gradients against finite differences."""
+"""Every router against the NumPy oracle, and its gradients against finite differences.
+
+The experts are plain einsums here (`moe_backend="jax"`), which compile in a third of the time: `test_stages.py` and
+`test_layer.py` have the routers' weights and gradients on every other way.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +19,7 @@ from .examples import (
     assert_agrees,
     assert_close,
     dense_gradients,
+    einsum_config,
     finite_differences,
     layer_gradients,
     moe_config,
@@ -43,11 +48,14 @@ ROUTERS = {
 }
 LOSSES = {"aux_loss_weight": 0.5, "z_loss_weight": 0.25}
 TOKEN_IDS = np.random.default_rng(5).integers(0, 2**31 - 1, 16)
+jitted_route = jax.jit(route, static_argnums=(2, 3))
+# The mask is an array in both cases, for which the layer is compiled once.
+both_masks = pytest.mark.parametrize("masked", [False, True])
 
 
 def router_case(name, num_tokens=16, **sizes):
     per_token = 1 if name.startswith("top1") else 3
-    config = moe_config({**ROUTERS[name], **LOSSES}, experts_per_token=per_token, **sizes)
+    config = einsum_config({**ROUTERS[name], **LOSSES}, experts_per_token=per_token, **sizes)
     ids = jnp.asarray(TOKEN_IDS[:num_tokens]) if name == "hash" else None
     return config, random_tokens(config, num_tokens), random_params(config), ids
 
@@ -60,7 +68,7 @@ def test_router_is_that_of_the_oracle(name):
     assert_agrees(out, numpy_layer.layer(x, params, config, mask=mask, token_ids=ids))
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@both_masks
 @pytest.mark.parametrize(
     ("router", "factor"),
     [
@@ -77,7 +85,7 @@ def test_expert_choice_is_that_of_the_oracle(router, factor, masked):
         experts=ExpertConfig(biases=True, num_shared=1),
     )
     x, params = random_tokens(config, 11), random_params(config)
-    mask = jnp.arange(11) % 3 != 1 if masked else None
+    mask = jnp.asarray((not masked) | (np.arange(11) % 3 != 1))
     out = run_layer(x, params, config, mask=mask)
     assert_agrees(out, numpy_layer.layer(x, params, config, mask=mask))
 
@@ -99,7 +107,7 @@ def test_weights_are_those_of_the_oracle(name):
         selection_bias=params.get("router_selection_bias"),
         expert_scale=params.get("router_expert_scale"),
     )
-    found = jax.jit(route, static_argnums=(2, 3))(x, router, config.router, config.experts_per_token, token_ids=ids)
+    found = jitted_route(x, router, config.router, config.experts_per_token, token_ids=ids)
     expected = numpy_layer.layer(x, params, config, token_ids=ids).weights
     for one, other in zip(weights_by_expert(found, config.num_experts), expected):
         assert one == pytest.approx(other, rel=1e-12)
@@ -126,7 +134,7 @@ def test_gradients_are_the_slopes_of_the_oracle(name, held_by):
         np.testing.assert_allclose(gradients[which], slopes[which], atol=1e-7, err_msg=which)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@both_masks
 @pytest.mark.parametrize("weigh", ["input", "output"])
 def test_gradients_of_expert_choice_are_the_slopes_of_the_oracle(weigh, masked):
     config = moe_config(
@@ -138,7 +146,7 @@ def test_gradients_of_expert_choice_are_the_slopes_of_the_oracle(weigh, masked):
         experts=ExpertConfig(biases=True),
     )
     x, params, cotangent = random_tokens(config, 5), random_params(config), random_tokens(config, 5, seed=4)
-    mask = jnp.arange(5) > 2 if masked else None
+    mask = jnp.asarray((not masked) | (np.arange(5) > 2))
     _, gradients = layer_gradients(x, params, config, cotangent, mask=mask)
     slopes = finite_differences(x, params, config, cotangent, list(gradients), mask=mask)
     for which, expected in slopes.items():
@@ -146,25 +154,25 @@ def test_gradients_of_expert_choice_are_the_slopes_of_the_oracle(weigh, masked):
 
 
 def far_below_zero(router, dtype):
-    """Value and gradients where every logit is about -200."""
-    config = moe_config({**router, **LOSSES, "logit_bias": True}, experts_per_token=6)
+    """Configuration, tokens, parameters, value and gradients where every logit is about -200."""
+    config = einsum_config({**router, **LOSSES, "logit_bias": True}, experts_per_token=6)
     params = {**random_params(config, dtype=dtype), "router_logit_bias": jnp.full(6, -200.0, dtype)}
     x = random_tokens(config, 3, dtype=dtype)
-    out, gradients = layer_gradients(x, params, config, jnp.ones_like(x))
-    every = jnp.tile(jnp.arange(6)[None], (3, 1))
-    return out, gradients, dense_gradients(x, params, config, jnp.ones_like(x), every)
+    return config, x, params, *layer_gradients(x, params, config, jnp.ones_like(x))
 
 
 @pytest.mark.parametrize("normalize", ["none", "sum"])
 @pytest.mark.parametrize("score", ["sqrt_softplus", "sigmoid"])
 def test_scores_that_underflow_give_finite_results(score, normalize):
-    out, gradients, _ = far_below_zero({"score": score, "normalize": normalize}, jnp.float32)
+    *_, out, gradients = far_below_zero({"score": score, "normalize": normalize}, jnp.float32)
     assert all(np.isfinite(value).all() for value in jax.tree.leaves((out, gradients)))
 
 
 @pytest.mark.parametrize("normalize", ["none", "sum"])
 def test_sqrt_softplus_keeps_its_slope_far_below_zero(normalize):
-    _, gradients, expected = far_below_zero({"score": "sqrt_softplus", "normalize": normalize}, jnp.float64)
+    config, x, params, _, gradients = far_below_zero({"score": "sqrt_softplus", "normalize": normalize}, jnp.float64)
+    every = jnp.asarray(np.tile(np.arange(6), (3, 1)))
+    expected = dense_gradients(x, params, config, jnp.ones_like(x), every)
     assert (np.abs(expected["router_logit_bias"]) > 0).all()
     np.testing.assert_allclose(gradients["router_logit_bias"], expected["router_logit_bias"], rtol=1e-9)
 
@@ -173,13 +181,13 @@ def test_sqrt_softplus_keeps_its_slope_far_below_zero(normalize):
 def test_sqrt_softplus_has_no_step_where_its_formula_changes(logit):
     config = moe_config({"score": "sqrt_softplus", "normalize": "none"}, num_experts=1, experts_per_token=1)
     router = RouterParams(kernel=jnp.ones((1, 1)))
-    found = route(jnp.full((1, 1), logit), router, config.router, 1).weights[0, 0]
+    found = jitted_route(jnp.full((1, 1), logit), router, config.router, 1).weights[0, 0]
     # Below -15 the library takes softplus(x) for exp(x), which differs by x/2 in exp(x): under 1e-6 in what is a root.
     assert float(found) == pytest.approx(np.sqrt(np.log1p(np.exp(logit))), rel=1e-6)
 
 
 def test_jitter_multiplies_the_routers_input_alone():
-    config = moe_config({"jitter": 0.5})
+    config = einsum_config({"jitter": 0.5})
     x, params = random_tokens(config, 12), random_params(config)
     key = jax.random.key(3)
     noise = jax.random.uniform(jax.random.fold_in(key, 1), x.shape, x.dtype, minval=0.5, maxval=1.5)
@@ -188,13 +196,13 @@ def test_jitter_multiplies_the_routers_input_alone():
 
 
 def test_jitter_is_left_out_without_a_key():
-    config = moe_config({"jitter": 0.5})
+    config = einsum_config({"jitter": 0.5})
     x, params = random_tokens(config, 12), random_params(config)
     assert_agrees(run_layer(x, params, config), numpy_layer.layer(x, params, config))
 
 
 def random_routing(num_tokens, seed, per_token=3, num_experts=6):
-    config = moe_config({"selection": "random"}, experts_per_token=per_token, num_experts=num_experts)
+    config = einsum_config({"selection": "random"}, experts_per_token=per_token, num_experts=num_experts)
     return run_layer(random_tokens(config, num_tokens), random_params(config), config, key=jax.random.key(seed)).experts
 
 
@@ -211,24 +219,24 @@ def test_random_routing_is_uniform():
 
 
 def test_random_weights_come_from_the_scores():
-    config = moe_config({"selection": "random"}, experts_per_token=3)
+    config = einsum_config({"selection": "random"}, experts_per_token=3)
     x, params = random_tokens(config, 12), random_params(config)
     out = run_layer(x, params, config, key=jax.random.key(0))
     assert_agrees(out, numpy_layer.layer(x, params, config, replay=np.asarray(out.experts)))
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@both_masks
 @pytest.mark.parametrize("num_tokens", [1, 7, 50])
 def test_balanced_loads_differ_by_one_at_most(num_tokens, masked):
-    config = moe_config({"selection": "balanced"}, num_experts=7, experts_per_token=3)
-    mask = jnp.asarray(np.random.default_rng(0).random(num_tokens) < 0.6) if masked else None
+    config = einsum_config({"selection": "balanced"}, num_experts=7, experts_per_token=3)
+    mask = jnp.asarray((not masked) | (np.random.default_rng(0).random(num_tokens) < 0.6))
     load = run_layer(random_tokens(config, num_tokens), random_params(config), config, mask=mask).load
-    assert int(load.sum()) == 3 * (num_tokens if mask is None else int(mask.sum()))
+    assert int(load.sum()) == 3 * int(np.sum(mask))
     assert int(load.max() - load.min()) <= 1
 
 
 def test_hash_gives_equal_ids_equal_experts():
-    config = moe_config({"selection": "hash"}, experts_per_token=3)
+    config = einsum_config({"selection": "hash"}, experts_per_token=3)
     ids = jnp.asarray([3, 9, 3, 2**30, 9])
     experts = np.asarray(run_layer(random_tokens(config, 5), random_params(config), config, token_ids=ids).experts)
     assert np.array_equal(experts[0], experts[2])
@@ -236,11 +244,11 @@ def test_hash_gives_equal_ids_equal_experts():
     assert all(len(set(row)) == 3 for row in experts.tolist())
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@both_masks
 @pytest.mark.parametrize("name", ["softmax_renormalised", "groups_by_top2_sum", "top_k_then_softmax"])
 def test_replay_gives_the_recorded_bits(name, masked):
     config, x, params, _ = router_case(name)
-    mask = jnp.arange(16) % 4 != 1 if masked else None
+    mask = jnp.asarray((not masked) | (np.arange(16) % 4 != 1))
     recorded = run_layer(x, params, config, mask=mask)
     replayed = run_layer(x, params, config, mask=mask, replay=recorded.experts)
     for one, other in zip(jax.tree.leaves(recorded), jax.tree.leaves(replayed), strict=True):
@@ -258,7 +266,7 @@ def test_replayed_experts_get_gradients_through_their_weights():
 
 
 def test_groups_limit_the_choice():
-    config = moe_config({"num_groups": 3, "groups_per_token": 1}, experts_per_token=2)
+    config = einsum_config({"num_groups": 3, "groups_per_token": 1}, experts_per_token=2)
     experts = np.asarray(run_layer(random_tokens(config, 40), random_params(config), config).experts)
     assert (experts[:, 0] // 2 == experts[:, 1] // 2).all()
 
@@ -266,7 +274,7 @@ def test_groups_limit_the_choice():
 def test_normalised_weights_sum_to_the_scale():
     router = RouterConfig(score="sigmoid", scale=2.5)
     params = RouterParams(kernel=jnp.asarray(np.random.default_rng(0).normal(size=(6, 7))))
-    weights = route(random_tokens(moe_config(), 9), params, router, 3).weights
+    weights = jitted_route(random_tokens(moe_config(), 9), params, router, 3).weights
     np.testing.assert_allclose(weights.sum(1), 2.5, rtol=1e-14)
 
 

@@ -13,6 +13,7 @@ from . import numpy_layer
 from .examples import (
     assert_close,
     dense_gradients,
+    einsum_config,
     layer,
     layer_gradients,
     moe_config,
@@ -183,6 +184,6 @@ def test_trap_11_each_weight_is_contracted_over_its_own_axis_where_f_equals_d():
 
 
 def test_trap_17_random_routing_never_picks_an_expert_twice():
-    config = moe_config({"selection": "random"}, experts_per_token=5)
+    config = einsum_config({"selection": "random"}, experts_per_token=5)
     experts = run_layer(random_tokens(config, 500), random_params(config), config, key=jax.random.key(0)).experts
     assert (np.diff(np.sort(np.asarray(experts), axis=1), axis=1) > 0).all()

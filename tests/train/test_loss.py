@@ -91,11 +91,12 @@ def assert_is_the_oracle(arguments):
 @pytest.mark.parametrize(
     ("num_tokens", "vocab", "tokens_in_chunk"),
     [(23, 31, 5), (24, 37, 1), (9, 256, 8), (7, 13, 100), (1, 101, 1), (10, 2, 5)],
-    ids=["rest-of-3", "one-by-one", "rest-of-1", "one-chunk", "one-token", "two-entries"],
+    ids=["rest-of-3", "one-by-one", "two-uneven", "one-chunk", "one-token", "two-entries"],
 )
 def test_value_and_gradients_are_those_of_all_logits_at_once(monkeypatch, num_tokens, vocab, tokens_in_chunk):
     monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", tokens_in_chunk * vocab + vocab - 1)
-    assert chunk_tokens(num_tokens, vocab) == min(tokens_in_chunk, num_tokens)
+    chunks = -(-num_tokens // tokens_in_chunk)
+    assert chunk_tokens(num_tokens, vocab) == -(-num_tokens // chunks), "as few chunks as can be, as even as can be"
     assert_is_the_oracle(drawn(num_tokens, vocab))
 
 
