@@ -22,10 +22,10 @@ $(READY): pyproject.toml
 	@touch $@
 
 demo: $(READY)
-	rm -rf out/demo
-	$(BIN)/raggedmoe train demo
-	$(BIN)/raggedmoe report out/demo
-	$(BIN)/raggedmoe generate out/demo/model --prompt "def __init__(self" --max-new-tokens 240 --temperature 0.6
+	rm -rf out/make-demo
+	$(BIN)/raggedmoe train demo run_name=make-demo
+	$(BIN)/raggedmoe report out/make-demo
+	$(BIN)/raggedmoe generate out/make-demo/model --prompt "def __init__(self" --max-new-tokens 240 --temperature 0.6
 
 # Compiling is most of a test's time: tests/conftest.py says what QUICK_COMPILE leaves out of it. The kernels' contract
 # is tested as users compile them. By stealing work, a worker keeps neighbouring tests, which share compiled functions.
@@ -49,7 +49,7 @@ format: $(READY)
 	$(BIN)/ruff format src tests
 
 bench: $(READY)
-	$(BIN)/raggedmoe bench grouped_matmul expert_ffn layer sweep --plot out/bench.png
+	$(BIN)/raggedmoe bench grouped_matmul expert_ffn layer sweep train --plot out/bench.png
 
 clean:
 	rm -rf .venv .venv-* out .mypy_cache .ruff_cache .pytest_cache .hypothesis

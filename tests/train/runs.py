@@ -51,16 +51,16 @@ def curve(run: Path) -> list[dict]:
 
 
 @functools.cache
-def _programs(config, leaves, structure, evaluates):
-    batch = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
-    return compile_programs(config, batch, evaluates=evaluates)
+def _programs(config, structure, *batches):
+    shaped = [jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves]) for leaves in batches]
+    return compile_programs(config, *shaped)
 
 
 def share_programs(monkeypatch):
     """The loop compiles only what it has not compiled before in this process."""
 
-    def compiled(config, batch, *, evaluates):
-        leaves = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
-        return _programs(config, leaves, jax.tree.structure(batch), evaluates)
+    def compiled(config, *batches):
+        shapes = [tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch)) for batch in batches]
+        return _programs(config, jax.tree.structure(batches[0]), *shapes)
 
     monkeypatch.setattr(loop, "compile_programs", compiled)

@@ -461,14 +461,13 @@ def no_space(*_):
 @pytest.mark.parametrize(
     "call", [lambda c: save(c, 2), lambda c: c.wait(), lambda c: c.restore({})], ids=["save", "wait", "restore"]
 )
-def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path, monkeypatch, caplog, call):
+def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path, monkeypatch, call):
     checkpoints = opened(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "write_manifest", no_space)
         save(checkpoints, 1)
         with pytest.raises(OSError, match="No space left"):
             call(checkpoints)
-    assert "the checkpoint of step 1 was not saved" in caplog.text
     assert names(tmp_path) == set()
     save(checkpoints, 2)  # and it is over with that
     checkpoints.wait()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import time
 import types
 
 import jax
@@ -16,7 +15,7 @@ from raggedmoe.models.flops import forward_flops, mean_visible_keys, train_flops
 from raggedmoe.models.presets import model_preset
 from raggedmoe.models.specs import is_trained, param_specs
 from raggedmoe.train import speed
-from raggedmoe.train.fit import check_fit, memory_bytes, state_bytes
+from raggedmoe.train.fit import check_compiled_fit, check_fit, memory_bytes, state_bytes
 from raggedmoe.train.optimizer import OptimizerConfig, make_optimizer, wide
 from raggedmoe.train.speed import peak_flops
 from raggedmoe.train.state import new_state
@@ -45,7 +44,7 @@ def test_state_bytes_are_those_of_the_state_that_a_run_begins_with(param_dtype):
 
 def refusal(name, available):
     with pytest.raises(ValueError) as caught:
-        check_fit(name, model_preset(name), available, "this machine")
+        check_fit(name, model_preset(name), 0, available)
     return str(caught.value)
 
 
@@ -84,18 +83,33 @@ def test_a_refusal_where_nothing_fits_says_so():
 
 
 def test_a_model_of_ten_terabytes_is_refused_at_once():
-    start = time.process_time()
     assert "10922.2 GB" in refusal("deepseek-v3", 24 * GB)
-    assert time.process_time() - start < 5  # 0.03 of a second, but for the annotations that tests check
 
 
 def test_a_model_fits_exactly_where_its_state_does():
     config = model_preset("mixtral-tiny")
     total = state_bytes(config).total
-    check_fit("mixtral-tiny", config, total, "here")
-    check_fit("mixtral-tiny", config, None, "here")
-    with pytest.raises(ValueError, match="do not fit"):
-        check_fit("mixtral-tiny", config, total - 1, "here")
+    check_fit("mixtral-tiny", config, 0, total)
+    check_fit("mixtral-tiny", config, 0, None)
+    with pytest.raises(ValueError, match="parameters do not fit"):
+        check_fit("mixtral-tiny", config, 0, total - 1)
+
+
+def test_a_micro_batch_whose_layer_inputs_do_not_fit_is_refused():
+    config = model_preset("mixtral-tiny")
+    total, tokens = state_bytes(config).total, 1000
+    inputs = 2 * tokens * 64 * 4  # layers, tokens, D, float32
+    check_fit("mixtral-tiny", config, tokens, total + inputs)
+    with pytest.raises(ValueError, match=r"1,000 tokens at once do not fit.*smaller per_device_batch_size"):
+        check_fit("mixtral-tiny", config, tokens, total + inputs - 1)
+
+
+def test_a_step_that_the_compiler_counts_as_too_large_is_refused():
+    check_compiled_fit(None, 10)
+    check_compiled_fit(10, None)
+    check_compiled_fit(10 * GB, 10 * GB)
+    with pytest.raises(ValueError, match=r"a step needs 12.0 GB.*has 10.0 GB: 2.0 GB too little"):
+        check_compiled_fit(12 * GB, 10 * GB)
 
 
 def test_this_machine_says_what_it_can_hold():

@@ -13,6 +13,7 @@ from raggedmoe import interop
 from raggedmoe.cli.train import train
 from raggedmoe.models.generate import generate
 from raggedmoe.train import loop
+from raggedmoe.train.report import write_report
 from raggedmoe.train.run_folder import locked
 from tests.train.runs import TINY, curve, lines, share_programs
 
@@ -45,10 +46,10 @@ def disturb(monkeypatch, at, act):
     """Call something when the report of a step is about to be written."""
     plain = loop.log_step
 
-    def logged(run, step, report):
+    def logged(run, step, *rest):
         if step == at:
             act()
-        plain(run, step, report)
+        plain(run, step, *rest)
 
     monkeypatch.setattr(loop, "log_step", logged)
 
@@ -137,8 +138,53 @@ def test_too_many_in_a_row_stop_the_run_and_name_the_last_good_checkpoint(run, t
     poisoned(monkeypatch, 6, 99)
     assert run("max_skipped_steps=3") == loop.NOT_FINITE
     said = capsys.readouterr().err
-    assert "3 steps in a row had a loss or gradient that is not finite" in said or "4 steps in a row" in said
-    assert str(tmp_path / "run" / "checkpoints" / "step_00000004") in said or "step_00000008" in said
+    assert "stopped after step 8: 3 steps in a row had a loss or gradient that is not finite" in said
+    assert f"the last good checkpoint is {tmp_path / 'run' / 'checkpoints' / 'step_00000004'}." in said
+    assert not (tmp_path / "run" / "checkpoints" / "step_00000008").exists(), (
+        "what fails is not saved over what does not"
+    )
+
+
+def test_too_many_in_a_row_before_the_first_checkpoint_say_so(run, monkeypatch, capsys):
+    poisoned(monkeypatch, 1, 99)
+    assert run("max_skipped_steps=1") == loop.NOT_FINITE
+    assert "there is no checkpoint yet" in capsys.readouterr().err
+
+
+def test_a_disk_that_cannot_be_written_to_ends_the_run_with_its_own_code(run, tmp_path, monkeypatch, capsys):
+    plain = loop.save
+
+    def save(run, state, step, metric):
+        if step == 8:
+            raise OSError(28, "No space left on device", "checkpoints")
+        plain(run, state, step, metric)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "save", save)
+        assert run() == loop.CANNOT_WRITE
+    assert "No space left on device" in capsys.readouterr().err
+    assert run() == 0
+    assert "resumed after step 4" in capsys.readouterr().out
+
+
+def test_checkpoints_without_a_description_still_know_their_settings(run, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        disturb(patch, 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert run() == loop.INTERRUPTED
+    (tmp_path / "run" / "run.json").unlink()
+    with pytest.raises(ValueError, match="data_seed=0 is now 3"):
+        run("data_seed=3")
+
+
+def test_fewer_steps_than_were_done_are_refused(whole):
+    words = [word for word in WORDS if not word.startswith("steps=")]
+    with pytest.raises(ValueError, match="steps=3 is less than the 12"):
+        train((*words, "steps=3", f"base_output_directory={whole.parent}", "run_name=run"))
+
+
+def test_the_report_of_a_real_run_knows_its_checkpoints(whole):
+    text = write_report(whole, whole.parent / "page.html").read_text()
+    assert "3 checkpoints, the last at step 12." in text
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(run, tmp_path, whole, monkeypatch, caplog):
@@ -193,7 +239,7 @@ def test_other_data_than_the_checkpoints_were_made_with_are_refused(run, tmp_pat
     words = ("dataset_type=text", f"dataset_path={text}")
     assert run(*words) == 0
     text.write_bytes(bytes(range(256)) * 41)
-    with pytest.raises(ValueError, match="a run on other data"):
+    with pytest.raises(ValueError, match="of a run on other data"):
         run(*words)
 
 

@@ -24,10 +24,10 @@ def expected_rate(config, step):
     last = PEAK * config.final_fraction
     step, after = step - config.warmup_steps, config.steps - config.warmup_steps
     if config.schedule == "cosine":
-        return last + (PEAK - last) * (1 + math.cos(math.pi * step / after)) / 2
+        return last + (PEAK - last) * (1 + math.cos(math.pi * step / (after - 1))) / 2
     if config.schedule == "wsd":
         decay = round(config.decay_fraction * config.steps)
-        return last + (PEAK - last) * min(1, (after - step) / decay)
+        return last + (PEAK - last) * min(1, (after - 1 - step) / decay)
     return PEAK
 
 

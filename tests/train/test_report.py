@@ -8,10 +8,10 @@ import pytest
 
 from raggedmoe.cli.report import report
 from raggedmoe.train.metrics import LOAD, METRICS, MetricsWriter, read_jsonl
+from raggedmoe.train.record import RUN, LoadHistory, Series
 from raggedmoe.train.report import write_report
 from raggedmoe.train.report.figures import MAX_BINS, Curve, curves_svg, short
 from raggedmoe.train.report.page import compact, duration
-from raggedmoe.train.report.record import RUN, LoadHistory, Series
 from tests.train.browser import CHROMIUM, Browser
 from tests.train.fake_run import INFO, KERNELS, NASTY, RESUMED, SKIPPED, fake_run, minimal_run
 from tests.train.parsed_page import Page

@@ -9,8 +9,9 @@ from raggedmoe.hardware import HARDWARE
 from raggedmoe.interop.maxtext import MAXTEXT
 from raggedmoe.models.presets import model_preset
 from raggedmoe.moe.config import MoEConfig
+from raggedmoe.train.config import make_config
 from raggedmoe.train.keys import KEYS, KINDS, RECIPES
-from raggedmoe.train.settings import changed, in_keys, make_config, parse_settings, plain
+from raggedmoe.train.settings import changed, in_keys, parse_settings, plain
 
 CPU = HARDWARE["cpu"]
 
@@ -52,7 +53,12 @@ def test_every_setting_has_a_known_kind_and_a_default_that_it_would_accept(key):
         (["qqqqq=5"], "unknown setting 'qqqqq'"),
         (["steps=ten"], "steps: expected a whole number, got 'ten'"),
         (["steps=1.5"], "steps: expected a whole number, got '1.5'"),
-        (["learning_rate=fast"], "learning_rate: expected a number, got 'fast'"),
+        (["learning_rate=fast"], "learning_rate: expected a finite number, got 'fast'"),
+        (["weight_decay=nan"], "weight_decay: expected a finite number, got 'nan'"),
+        (["learning_rate=inf"], "learning_rate: expected a finite number, got 'inf'"),
+        (["tokenizer_path="], "tokenizer_path: expected a word, got ''"),
+        (["wi_tile_fwd_batch_seq=banana"], "expected a whole number, got 'banana'"),
+        (["enable_dropout=true"], "dropout is not built"),
         (["packing=maybe"], "packing: expected true or false, got 'maybe'"),
         (["schedule=linear"], "schedule: expected one of cosine, wsd, constant, got 'linear'"),
         (["dataset_type=hf"], "dataset_type: expected one of stdlib, text, synthetic, got 'hf'"),
@@ -104,7 +110,14 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
         (["remat=full,query"], "unknown remat name 'full'"),
         (["keep_last=0"], "expected at least 1"),
         (["checkpoint_period=0"], "expected checkpoint_period >= 1, got 0"),
-        (["eval_interval=-1"], "expected eval_interval >= 0, got -1"),
+        (["eval_interval=-2"], "expected eval_interval >= 0, got -2"),
+        (["sparse_matmul=true", "capacity_factor=1.25"], "the sparse matmul drops no token"),
+        (["seed=123456789012345678901234567890"], r"expected 0 <= seed < 2\*\*32"),
+        (["base_output_directory=gs://bucket/runs"], "expected a place on this machine, got 'gs://bucket/runs'"),
+        (["run_name=."], "expected a folder's name inside base_output_directory"),
+        (["profiler=xplane", "steps=1"], "leaves nothing to trace"),
+        (["aux_loss_weight=-1"], "expected aux_loss_weight >= 0, got -1.0"),
+        (["warmup_fraction=1"], "expected 0 <= warmup_fraction < 1"),
         (["run_name=../elsewhere"], "expected a folder's name inside base_output_directory"),
         (["dataset_type=text"], "expected paths of files or folders, got none"),
         (["dataset_path=books"], "leave it out, or use dataset='text'"),
@@ -142,7 +155,7 @@ def test_each_fallback_names_xla_for_its_own_kernel_alone(gather, reduce):
     assert kernels.ragged_gather_reduce == ("xla" if reduce else "auto")
     assert config.step.model.moe.router.selection == "random"
     assert config.run.profile is not None
-    notes = " ".join(config.settings.notes)
+    notes = " ".join(config.notes)
     assert "use_ring_of_experts=true: changes nothing here" in notes
     assert "enable_tpu_profiling_options=true: ignored" in notes
 
@@ -173,6 +186,57 @@ def test_a_model_keeps_all_that_no_setting_changes():
     same = {field.name for field in dataclasses.fields(MoEConfig)} - {"param_dtype"}
     assert all(getattr(config.moe, name) == getattr(expected.moe, name) for name in same)
     assert config.attention == expected.attention
+
+
+@pytest.mark.parametrize(
+    ("word", "strategy"), [("sparse_matmul=False", "dense"), ("sparse_matmul=True", "local"), ("packing=true", "local")]
+)
+def test_without_megablox_the_sparse_matmul_is_xlas_and_the_dense_one_stays(word, strategy):
+    moe = configured("mixtral-tiny", "megablox=False", word).step.model.moe
+    assert moe.strategy_name == strategy
+    assert moe.kernel_choice.grouped_matmul == ("auto" if strategy == "dense" else "xla")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["eval_interval=-1"], {"eval_interval": 0}),
+        (["eval_steps=-1"], {"eval_steps": KEYS["eval_steps"].default}),
+        (["profiler="], {"profiler": "none"}),
+        (["per_device_batch_size=1.0"], {"per_device_batch_size": 1}),
+        (["capacity_factor=-1.00"], {"capacity_factor": None}),
+        (["warmup_steps_fraction=0.1"], {"warmup_fraction": 0.1}),
+    ],
+)
+def test_values_as_maxtext_has_them(words, expected):
+    values = parse_settings(words).values
+    assert {name: values[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["olmoe-tiny", "bias_update_rate=0.5"],
+        ["olmoe-tiny", "mtp_loss_weight=0.7"],
+        ["dataset_suffixes=.txt"],
+        ["dataset_type=synthetic", "packing=false"],
+        ["decay_fraction=0.5"],
+        ["schedule=constant", "final_fraction=0.5"],
+        ["profiler_steps=4"],
+        ["enable_checkpointing=false", "checkpoint_period=7"],
+        ["held_out=0", "eval_steps=3"],
+    ],
+)
+def test_a_setting_that_this_run_does_not_read_says_so(words):
+    assert any(note.startswith(f"{words[-1]}: changes nothing: ") for note in configured(*words).notes)
+
+
+def test_devices_that_stay_idle_are_mentioned_and_all_of_them_cannot_be_asked_for():
+    settings = parse_settings(["demo"])
+    assert "one of 4 devices is used" in " ".join(make_config(settings, CPU, 4).notes)
+    with pytest.raises(ValueError, match="not built yet, expected fsdp_parallelism=1, got 4"):
+        make_config(parse_settings(["fsdp_parallelism=-1"]), CPU, 4)
+    assert make_config(parse_settings(["fsdp_parallelism=-1"]), CPU, 1)
 
 
 def test_auto_computes_in_float32_on_a_cpu_and_in_bfloat16_on_a_tpu():

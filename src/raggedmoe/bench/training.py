@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from raggedmoe.bench.cases import LIMIT, Timing, dense_limit, timings
 from raggedmoe.hardware import target_hardware
@@ -15,25 +16,30 @@ SIDE = 1024
 
 def train_timings(dtype: str, rounds: int = 5, only: str = "") -> Iterator[list[Timing]]:
     """Steady-state steps on the run's own data: forward, backward, optimizer, reports; no evaluation, no checkpoint."""
-    from raggedmoe.train.data import open_data  # grain and optax are extras
-    from raggedmoe.train.programs import compile_programs
-    from raggedmoe.train.settings import make_config, parse_settings
-
     for case, words in CASES.items():
-        if only not in case:
-            continue
-        config = make_config(parse_settings((*words, f"dtype={dtype}")), target_hardware())
-        batches = open_data(config.data, config.step.model.vocab_size).train_batches()
-        programs = compile_programs(config.step, next(batches), evaluates=False)
-        state = programs.init(jax.random.key(0))
+        if only in case:
+            yield _train_timings(case, (*words, f"dtype={dtype}"), dtype, rounds)
 
-        def step() -> Any:
-            nonlocal state
-            state, report = programs.step(state, next(batches))
-            return report
 
-        tokens = config.data.batch_size * config.data.sequence_length
-        flops = round(tokens * train_flops(config.step.model, config.data.sequence_length))
-        square = jax.numpy.ones((SIDE, SIDE), dtype)
-        contenders: dict[str, Callable[[], Any]] = {LIMIT: dense_limit(square, square, flops), "step": step}
-        yield timings(case, dtype, flops, contenders, rounds)
+def _train_timings(case: str, words: tuple[str, ...], dtype: str, rounds: int) -> list[Timing]:
+    from raggedmoe.train.config import make_config  # grain and optax are extras
+    from raggedmoe.train.data import open_data
+    from raggedmoe.train.programs import compile_programs
+    from raggedmoe.train.settings import parse_settings
+
+    config = make_config(parse_settings(words), target_hardware())
+    batches = open_data(config.data, config.step.model.vocab_size).train_batches()
+    programs = compile_programs(config.step, next(batches), None)
+    state = programs.init(jax.random.key(0))
+
+    def step() -> Any:
+        nonlocal state
+        state, report = programs.step(state, next(batches))
+        return report
+
+    model, length = config.step.model, config.data.sequence_length
+    per_token = train_flops(model, length, mtp_layers=config.step.mtp_layers)
+    flops = round(config.data.batch_size * length * per_token)
+    square = jnp.ones((SIDE, SIDE), dtype)
+    contenders: dict[str, Callable[[], Any]] = {LIMIT: dense_limit(square, square, flops), "step": step}
+    return timings(case, dtype, flops, contenders, rounds)

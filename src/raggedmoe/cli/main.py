@@ -43,4 +43,7 @@ def main() -> None:
     except (ValueError, CannotRunError, OSError) as error:  # OSError: a full disk, a file that may not be read
         print(f"raggedmoe: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("raggedmoe: interrupted", file=sys.stderr)
+        sys.exit(130)
     sys.exit(code)

@@ -1,8 +1,10 @@
 """`raggedmoe train`: the main job."""
 
+import logging
 import sys
 from typing import Annotated
 
+import jax
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +30,7 @@ or SIGTERM saves first. `raggedmoe report FOLDER` makes a page of it, `raggedmoe
 continues a text.
 
 Exit codes: 0 finished; 2 a setting is wrong, and nothing was done; 3 stopped, as losses or gradients were not finite; \
-75 interrupted and saved: run it again."""
+74 stopped, as a file could not be written; 75 interrupted and saved: run it again."""
 
 
 def print_help() -> None:
@@ -63,15 +65,18 @@ def train(
 ) -> int:
     """Train a model from key=value settings; without a word, a small one. `raggedmoe train --help` lists them."""
     try:
+        from raggedmoe.train.config import make_config
         from raggedmoe.train.loop import FINISHED
         from raggedmoe.train.loop import train as run
         from raggedmoe.train.screen import Screen
-        from raggedmoe.train.settings import in_keys, make_config, parse_settings
+        from raggedmoe.train.settings import in_keys, parse_settings
     except ImportError as error:
         raise ValueError(f"training needs more packages ({error}): pip install 'raggedmoe[train]'") from None
+    for chatty in ("absl", "asyncio"):  # a disk that is full is one line of ours, not 500 of theirs
+        logging.getLogger(chatty).setLevel(logging.CRITICAL)
     hardware = target_hardware()
     try:
-        config = make_config(parse_settings(words), hardware)
+        config = make_config(parse_settings(words), hardware, jax.device_count())
         outcome = run(config, hardware, Screen(config.step.optimizer.steps, config.run.log_period))
     except ValueError as error:
         raise ValueError(in_keys(str(error))) from error

@@ -72,8 +72,28 @@ def _buffer_factor(text: str) -> Meaning:
     return Meaning(settings={}, note="ignored: it bounds the receive buffer of expert parallelism; one device has none")
 
 
-def _capacity(text: str) -> Meaning:
-    return Meaning(settings={"capacity_factor": "none" if text in ("-1", "-1.0") else text})
+def _unless_minus_one(name: str, otherwise: str | None) -> Entry:
+    """Theirs is -1 for "off"."""
+
+    def entry(text: str) -> Meaning:
+        try:
+            off = float(text) == -1
+        except ValueError:
+            off = False
+        if not off:
+            return Meaning(settings={name: text})
+        return Meaning(settings={} if otherwise is None else {name: otherwise})
+
+    return entry
+
+
+def _tile(name: str, reason: str) -> Entry:
+    def entry(text: str) -> Meaning:
+        if not text.isdecimal():
+            raise ValueError(f"{name}: expected a whole number, got {text!r}")
+        return Meaning(settings={}, note=f"ignored: {reason}")
+
+    return entry
 
 
 def _attention(text: str) -> Meaning:
@@ -105,7 +125,7 @@ MAXTEXT: dict[str, Entry] = {
     ),
     "scan_layers": _switch("scan_layers", on={}, off=None, note="ignored: like layers are always scanned over"),
     # the experts
-    "megablox": _switch("megablox", on={"moe_backend": "megablox"}, off={"moe_backend": "ragged_dot"}),
+    "megablox": _switch("megablox", on={"moe_backend": "megablox"}, off={"grouped_matmul": "xla"}),
     "use_random_routing": _switch("use_random_routing", on={"routing": "random"}, off={}),
     "use_ring_of_experts": _switch("use_ring_of_experts", on=None, off={}, note=f"changes nothing here: {_RING}"),
     "use_ragged_sort": _switch(
@@ -122,25 +142,34 @@ MAXTEXT: dict[str, Entry] = {
         "use_gather_mosaic_kernel", FALSE, "a TensorCore gather is not built yet"
     ),
     "ragged_buffer_factor": _buffer_factor,
-    "capacity_factor": _capacity,
+    "capacity_factor": _unless_minus_one("capacity_factor", "none"),
     "load_balance_loss_weight": _renamed("aux_loss_weight"),
     "routed_bias_update_rate": _renamed("bias_update_rate"),
     "quantization": _refused_unless("quantization", ("", "none"), "quantised experts are not built"),
     "use_qwix_quantization": _refused_unless("use_qwix_quantization", FALSE, "quantised experts are not built"),
     "quantize_kvcache": _refused_unless("quantize_kvcache", FALSE, "a quantised cache is not built"),
     **{
-        f"{matrix}_tile_{direction}_{dim}": _ignored(_TILES)
+        f"{matrix}_tile_{direction}_{dim}": _tile(f"{matrix}_tile_{direction}_{dim}", _TILES)
         for matrix in ("wi", "wo")
         for direction in ("fwd", "dlhs", "drhs")
         for dim in ("batch_seq", "embed_dim", "mlp_dim")
     },
-    **{name: _ignored(_TILES) for name in ("tile_batch_seq", "tile_embed_dim", "tile_mlp_dim")},
+    **{name: _tile(name, _TILES) for name in ("tile_batch_seq", "tile_embed_dim", "tile_mlp_dim")},
     **{
-        f"sa_{block}": _ignored("attention's block sizes are its kernel's own")
-        for block in ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
+        f"sa_block_{block}": _tile(f"sa_block_{block}", "attention's block sizes are its kernel's own")
+        for block in ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     },
+    "sa_use_fused_bwd_kernel": _ignored("attention's kernel decides"),
+    "float32_gate_logits": _ignored("a router's logits are always float32"),
+    "float32_weight_sum": _ignored("sums are always float32"),
     # data and learning
-    "max_train_steps": _renamed("steps"),
+    "eval_interval": _unless_minus_one("eval_interval", "0"),
+    "eval_steps": _unless_minus_one("eval_steps", None),
+    "warmup_steps_fraction": _renamed("warmup_fraction"),
+    "learning_rate_schedule_steps": _refused_unless(
+        "learning_rate_schedule_steps", ("-1",), "the schedule spans the steps"
+    ),
+    "enable_dropout": _refused_unless("enable_dropout", FALSE, "dropout is not built"),
     "data_shuffle_seed": _renamed("data_seed"),
     "init_weights_seed": _renamed("seed"),
     "adam_weight_decay": _renamed("weight_decay"),
@@ -152,6 +181,9 @@ MAXTEXT: dict[str, Entry] = {
     "tokenizer_type": _ignored("a tokenizer.json says what it is"),
     "reuse_example_batch": _refused_unless("reuse_example_batch", ("0",), "every step has a batch of its own"),
     # the run
+    "profiler": lambda text: Meaning(settings={"profiler": text or "none"}),
+    "allow_split_physical_axes": _ignored("there is one device"),
+    "shard_mode": _ignored("there is one device"),
     "max_num_checkpoints_to_keep": _renamed("keep_last"),
     "enable_tensorboard": _renamed("tensorboard"),
     "hardware": _ignored(_PLATFORM),

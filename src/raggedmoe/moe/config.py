@@ -63,6 +63,9 @@ class RouterConfig:
             raise ValueError(
                 "score='logits' may be negative, so normalize='sum' can divide by zero; use normalize='softmax'"
             )
+        for name in ("aux_loss_weight", "z_loss_weight"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
         if not 0 <= self.jitter < 1:
             raise ValueError(f"expected 0 <= jitter < 1, got {self.jitter}")
         if not 1 <= self.groups_per_token <= self.num_groups:

@@ -1,6 +1,7 @@
 """How a run begins: what was in its folder before, its description, and its first state."""
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,13 +15,15 @@ from raggedmoe.models.flops import train_flops
 from raggedmoe.models.specs import param_specs
 from raggedmoe.train import run_folder
 from raggedmoe.train.checkpoint import Checkpoints, Restored
+from raggedmoe.train.config import TrainConfig
 from raggedmoe.train.data import Data
 from raggedmoe.train.metrics import METRICS, MetricsWriter
 from raggedmoe.train.optimizer import make_optimizer
-from raggedmoe.train.programs import Programs
+from raggedmoe.train.programs import Programs, state_template
+from raggedmoe.train.rows import Batch
 from raggedmoe.train.run import Run
 from raggedmoe.train.screen import Screen
-from raggedmoe.train.settings import TrainConfig, changed, plain
+from raggedmoe.train.settings import changed, plain
 from raggedmoe.train.speed import peak_flops
 from raggedmoe.train.state import TrainState, state_of
 from raggedmoe.version import __version__
@@ -38,23 +41,19 @@ def headline(config: TrainConfig, data: Data, hardware: Hardware) -> str:
     )
 
 
-def earlier_run(config: TrainConfig, data: Data) -> dict[str, Any] | None:
-    """What run.json says of an earlier run here. Settings that its checkpoints do not allow to change are refused."""
-    earlier = run_folder.described(config.run.folder)
-    if earlier is None or config.checkpoints is None or not any(config.checkpoints.folder.glob("step_*")):
-        return earlier
+def check_same_run(config: TrainConfig, data: Data, earlier: Mapping[str, Any], where: str) -> None:
+    """Refuse settings and data that what an earlier run computed does not allow to change."""
     different = changed(earlier.get("settings", {}), plain(config.settings.values))
     if different:
         raise ValueError(
-            f"{config.run.folder} has checkpoints of a run with other settings: {'; '.join(different)}. Use those to "
-            "resume it, or another run_name to begin anew"
+            f"{where} is of a run with other settings: {'; '.join(different)}. Use those to resume it, or another "
+            "run_name to begin anew"
         )
     if earlier.get("data_fingerprint") != data.fingerprint:
         raise ValueError(
-            f"{config.run.folder} has checkpoints of a run on other data: it was {earlier.get('data')!r}, now it is "
-            f"{data.describe()!r}; restore the files, or use another run_name to begin anew"
+            f"{where} is of a run on other data than {data.describe()!r}; restore the files, or use another "
+            "run_name to begin anew"
         )
-    return earlier
 
 
 def opened_checkpoints(config: TrainConfig) -> Any:
@@ -62,15 +61,32 @@ def opened_checkpoints(config: TrainConfig) -> Any:
     return contextlib.nullcontext() if config.checkpoints is None else Checkpoints(config.checkpoints)
 
 
-def opened_metrics(
-    config: TrainConfig, restored: Restored | None, earlier: dict[str, Any] | None, screen: Screen
-) -> MetricsWriter:
+def restored_state(config: TrainConfig, data: Data, checkpoints: Checkpoints | None) -> Restored | None:
+    """What the newest good checkpoint holds, if there is one and it is this run's."""
+    if checkpoints is None or not checkpoints.steps():
+        return None
+    folder = config.run.folder
+    earlier = run_folder.described(folder)
+    if earlier is not None:  # before its arrays are read, whose shapes may differ
+        check_same_run(config, data, earlier, f"{folder / run_folder.RUN}")
+    restored = checkpoints.restore(state_template(config.step))
+    assert restored is not None
+    check_same_run(config, data, restored.extra, str(restored.path))
+    steps = config.step.optimizer.steps
+    if restored.step > steps:
+        raise ValueError(f"steps={steps} is less than the {restored.step} that {restored.path} has done; use as many")
+    return restored
+
+
+def opened_metrics(config: TrainConfig, restored: Restored | None, screen: Screen) -> MetricsWriter:
     """The files to go on with. What another run left is moved aside, not overwritten."""
     folder = config.run.folder
     if restored is None:
+        earlier = run_folder.described(folder)
         same = earlier is not None and earlier.get("settings") == plain(config.settings.values)
         killed_early = same and config.checkpoints is not None
-        if not killed_early and (aside := run_folder.set_aside(folder)) is not None:
+        aside = None if killed_early else run_folder.set_aside(folder, checkpoints=config.checkpoints is None)
+        if aside is not None:
             screen.say(f"an earlier run was here: moved to {aside}")
     step = -1 if restored is None else restored.step  # without a checkpoint not even the first evaluation stays
     began = (folder / METRICS).exists()
@@ -80,6 +96,7 @@ def opened_metrics(
 def make_run(
     config: TrainConfig,
     data: Data,
+    held_out: list[Batch],
     programs: Programs,
     metrics: MetricsWriter,
     checkpoints: Checkpoints | None,
@@ -92,7 +109,7 @@ def make_run(
     run = Run(
         config=config,
         data=data,
-        held_out=data.held_out_batches(config.run.eval_steps),
+        held_out=held_out,
         programs=programs,
         metrics=metrics,
         checkpoints=checkpoints,
@@ -118,7 +135,7 @@ def make_run(
             "experts_per_token": model.moe.experts_per_token,
         },
         "settings": plain(config.settings.values),
-        "notes": list(config.settings.notes),
+        "notes": list(config.notes),
         "data": data.describe(),
         "data_fingerprint": data.fingerprint,
         "kernels": programs.kernels,

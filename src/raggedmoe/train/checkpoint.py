@@ -93,7 +93,9 @@ class Checkpoints:
         if error is None:
             self.wait()
         else:
-            self._join()  # a failure in the background is in the log; the error that is under way counts
+            self._join()
+            if self._failure is not None and self._failure is not error:  # the error that is under way counts
+                logger.error("a checkpoint was not saved: %s", self._failure)
 
     def save(self, step: int, state: Any, extra: dict[str, Any], *, metric: float | None = None) -> None:
         """Save a state. When this returns it is out of the caller's hands: its buffers may be donated.
@@ -205,9 +207,7 @@ class Checkpoints:
         try:
             self._finish(partial, manifest, writing)
         except BaseException as error:
-            self._failure = error
-            # The next call raises it. This is for a run that makes none.
-            logger.error("the checkpoint of step %d was not saved: %s", manifest.step, error)
+            self._failure = error  # the next call raises it
 
     def _finish(self, partial: Path, manifest: Manifest, writing: ocp.AsyncCheckpointer | None) -> None:
         """Everything after the copy to the host: the rename is what makes it a checkpoint."""

@@ -106,14 +106,16 @@ class Data:
         # One thread makes the next two batches while the step runs. A row's number costs grain about 10 us.
         return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
-    def held_out_batches(self, num: int) -> list[Batch]:
+    def held_out_batches(self, num: int, size: int | None = None) -> list[Batch]:
         """The same batches in every run, their rows spread evenly over the held-out documents.
+
+        A batch has ``size`` rows, by default as many as one to train on.
 
         Fewer than `num` where there are not so many rows; the last one is then filled up with rows of padding.
         """
         if self.held_out is None:
             return []
-        size = self.config.batch_size
+        size = size or self.config.batch_size
         available = self.held_out.num_rows
         wanted = min(num * size, available)
         chosen = [number * available // wanted for number in range(wanted)]

@@ -1,6 +1,7 @@
 """Whether a run's state fits in the memory there is, known from shapes alone, before anything is allocated."""
 
 import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ def state_bytes(config: ModelConfig) -> StateBytes:
     )
 
 
+def least_activation_bytes(config: ModelConfig, tokens: int) -> int:
+    """What the forward pass cannot but keep of so many tokens: each layer's input."""
+    return config.num_layers * tokens * config.model_dim * jnp.dtype(config.dtype).itemsize
+
+
 def memory_bytes(hardware: Hardware) -> int | None:
     """What one device of this machine can hold; None: nobody says."""
     if hardware.platform == "cpu":
@@ -56,23 +62,46 @@ def _host_memory() -> int | None:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
         if "MemAvailable" in lines:
             found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    elif {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= os.sysconf_names.keys():
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdigit():
         found.append(int(text))
     return min(found, default=None)
 
 
-def check_fit(name: str, config: ModelConfig, available: int | None, where: str) -> None:
-    """Refuse a run whose state alone is more than the memory; say by how much, and what would fit."""
-    needed = state_bytes(config)
-    if available is None or needed.total <= available:
+def check_fit(name: str, config: ModelConfig, tokens: int, available: int | None) -> None:
+    """Refuse a run whose state alone is more than the memory; say by how much, and what would fit.
+
+    ``tokens``: of a micro-batch, whose activations must fit as well.
+    """
+    if available is None:
         return
-    here = "; ".join(_here(config, available)) or "nothing of it"
+    needed, least = state_bytes(config), least_activation_bytes(config, tokens)
+    if needed.total > available:
+        here = "; ".join(_here(config, available)) or "nothing of it"
+        raise ValueError(
+            f"{name}: {needed.num_params / 1e9:.1f}B parameters do not fit: training holds {_gb(needed.total)} "
+            f"(parameters {_gb(needed.params)}, gradients {_gb(needed.gradients)}, Adam's moments "
+            f"{_gb(needed.moments)}), this machine has {_gb(available)}: {_gb(needed.total - available)} too little, "
+            f"activations not counted. It would fit {_elsewhere(needed.total)}. Here would fit: {here}"
+        )
+    if needed.total + least > available:
+        raise ValueError(
+            f"{name}: {tokens:,} tokens at once do not fit: the layers' inputs alone are {_gb(least)}, the state "
+            f"{_gb(needed.total)}, this machine has {_gb(available)}; use a smaller per_device_batch_size or "
+            "max_target_length"
+        )
+
+
+def check_compiled_fit(needed: int | None, available: int | None) -> None:
+    """Refuse a step that needs more memory than there is, by the compiler's count, before the state is made."""
+    if needed is None or available is None or needed <= available:
+        return
     raise ValueError(
-        f"{name}: {needed.num_params / 1e9:.1f}B parameters do not fit: training holds {_gb(needed.total)} (parameters "
-        f"{_gb(needed.params)}, gradients {_gb(needed.gradients)}, Adam's moments {_gb(needed.moments)}), {where} has "
-        f"{_gb(available)}: {_gb(needed.total - available)} too little, activations not counted. "
-        f"It would fit {_elsewhere(needed.total)}. Here would fit: {here}"
+        f"a step needs {_gb(needed)}, by the compiler's count, this machine has {_gb(available)}: "
+        f"{_gb(needed - available)} too little; use a smaller per_device_batch_size with gradient_accumulation_steps, "
+        "a smaller max_target_length, or remat=full"
     )
 
 
@@ -87,15 +116,14 @@ def _elsewhere(needed: int) -> str:
         for chip in HARDWARE.values()
         if chip.hbm_bytes is not None
     ]
-    return f"on {', '.join(chips)}, split by fsdp_parallelism or expert_parallelism"
+    return f"on {', '.join(chips)}, once training on several devices is built"
 
 
 def _here(config: ModelConfig, available: int) -> list[str]:
     """What of the model would fit: fewer layers, or smaller models of the family."""
     found = []
-    fitting = [
-        n for n in range(1, config.num_layers) if state_bytes(_first_layers(config, n)).total <= 0.75 * available
-    ]
+    cut = (_first_layers(config, layers) for layers in range(1, config.num_layers))
+    fitting = [c.num_layers for c in cut if c.moe_layers and state_bytes(c).total <= 0.75 * available]
     if fitting:
         found.append(f"num_layers={fitting[-1]} of its {config.num_layers}")
     smaller = [

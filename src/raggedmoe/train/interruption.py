@@ -8,7 +8,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interruption:
-    """Inside a ``with``, the first signal is only remembered; a second SIGINT stops at once, as without this."""
+    """Inside a ``with``, the first signal is only remembered; a second one stops at once.
+
+    Outside, before there is anything to save, signals do what they do by default.
+    """
 
     def __init__(self) -> None:
         self.signal: str | None = None
@@ -26,6 +29,6 @@ class Interruption:
             signal.signal(number, handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
+        if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number).name

@@ -3,6 +3,7 @@
 Names are those that MaxText's users know where both mean the same; `raggedmoe.interop.maxtext` has the rest of theirs.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,23 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _integer(text: str) -> int:
-    return int(text.replace("_", ""))
+    number = float(text.replace("_", ""))
+    if not number.is_integer():
+        raise ValueError(text)
+    return int(text.replace("_", "")) if "." not in text and "e" not in text.lower() else int(number)
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
+
+
+def _word(text: str) -> str:
+    if not text:
+        raise ValueError(text)
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +56,9 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "int": Kind(read=_integer, expected="a whole number"),
-    "float": Kind(read=float, expected="a number"),
+    "float": Kind(read=_number, expected="a finite number"),
     "bool": Kind(read=_bool, expected="true or false"),
-    "str": Kind(read=str, expected="a word"),
+    "str": Kind(read=_word, expected="a word"),
     "names": Kind(read=_names, expected="names separated by commas"),
 }
 
@@ -139,6 +156,13 @@ KEYS: dict[str, Key] = {
                 "and counted; none: nothing is dropped",
             ),
             ("aux_loss_weight", "float", None, "of the load-balancing loss; none: as the model has"),
+            (
+                "aux_loss",
+                "str",
+                None,
+                "balance over the whole batch or over each sequence; none: as the model has",
+                {"choices": ("batch", "sequence")},
+            ),
             ("z_loss_weight", "float", None, "of the router's z-loss; none: as the model has"),
             ("bias_update_rate", "float", 1e-3, "of the loss-free rule, for models with a selection bias; 0: never"),
         ),
@@ -166,7 +190,8 @@ KEYS: dict[str, Key] = {
             ("steps", "int", 1000, "of the run, over which the schedule goes", _FREE),
             ("learning_rate", "float", 3e-3, "at its highest"),
             ("schedule", "str", "cosine", "after the warm-up", {"choices": SCHEDULES}),
-            ("warmup_steps", "int", None, "linear rise; none: a fiftieth of the steps"),
+            ("warmup_steps", "int", None, "linear rise; none: by warmup_fraction"),
+            ("warmup_fraction", "float", 0.02, "of the steps that the rise takes, where warmup_steps does not say"),
             ("decay_fraction", "float", 0.2, "of the steps that schedule=wsd decays over"),
             ("final_fraction", "float", 0.1, "of the learning rate that is left at the end"),
             ("adam_b1", "float", 0.9, "decay of the mean of gradients"),
@@ -207,7 +232,13 @@ KEYS: dict[str, Key] = {
             ("enable_checkpointing", "bool", True, "save, and resume where the run was left", _FREE),
             ("checkpoint_period", "int", 100, "steps between them", _FREE),
             ("keep_last", "int", 2, "newest ones to keep", _FREE),
-            ("keep_best", "bool", True, "keep the one with the lowest held-out loss too", _FREE),
+            (
+                "keep_best",
+                "bool",
+                True,
+                "and the one with the lowest held-out loss of those evaluated",
+                _FREE,
+            ),
             ("async_checkpointing", "bool", True, "write while training goes on", _FREE),
         ),
         *_section(
@@ -224,5 +255,11 @@ SECTIONS = tuple(dict.fromkeys(key.section for key in KEYS.values()))
 # What a model brings along, where the user says nothing else. The demo: about two minutes on two cores, in which a bias
 # that moves by the published 0.001 a step would not balance the experts (docs/log.md).
 RECIPES: dict[str, dict[str, Any]] = {
-    "demo": {"steps": 560, "per_device_batch_size": 8, "bias_update_rate": 0.01, "eval_interval": 140}
+    "demo": {
+        "steps": 560,
+        "per_device_batch_size": 8,
+        "bias_update_rate": 0.01,
+        "eval_interval": 140,
+        "checkpoint_period": 140,
+    }
 }

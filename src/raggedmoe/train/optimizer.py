@@ -64,15 +64,18 @@ class OptimizerConfig:
 
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """The learning rate of each step, counted from 0. The first step of a warm-up of n is 1/n of the peak, not 0."""
+    """The learning rate of each step, counted from 0: 1/n of the peak at the first of n warm-up steps, what is to be
+    left at the last of all.
+    """
     peak, last = config.learning_rate, config.learning_rate * config.final_fraction
     after = config.steps - config.warmup_steps
-    if config.schedule == "cosine":
-        rest = optax.cosine_decay_schedule(peak, after, alpha=config.final_fraction)
-    elif config.schedule == "wsd":
-        rest = optax.linear_schedule(peak, last, config.decay_steps, after - config.decay_steps)
-    else:
+    if config.schedule == "constant" or after == 1:
         rest = optax.constant_schedule(peak)
+    elif config.schedule == "cosine":
+        rest = optax.cosine_decay_schedule(peak, after - 1, alpha=config.final_fraction)
+    else:
+        decay = min(config.decay_steps, after - 1)
+        rest = optax.linear_schedule(peak, last, decay, after - 1 - decay)
     if not config.warmup_steps:
         return rest
     warmup = optax.linear_schedule(peak / config.warmup_steps, peak, max(config.warmup_steps - 1, 1))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ class Trace:
         self._config, self._folder = config, folder
         self._done = 0
         self._recording = False
-        self.written: Path | None = None
+        self.text: str | None = None  # what was recorded, and where
         self._begin_if_due()
 
     def step_done(self, result: Any) -> None:
@@ -47,7 +48,16 @@ class Trace:
         if self._recording:
             jax.profiler.stop_trace()
             self._recording = False
-            self.written = self._folder
+            assert self._config is not None
+            self.text = f"trace of {self._done - self._config.skip} steps in {self._folder}"
+
+    def __enter__(self) -> "Trace":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _begin_if_due(self) -> None:
         if self._config is not None and self._done == self._config.skip:

@@ -19,30 +19,54 @@ from raggedmoe.train.step import StepConfig, held_out_loss, train_step
 class Programs:
     """What a run calls. Compiled before the first step, so that no step's time holds a compilation."""
 
-    template: TrainState  # the state's shapes
     init: Callable[[jax.Array], TrainState]
     step: Callable[[TrainState, Batch], Any]
     held_out: Callable[[Any, Batch], Any] | None  # None: nothing is held out
     kernels: list[dict[str, Any]]  # what was chosen for each operation, and why not the others, for run.json
+    bytes_needed: int | None  # at a step's fullest; None: the compiler does not say
 
 
-def compile_programs(config: StepConfig, batch: Batch, *, evaluates: bool) -> Programs:
-    """Trace and compile for batches like that one."""
+def state_template(config: StepConfig) -> TrainState:
+    """The shapes of a run's state."""
+    return jax.eval_shape(_init(config), jax.random.key(0))
+
+
+def _init(config: StepConfig) -> Callable[[jax.Array], TrainState]:
     optimizer = make_optimizer(config.optimizer, param_specs(config.model))
-    init = jax.jit(lambda key: new_state(config.model, optimizer, key))
-    template = jax.eval_shape(init, jax.random.key(0))
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+    return lambda key: new_state(config.model, optimizer, key)
+
+
+def compile_programs(config: StepConfig, batch: Batch, held_out_batch: Batch | None) -> Programs:
+    """Trace and compile for batches like these; without one that is held out, nothing is evaluated."""
+    template = state_template(config)
     step = jax.jit(functools.partial(train_step, config=config), donate_argnums=0)
     with recorded_selections() as selections:
-        lowered = step.lower(template, shapes)
+        lowered = step.lower(template, _shapes(batch))
     held_out = None
-    if evaluates:
-        held_out = (
-            jax.jit(functools.partial(held_out_loss, config=config.model)).lower(template.params, shapes).compile()
-        )
+    if held_out_batch is not None:
+        evaluate = jax.jit(functools.partial(held_out_loss, config=config.model))
+        held_out = evaluate.lower(template.params, _shapes(held_out_batch)).compile()
+    compiled = lowered.compile()
     return Programs(
-        template=template, init=init, step=lowered.compile(), held_out=held_out, kernels=described_kernels(selections)
+        init=jax.jit(_init(config)),
+        step=compiled,
+        held_out=held_out,
+        kernels=described_kernels(selections),
+        bytes_needed=_bytes_needed(compiled),
     )
+
+
+def _shapes(batch: Batch) -> Batch:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+
+
+def _bytes_needed(compiled: Any) -> int | None:
+    """What a step holds at its fullest, by the compiler; None: it does not say."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    shared = found.alias_size_in_bytes  # the new state lies where the old one was
+    return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes - shared
 
 
 def described_kernels(selections: list[Selection]) -> list[dict[str, Any]]:

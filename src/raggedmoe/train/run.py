@@ -1,6 +1,7 @@
 """A run under way, and what is done with it beside its steps: reports, held-out loss, checkpoints, the end."""
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +11,14 @@ import numpy as np
 from raggedmoe.models.module import Decoder
 from raggedmoe.train import run_folder
 from raggedmoe.train.checkpoint import Checkpoints
+from raggedmoe.train.config import TrainConfig
 from raggedmoe.train.data import Batches, Data
-from raggedmoe.train.metrics import LOAD, MetricsWriter, read_jsonl
+from raggedmoe.train.metrics import MetricsWriter
 from raggedmoe.train.programs import Programs
+from raggedmoe.train.record import read_run
 from raggedmoe.train.rows import Batch
 from raggedmoe.train.screen import Screen
-from raggedmoe.train.settings import TrainConfig
+from raggedmoe.train.settings import plain
 from raggedmoe.train.state import TrainState
 from raggedmoe.train.step import StepReport
 
@@ -35,18 +38,16 @@ class Run:
     flops_per_token: float
     peak_flops: float
     load: np.ndarray  # of every layer's experts since the last line of load.jsonl
-    dropped: int = 0
     skipped_in_a_row: int = 0
-    losses: list[float] = field(default_factory=list)  # held out, first to last, of this process
+    recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=20))  # tokens and seconds of steps
     since: float = field(default_factory=time.perf_counter)  # when the step before was seen to end
 
 
-def log_step(run: Run, step: int, report: StepReport) -> None:
-    """Wait for a step, and write down what it was like."""
+def log_step(run: Run, step: int, report: StepReport, tokens: int) -> None:
+    """Wait for a step on so many tokens, and write down what it was like."""
     fetched = jax.device_get({**vars(report), **vars(report.losses), "losses": None})
     now = time.perf_counter()
     seconds, run.since = max(now - run.since, 1e-9), now
-    tokens = run.config.data.batch_size * run.config.data.sequence_length
     values: dict[str, Any] = {
         "loss": _finite(fetched["loss"]),
         "aux_loss": _finite(fetched["aux_loss"]),
@@ -68,7 +69,6 @@ def log_step(run: Run, step: int, report: StepReport) -> None:
             "max_violation": float(fetched["max_violation"]),
             "dropped": int(fetched["dropped"]),
         }
-        run.dropped += int(fetched["dropped"])
         run.load += fetched["load"]
         if step % run.config.run.load_period == 0 or step == run.config.step.optimizer.steps:
             run.metrics.load(step, run.load)
@@ -79,6 +79,10 @@ def log_step(run: Run, step: int, report: StepReport) -> None:
         text = f"loss {float(fetched['loss'])}, gradient norm {float(fetched['grad_norm'])}"
         run.metrics.event(step, "skipped", text)
         run.screen.say(f"step {step} skipped: {text}; {run.skipped_in_a_row} in a row")
+    # One step's time may be another's where reports come late: the screen has the mean of the last ones.
+    run.recent.append((tokens, seconds))
+    speed = sum(tokens for tokens, _ in run.recent) / sum(seconds for _, seconds in run.recent)
+    values |= {"tokens_per_second": speed, "mfu": speed * run.flops_per_token / run.peak_flops}
     run.screen.step(step, values)
 
 
@@ -95,7 +99,7 @@ def evaluate(run: Run, state: TrainState, step: int) -> float | None:
     loss = float(sums[0] / sums[1])
     run.metrics.held_out(step, {"loss": loss, "targets": int(sums[1])})
     run.screen.say(f"after step {step}: held-out loss {loss:.4f} nats per target")
-    run.losses.append(loss)
+    run.since = time.perf_counter()
     return loss
 
 
@@ -103,29 +107,35 @@ def save(run: Run, state: TrainState, step: int, metric: float | None) -> None:
     """A checkpoint, with all that the run needs to go on exactly."""
     if run.checkpoints is None:
         return
+    run.metrics.event(step, "checkpoint", "" if metric is None else f"held-out loss {metric:.4f}")
     run.metrics.flush()  # what the checkpoint covers is on disk before it is
-    extra = {"data": run.batches.get_state(), "load": run.load.tolist()}
+    extra = {
+        "data": run.batches.get_state(),
+        "load": run.load.tolist(),
+        "settings": plain(run.config.settings.values),
+        "data_fingerprint": run.data.fingerprint,
+    }
     run.checkpoints.save(step, state, extra, metric=metric)
+    run.since = time.perf_counter()
 
 
 def finish(run: Run, state: TrainState) -> str:
     """Write the trained model, and say how it went."""
     model = Decoder(run.config.step.model, params=state.params)
     folder = run_folder.save_model(run.config.run.folder, model, run.data.tokenizer_json())
+    run.metrics.flush()
+    record = read_run(run.config.run.folder)
     lines = [f"finished: the model is in {folder}"]
-    if run.losses:
-        lines.append(f"held-out loss {run.losses[-1]:.4f} nats per target, from {run.losses[0]:.4f}")
-    if len(run.load):
-        dead, window = dead_experts(run)
-        lines.append(f"dead experts: {dead} of {run.load.size} (no token in {window}); dropped slots: {run.dropped}")
+    losses = [line["loss"] for line in record.held_out]
+    if losses:
+        first, last = ("not finite" if loss is None else f"{loss:.4f}" for loss in (losses[0], losses[-1]))
+        lines.append(f"held-out loss {last} nats per target, from {first}")
+    if record.load is not None:
+        dead = f"dead experts: {len(record.load.dead)} of {run.load.size}"
+        lines.append(
+            f"{dead} (no token since step {record.load.dead_since}); dropped slots: {record.total('dropped'):.0f}"
+        )
+    if record.skipped:
+        lines.append(f"skipped steps, not finite: {len(record.skipped)}")
     lines.append(f"raggedmoe report {run.config.run.folder} makes a page of it")
     return "\n".join(lines)
-
-
-def dead_experts(run: Run) -> tuple[int, str]:
-    """Experts without a token in the last tenth of the run's lines of load, and which steps those are."""
-    lines = read_jsonl(run.config.run.folder / LOAD)
-    recent = lines[-max(1, len(lines) // 10) :]
-    total = np.sum([line["load"] for line in recent], axis=0)
-    before = lines[-len(recent) - 1]["step"] if len(lines) > len(recent) else 0
-    return int((total == 0).sum()), f"steps {before + 1} to {recent[-1]['step']}"

@@ -17,8 +17,9 @@ from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.native import save
 from raggedmoe.models.module import Decoder
 from raggedmoe.train.metrics import LOAD, METRICS, TENSORBOARD, replace_file
+from raggedmoe.train.record import RUN
 
-RUN, MODEL, PROFILE, CHECKPOINTS, REPORT = "run.json", "model", "profile", "checkpoints", "report.html"
+MODEL, PROFILE, CHECKPOINTS, REPORT = "model", "profile", "checkpoints", "report.html"
 
 
 @contextlib.contextmanager
@@ -49,9 +50,12 @@ def describe(folder: Path, run: Mapping[str, Any]) -> None:
     replace_file(folder / RUN, (json.dumps(run, indent=1) + "\n").encode())
 
 
-def set_aside(folder: Path) -> Path | None:
-    """Move an earlier run's files into a folder of their own, and say where; None: there are none."""
-    names = (METRICS, LOAD, TENSORBOARD, RUN, MODEL, PROFILE, CHECKPOINTS, REPORT)
+def set_aside(folder: Path, *, checkpoints: bool) -> Path | None:
+    """Move an earlier run's files into a folder of their own, and say where; None: there are none.
+
+    Its checkpoints first, so that a kill in between leaves none to resume without their description.
+    """
+    names = (*((CHECKPOINTS,) if checkpoints else ()), METRICS, LOAD, TENSORBOARD, MODEL, PROFILE, REPORT, RUN)
     present = [folder / name for name in names if (folder / name).exists()]
     present = [path for path in present if path.is_file() or any(path.iterdir())]
     if not present:

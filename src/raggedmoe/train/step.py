@@ -93,7 +93,6 @@ def train_step(state: TrainState, batch: Batch, config: StepConfig) -> tuple[Tra
     biases = {name: value for name, value in state.params.items() if not is_trained(name)}
     gradients, losses = batch_gradients(trained, biases, batch, config, key)
     norm = optax.tree.norm(gradients)
-    finite = jnp.isfinite(norm) & jnp.isfinite(losses.loss + losses.mtp_loss + losses.aux_loss + losses.z_loss)
 
     with jax.named_scope("optimizer"):
         optimizer = make_optimizer(config.optimizer, param_specs(config.model))
@@ -103,6 +102,10 @@ def train_step(state: TrainState, batch: Batch, config: StepConfig) -> tuple[Tra
         moved |= updated_biases(biases, losses.load, config)
         if not config.mtp_layers:  # they have no gradient, but would decay
             moved |= {name: value for name, value in trained.items() if name.startswith("mtp.")}
+
+    # An update can overflow where the gradient does not: then the parameters must not take it.
+    total = losses.loss + losses.mtp_loss + losses.aux_loss + losses.z_loss
+    finite = jnp.isfinite(norm) & jnp.isfinite(total) & jnp.isfinite(optax.tree.norm(updates))
 
     def if_finite(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)

@@ -3,10 +3,10 @@
 import numpy as np
 
 from raggedmoe.train.metrics import METRICS
+from raggedmoe.train.record import RunRecord, Series, series
 from raggedmoe.train.report import page as html
 from raggedmoe.train.report.figures import Curve, Marks, curves_svg
 from raggedmoe.train.report.page import duration, percent, whole
-from raggedmoe.train.report.record import RunRecord, Series, series
 
 
 def loss_section(run: RunRecord) -> str:

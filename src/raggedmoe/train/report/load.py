@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from raggedmoe.train.metrics import LOAD
+from raggedmoe.train.record import DEAD_LINES, LoadHistory, RunRecord, is_number
 from raggedmoe.train.report import page as html
 from raggedmoe.train.report.curves import smoothed
 from raggedmoe.train.report.figures import (
@@ -17,7 +18,6 @@ from raggedmoe.train.report.figures import (
     scale_svg,
     top_of_scale,
 )
-from raggedmoe.train.report.record import DEAD_LINES, LoadHistory, RunRecord, is_number
 
 MAX_LAYERS = 12  # with a heat map of their own
 MAX_NAMED = 20  # dead experts that are listed

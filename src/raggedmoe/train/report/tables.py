@@ -4,8 +4,8 @@ import json
 from html import escape
 from typing import Any
 
+from raggedmoe.train.record import RunRecord, part
 from raggedmoe.train.report import page as html
-from raggedmoe.train.report.record import RunRecord, part
 
 
 def kernels_section(run: RunRecord) -> str:

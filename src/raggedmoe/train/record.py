@@ -68,6 +68,12 @@ class LoadHistory:
         idle = self.counts[-DEAD_LINES:].sum(axis=0) == 0
         return [(self.layers[layer], int(expert)) for layer, expert in np.argwhere(idle)]
 
+    @property
+    def dead_since(self) -> int:
+        """The first step that those last lines tell of."""
+        before = self.steps[:-DEAD_LINES]
+        return int(before[-1]) + 1 if before.size else 1
+
     def in_bins(self, max_bins: int) -> "BinnedLoad":
         """The counts summed over equal stretches of steps, so that a gap in the record is a gap in the picture."""
         between = np.diff(self.steps)

@@ -1,0 +1,290 @@
+"""From settings to checked configurations. Every mistake is found here, before anything is made."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.registry import KernelChoice
+from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.presets import model_preset
+from raggedmoe.moe.config import MoEConfig, RouterConfig
+from raggedmoe.train.checkpoint import CheckpointConfig
+from raggedmoe.train.data import TEXT_SUFFIXES, DataConfig
+from raggedmoe.train.optimizer import OptimizerConfig
+from raggedmoe.train.profile import ProfileConfig
+from raggedmoe.train.settings import Settings
+from raggedmoe.train.step import StepConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The run around the steps."""
+
+    folder: Path
+    seed: int
+    micro_batch_size: int  # sequences that are held at once, in training and in evaluation
+    log_period: int
+    load_period: int
+    eval_interval: int
+    eval_steps: int
+    checkpoint_period: int
+    max_skipped_steps: int
+    tensorboard: bool
+    load_parameters_path: Path | None
+    profile: ProfileConfig | None
+
+    def __post_init__(self) -> None:
+        for name in ("log_period", "load_period", "eval_steps", "checkpoint_period", "max_skipped_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"expected 0 <= seed < 2**32, got {self.seed}")
+        if self.eval_interval < 0:
+            raise ValueError(f"expected eval_interval >= 0, got {self.eval_interval}")
+        if self.load_parameters_path is not None and not self.load_parameters_path.is_dir():
+            raise ValueError(f"load_parameters_path: expected a folder, found none at {self.load_parameters_path}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A whole run."""
+
+    settings: Settings
+    notes: tuple[str, ...]  # what the user should be told of them
+    step: StepConfig
+    data: DataConfig
+    run: RunConfig
+    checkpoints: CheckpointConfig | None
+
+
+def make_config(settings: Settings, hardware: Hardware, num_devices: int = 1) -> TrainConfig:
+    """The configurations of a run on that hardware."""
+    v = settings.values
+    _check_degrees(settings, num_devices)
+    for name in ("base_output_directory", "load_parameters_path", "tokenizer_path"):
+        if "://" in (v[name] or ""):
+            raise ValueError(f"{name}: expected a place on this machine, got {v[name]!r}; mount it, or copy it")
+    model = make_model(settings, hardware)
+    step = StepConfig(
+        model=model,
+        optimizer=make_optimizer_config(settings),
+        micro_batches=v["gradient_accumulation_steps"],
+        bias_update_rate=v["bias_update_rate"],
+        mtp_loss_weight=v["mtp_loss_weight"],
+    )
+    if v["per_device_batch_size"] < 1:
+        raise ValueError(f"expected per_device_batch_size >= 1, got {v['per_device_batch_size']}")
+    data = DataConfig(
+        dataset=v["dataset_type"],
+        paths=v["dataset_path"],
+        suffixes=v["dataset_suffixes"] or TEXT_SUFFIXES,
+        tokenizer=v["tokenizer_path"],
+        sequence_length=v["max_target_length"],
+        batch_size=v["per_device_batch_size"] * v["gradient_accumulation_steps"],
+        packing=v["packing"],
+        held_out=v["held_out"],
+        seed=v["data_seed"],
+    )
+    folder = Path(v["base_output_directory"]) / _run_name(v)
+    checkpoints = None
+    if v["enable_checkpointing"]:
+        checkpoints = CheckpointConfig(
+            folder=folder / "checkpoints",
+            keep_last=v["keep_last"],
+            keep_best=v["keep_best"],
+            asynchronous=v["async_checkpointing"],
+        )
+    return TrainConfig(
+        settings=settings,
+        notes=(*settings.notes, *unread_settings(settings, step), *_remarks(settings, num_devices)),
+        step=step,
+        data=data,
+        run=make_run_config(settings, folder),
+        checkpoints=checkpoints,
+    )
+
+
+def make_optimizer_config(settings: Settings) -> OptimizerConfig:
+    """How parameters learn."""
+    v = settings.values
+    warmup = v["warmup_steps"]
+    if warmup is None:
+        if not 0 <= v["warmup_fraction"] < 1:
+            raise ValueError(f"expected 0 <= warmup_fraction < 1, got {v['warmup_fraction']}")
+        warmup = min(round(v["warmup_fraction"] * v["steps"]), v["steps"] - 1)
+    return OptimizerConfig(
+        steps=v["steps"],
+        learning_rate=v["learning_rate"],
+        schedule=v["schedule"],
+        warmup_steps=warmup,
+        decay_fraction=v["decay_fraction"],
+        final_fraction=v["final_fraction"],
+        b1=v["adam_b1"],
+        b2=v["adam_b2"],
+        epsilon=v["adam_eps"],
+        weight_decay=v["weight_decay"],
+        clip_norm=v["gradient_clipping_threshold"] or None,
+    )
+
+
+def make_run_config(settings: Settings, folder: Path) -> RunConfig:
+    """The run around the steps."""
+    v = settings.values
+    profile = None
+    if v["profiler"] == "xplane":
+        profile = ProfileConfig(skip=v["skip_first_n_steps_for_profiler"], steps=v["profiler_steps"])
+        if v["steps"] <= profile.skip:
+            raise ValueError(
+                f"steps={v['steps']} leaves nothing to trace after skip_first_n_steps_for_profiler={profile.skip}; use "
+                "more steps or skip fewer"
+            )
+    return RunConfig(
+        folder=folder,
+        **{name: v[name] for name in ("seed", "log_period", "load_period", "eval_interval", "eval_steps")},
+        micro_batch_size=v["per_device_batch_size"],
+        checkpoint_period=v["checkpoint_period"],
+        max_skipped_steps=v["max_skipped_steps"],
+        tensorboard=v["tensorboard"],
+        load_parameters_path=None if v["load_parameters_path"] is None else Path(v["load_parameters_path"]),
+        profile=profile,
+    )
+
+
+def _run_name(values: Mapping[str, Any]) -> str:
+    name = values["run_name"] or values["model_name"]
+    if Path(name).is_absolute() or ".." in Path(name).parts or not Path(name).parts:
+        raise ValueError(f"run_name: expected a folder's name inside base_output_directory, got {name!r}")
+    return name
+
+
+def _check_degrees(settings: Settings, num_devices: int) -> None:
+    for name in ("data", "fsdp", "expert", "tensor"):
+        degree = settings.values[f"{name}_parallelism"]
+        if degree == -1:
+            degree = num_devices
+        if degree != 1:
+            word = settings.given[f"{name}_parallelism"]
+            raise ValueError(
+                f"{word}: training on several devices is not built yet, expected {name}_parallelism=1, got {degree}; "
+                "with 1 the same model trains on one device"
+            )
+
+
+def _remarks(settings: Settings, num_devices: int) -> list[str]:
+    """What a user may not expect."""
+    v, found = settings.values, []
+    if num_devices > 1:
+        found.append(f"one of {num_devices} devices is used: training on several is not built yet")
+    saves = v["enable_checkpointing"] and v["keep_best"] and v["held_out"]
+    if saves and (not v["eval_interval"] or v["checkpoint_period"] % v["eval_interval"]):
+        found.append(
+            f"keep_best: checkpoints every {v['checkpoint_period']} steps are not all evaluated, every "
+            f"{v['eval_interval']} steps; make checkpoint_period a multiple of eval_interval"
+        )
+    return found
+
+
+# Settings that are read only if something else is so: the condition, and what to say.
+READ_ONLY_IF: dict[str, tuple[Callable[[Mapping[str, Any], StepConfig], bool], str]] = {
+    "bias_update_rate": (lambda v, step: step.model.moe.router.selection_bias, "its routers have no selection bias"),
+    "mtp_loss_weight": (lambda v, step: step.model.mtp_layers > 0, "it has no multi-token prediction"),
+    "dataset_suffixes": (lambda v, step: v["dataset_type"] == "text", "it belongs to dataset_type=text"),
+    "packing": (lambda v, step: v["dataset_type"] != "synthetic", "synthetic rows are no documents"),
+    "decay_fraction": (lambda v, step: v["schedule"] == "wsd", "it belongs to schedule=wsd"),
+    "final_fraction": (lambda v, step: v["schedule"] != "constant", "a constant learning rate stays"),
+    "warmup_fraction": (lambda v, step: v["warmup_steps"] is None, "warmup_steps says it"),
+    "profiler_steps": (lambda v, step: v["profiler"] != "none", "there is no profiler"),
+    "skip_first_n_steps_for_profiler": (lambda v, step: v["profiler"] != "none", "there is no profiler"),
+    "checkpoint_period": (lambda v, step: v["enable_checkpointing"], "there are no checkpoints"),
+    "keep_last": (lambda v, step: v["enable_checkpointing"], "there are no checkpoints"),
+    "keep_best": (lambda v, step: v["enable_checkpointing"], "there are no checkpoints"),
+    "async_checkpointing": (lambda v, step: v["enable_checkpointing"], "there are no checkpoints"),
+    "eval_interval": (lambda v, step: v["held_out"] > 0, "nothing is held out"),
+    "eval_steps": (lambda v, step: v["held_out"] > 0, "nothing is held out"),
+    "aux_loss": (lambda v, step: step.model.moe.router.aux_loss_weight > 0, "its weight is 0"),
+}
+
+
+def unread_settings(settings: Settings, step: StepConfig) -> list[str]:
+    """What was typed and changes nothing, with the reason."""
+    return [
+        f"{settings.given[name]}: changes nothing: {reason}"
+        for name, (is_read, reason) in READ_ONLY_IF.items()
+        if name in settings.given and not is_read(settings.values, step)
+    ]
+
+
+def make_model(settings: Settings, hardware: Hardware) -> ModelConfig:
+    """The model with what the settings change."""
+    v = settings.values
+    model = model_preset(v["model_name"])
+    if v["num_layers"] is not None:
+        layers = v["num_layers"]
+        if not 1 <= layers <= model.num_layers:
+            raise ValueError(f"num_layers: expected 1 .. {model.num_layers} of {v['model_name']}, got {layers}")
+        dense = tuple(layer for layer in model.dense_layers if layer < layers)
+        model = replace(model, num_layers=layers, dense_layers=dense)
+    if v["mtp_layers"] is not None:
+        model = replace(model, mtp_layers=v["mtp_layers"])
+    if v["max_target_length"] > model.max_length:  # trained on longer sequences, it is a model for longer ones
+        model = replace(model, max_length=v["max_target_length"])
+    auto = "float32" if hardware.platform == "cpu" else "bfloat16"
+    remat = v["remat"]
+    return replace(
+        model,
+        moe=make_moe(settings, model.moe),
+        dtype=jnp.dtype(auto if v["dtype"] == "auto" else v["dtype"]),
+        param_dtype=jnp.dtype(v["weight_dtype"]),
+        attention_implementation=v["attention"],
+        remat=remat[0] if remat[0] in ("none", "full") and len(remat) == 1 else remat,
+    )
+
+
+def make_moe(settings: Settings, moe: MoEConfig) -> MoEConfig:
+    """The MoE layers with what the settings change."""
+    v, given = settings.values, settings.given
+    backend, factor = v["moe_backend"], v["capacity_factor"]
+    if v["sparse_matmul"] is not None and "moe_backend" in given and (backend == "jax") == v["sparse_matmul"]:
+        raise ValueError(
+            f"{given['sparse_matmul']} and {given['moe_backend']} contradict each other: moe_backend=jax is the one "
+            "without a sparse matmul; leave one out"
+        )
+    if v["sparse_matmul"] and factor is not None:
+        raise ValueError(
+            f"{given['sparse_matmul']} and {given['capacity_factor']} contradict each other: the sparse matmul drops "
+            "no token; use sparse_matmul=false for fixed slots, or leave the capacity factor out"
+        )
+    if v["sparse_matmul"] is False and factor is None:
+        backend = "jax"
+    choices = {
+        operation: v[operation][0] if len(v[operation]) == 1 else v[operation]
+        for operation in ("ragged_gather", "ragged_gather_reduce", "grouped_matmul")
+    }
+    if v["sparse_matmul"] is False and given.get("grouped_matmul", "").startswith("megablox"):
+        choices["grouped_matmul"] = "auto"  # megablox=False names a sparse kernel, of which there is none here
+    named = any(choice != "auto" for choice in choices.values())
+    return replace(
+        moe,
+        router=make_router(settings, moe.router),
+        moe_backend=backend,
+        kernels=KernelChoice(**choices) if named else None,
+        strategy="capacity" if factor is not None else moe.strategy,
+        capacity_factor=factor,
+        width_chunks=v["width_chunks"],
+    )
+
+
+def make_router(settings: Settings, router: RouterConfig) -> RouterConfig:
+    """The routers with what the settings change."""
+    v = settings.values
+    if v["routing"] is not None and v["routing"] != router.selection:
+        # What ranks experts means nothing where chance does.
+        router = replace(router, selection=v["routing"], selection_bias=False, num_groups=1, groups_per_token=1)
+    for name in ("aux_loss", "aux_loss_weight", "z_loss_weight"):
+        if v[name] is not None:
+            router = replace(router, **{name: v[name]})
+    return router
