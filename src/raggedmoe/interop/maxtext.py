@@ -123,7 +123,6 @@ MAXTEXT: dict[str, Entry] = {
             "save_out_proj": {"remat": "attn_proj_out"},
         },
     ),
-    "scan_layers": _switch("scan_layers", on={}, off=None, note="ignored: like layers are always scanned over"),
     # the experts
     "megablox": _switch("megablox", on={"moe_backend": "megablox"}, off={"grouped_matmul": "xla"}),
     "use_random_routing": _switch("use_random_routing", on={"routing": "random"}, off={}),

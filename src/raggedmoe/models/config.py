@@ -182,6 +182,7 @@ class ModelConfig:
     dtype: Any = jnp.float32  # of activations
     param_dtype: Any = jnp.float32
     attention_implementation: Choice = "auto"
+    scan_layers: bool = True  # like layers by one scan; False: one after the other, faster where they are few
     remat: str | tuple[str, ...] = "none"  # "none", "full", or the names of what is kept (SAVED_NAMES)
 
     def __post_init__(self) -> None:

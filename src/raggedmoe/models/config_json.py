@@ -18,7 +18,7 @@ KINDS: dict[str, type] = {
     "router": RouterConfig,
     "experts": ExpertConfig,
 }
-OF_A_RUN = {"kernels", "hardware", "attention_implementation", "remat", "moe_backend", "width_chunks"}
+OF_A_RUN = {"kernels", "hardware", "attention_implementation", "remat", "scan_layers", "moe_backend", "width_chunks"}
 DTYPES = ("dtype", "param_dtype")
 
 

@@ -147,7 +147,7 @@ def run_stack(
     memory: Memory | None,
     key: jax.Array | None,
 ) -> tuple[Float[Array, "B S D"], Memory, list[ExpertReport]]:
-    """The layers of a stack by one scan: the result, the memory with these tokens, and what its MoE layers said."""
+    """The layers of a stack: the result, the memory with these tokens, and what its MoE layers said."""
     has_experts = any(kind.moe for kind in stack.kinds)
     in_place: Params = {}
     if memory is not None and reads_experts_in_place(run.config, run.hardware, x):
@@ -166,7 +166,15 @@ def run_stack(
         return (x, memory), jax.tree.map(lambda *parts: jnp.stack(parts), *reports) if has_experts else None
 
     repeats = jnp.arange(stack.repeats, dtype=jnp.int32)
-    (x, memory), reports = lax.scan(_rematerialized(body, run.config), (x, memory), (repeats, params))
+    carry, step = (x, memory), _rematerialized(body, run.config, scanned=run.config.scan_layers)
+    if run.config.scan_layers:
+        (x, memory), reports = lax.scan(step, carry, (repeats, params))
+    else:
+        found = []
+        for repeat in range(stack.repeats):
+            carry, report = step(carry, (repeats[repeat], jax.tree.map(lambda a, r=repeat: a[r], params)))
+            found.append(report)
+        (x, memory), reports = carry, jax.tree.map(lambda *parts: jnp.stack(parts), *found)
     # [repeats, MoE layers of one repeat, ...] -> the layers in order
     in_order = [jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reports)] if has_experts else []
     return x, memory or {}, in_order
@@ -263,13 +271,13 @@ def _experts(
     return out.output.reshape(x.shape), report
 
 
-def _rematerialized(body: Any, config: ModelConfig) -> Any:
-    """The body of a scan that keeps for the backward pass only what the configuration names."""
+def _rematerialized(body: Any, config: ModelConfig, *, scanned: bool) -> Any:
+    """The body of a stack that keeps for the backward pass only what the configuration names."""
     if config.remat == "none":
         return body
     names = () if config.remat == "full" else config.remat
     policy = jax.checkpoint_policies.save_only_these_names(*names)
-    return jax.checkpoint(body, policy=policy, prevent_cse=False)  # a scan already keeps the two passes apart
+    return jax.checkpoint(body, policy=policy, prevent_cse=not scanned)  # a scan already keeps the two passes apart
 
 
 def knows_further(documents: Int[Array, "B S"], module: int) -> Bool[Array, "B S"]:

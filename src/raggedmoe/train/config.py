@@ -240,6 +240,7 @@ def make_model(settings: Settings, hardware: Hardware) -> ModelConfig:
         dtype=jnp.dtype(auto if v["dtype"] == "auto" else v["dtype"]),
         param_dtype=jnp.dtype(v["weight_dtype"]),
         attention_implementation=v["attention"],
+        scan_layers=v["scan_layers"],
         remat=remat[0] if remat[0] in ("none", "full") and len(remat) == 1 else remat,
     )
 

@@ -116,6 +116,7 @@ KEYS: dict[str, Key] = {
                 f"kept for the backward pass: none (all), full (nothing), or names out of {', '.join(SAVED_NAMES)}",
                 _FREE,
             ),
+            ("scan_layers", "bool", True, "like layers by one scan; false: compiles longer, runs faster", _FREE),
             (
                 "dtype",
                 "str",
@@ -256,10 +257,11 @@ SECTIONS = tuple(dict.fromkeys(key.section for key in KEYS.values()))
 # that moves by the published 0.001 a step would not balance the experts (docs/log.md).
 RECIPES: dict[str, dict[str, Any]] = {
     "demo": {
-        "steps": 560,
+        "steps": 500,
         "per_device_batch_size": 8,
         "bias_update_rate": 0.01,
-        "eval_interval": 140,
-        "checkpoint_period": 140,
+        "eval_interval": 125,
+        "checkpoint_period": 125,
+        "scan_layers": False,
     }
 }
