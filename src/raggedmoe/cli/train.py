@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import tyro
@@ -72,8 +72,7 @@ def train(
         from raggedmoe.train.settings import in_keys, parse_settings
     except ImportError as error:
         raise ValueError(f"training needs more packages ({error}): pip install 'raggedmoe[train]'") from None
-    for chatty in ("absl", "asyncio"):  # a disk that is full is one line of ours, not 500 of theirs
-        logging.getLogger(chatty).setLevel(logging.CRITICAL)
+    _silence_orbax()
     hardware = target_hardware()
     try:
         config = make_config(parse_settings(words), hardware, jax.device_count())
@@ -82,3 +81,16 @@ def train(
         raise ValueError(in_keys(str(error))) from error
     print(outcome.text, file=sys.stdout if outcome.code == FINISHED else sys.stderr)
     return outcome.code
+
+
+def _silence_orbax() -> None:
+    """A disk that is full is one line of ours, not 500 of what orbax's threads run into afterwards."""
+    for chatty in ("absl", "asyncio"):
+        logging.getLogger(chatty).setLevel(logging.CRITICAL)
+    plain = sys.unraisablehook
+
+    def unraisable(found: Any) -> None:
+        if not (isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == "Event loop is closed"):
+            plain(found)
+
+    sys.unraisablehook = unraisable

@@ -222,6 +222,9 @@ class Checkpoints:
                 self._set_aside(manifest.step)
             partial.rename(path)
             sync(self._folder)
+        except ValueError as error:  # what orbax's storage says when it cannot write
+            _remove(partial)
+            raise OSError(f"{path}: could not be saved: {error}") from error
         except BaseException as error:
             _remove(partial)
             error.add_note(f"raggedmoe was saving {path}")
