@@ -16,11 +16,12 @@ from raggedmoe.kernels.arrays import accumulator, matmul_precision
 from raggedmoe.models.matmul import wide_project
 
 CHUNK_ELEMENTS = 2**24  # logits that exist at once: 64 MB in float32
+LEAST_CHUNKS = 4  # and never more than this part of them
 
 
 def chunk_tokens(num_tokens: int, vocab_size: int) -> int:
-    """Tokens of one chunk: all if their logits are few enough, otherwise as even as can be."""
-    most = max(1, CHUNK_ELEMENTS // vocab_size)
+    """Tokens of one chunk: as few chunks as can be, as even as can be."""
+    most = max(1, min(CHUNK_ELEMENTS // vocab_size, -(-num_tokens // LEAST_CHUNKS)))
     return -(-num_tokens // -(-num_tokens // most))
 
 
