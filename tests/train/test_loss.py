@@ -194,9 +194,10 @@ def largest_array(jaxpr):
     return largest
 
 
-@pytest.mark.parametrize(("chunks", "largest"), [(1, 24 * 71), (4, 71 * D), (24, 71 * D)])
-def test_only_one_chunk_of_logits_exists_at_a_time(monkeypatch, chunks, largest):
+@pytest.mark.parametrize(("chunks", "least", "largest"), [(1, 1, 24 * 71), (1, 4, 71 * D), (24, 4, 71 * D)])
+def test_only_one_chunk_of_logits_exists_at_a_time(monkeypatch, chunks, least, largest):
     monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 24 * 71 // chunks)
+    monkeypatch.setattr(loss_module, "LEAST_CHUNKS", least)  # 1: all at once, which this test must be able to see
     hidden, head, targets, weights = map(jnp.asarray, drawn(24, 71))
     gradient = jax.value_and_grad(lambda h, w: cross_entropy_sum(h, w, targets, weights), (0, 1))
     assert largest_array(jax.make_jaxpr(gradient)(hidden, head).jaxpr) == largest  # with chunks: the head's gradient
