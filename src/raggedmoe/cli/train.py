@@ -65,6 +65,8 @@ def train(
 ) -> int:
     """Train a model from key=value settings; without a word, a small one. `raggedmoe train --help` lists them."""
     try:
+        import grain  # noqa: F401
+
         from raggedmoe.train.config import make_config
         from raggedmoe.train.loop import FINISHED
         from raggedmoe.train.loop import train as run
