@@ -25,7 +25,7 @@ demo: $(READY)
 	rm -rf out/make-demo
 	$(BIN)/raggedmoe train demo run_name=make-demo
 	$(BIN)/raggedmoe report out/make-demo
-	$(BIN)/raggedmoe generate out/make-demo/model --prompt "class " --max-new-tokens 300 --temperature 0.5
+	$(BIN)/raggedmoe generate out/make-demo/model --prompt "def __init__(self" --max-new-tokens 240 --temperature 0.6
 
 # Compiling is most of a test's time: tests/conftest.py says what QUICK_COMPILE leaves out of it. The kernels' contract
 # is tested as users compile them. By stealing work, a worker keeps neighbouring tests, which share compiled functions.
