@@ -168,11 +168,18 @@ def case(per_token, routing_name):
 
 
 CASES = [(way, 2, name) for way in WAYS for name in ROUTINGS]
-# Every number of experts per token is another compilation: each strategy and each way of computing once.
-EVERY_EXPERT = [Way("local", 1, "fused"), Way("ring", 1, "auto")]
-CASES += [(way, 4, name) for way in EVERY_EXPERT for name in ("random", "some_masked")]
+# Every number of experts per token is another compilation: each strategy and each way of computing once, the rest slow.
+OFTEN = [Way("local", 1, "fused"), Way("ring", 1, "auto")]
+WHOLE = [way for way in WAYS if way.kernels in ("auto", "fused")]
+CASES += [(way, 4, name) for way in WHOLE for name in ("random", "some_masked")]
 every_case = pytest.mark.parametrize(
-    ("way", "per_token", "routing_name"), CASES, ids=[f"{way}-K{k}-{name}" for way, k, name in CASES]
+    ("way", "per_token", "routing_name"),
+    [
+        pytest.param(
+            way, k, name, id=f"{way}-K{k}-{name}", marks=[pytest.mark.slow] if k == 4 and way not in OFTEN else []
+        )
+        for way, k, name in CASES
+    ],
 )
 pytestmark = pytest.mark.usefixtures("x64")
 
