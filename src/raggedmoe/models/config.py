@@ -247,6 +247,12 @@ class ModelConfig:
         return tuple(found)
 
 
+def first_layers(config: ModelConfig, num_layers: int) -> ModelConfig:
+    """The model with so many of its first layers."""
+    dense = tuple(layer for layer in config.dense_layers if layer < num_layers)
+    return replace(config, num_layers=num_layers, dense_layers=dense)
+
+
 def _longest_repeat(kinds: list[LayerKind]) -> tuple[int, int]:
     """The period and the repeats of the pattern that covers most of the front; of those, the shortest period.
 

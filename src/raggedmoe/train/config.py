@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.registry import KernelChoice
-from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.config import ModelConfig, first_layers
 from raggedmoe.models.presets import model_preset
 from raggedmoe.moe.config import MoEConfig, RouterConfig
 from raggedmoe.train.checkpoint import CheckpointConfig
@@ -226,8 +226,7 @@ def make_model(settings: Settings, hardware: Hardware) -> ModelConfig:
         layers = v["num_layers"]
         if not 1 <= layers <= model.num_layers:
             raise ValueError(f"num_layers: expected 1 .. {model.num_layers} of {v['model_name']}, got {layers}")
-        dense = tuple(layer for layer in model.dense_layers if layer < layers)
-        model = replace(model, num_layers=layers, dense_layers=dense)
+        model = first_layers(model, layers)
     if v["mtp_layers"] is not None:
         model = replace(model, mtp_layers=v["mtp_layers"])
     if v["max_target_length"] > model.max_length:  # trained on longer sequences, it is a model for longer ones

@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from raggedmoe.hardware import GB, HARDWARE, Hardware
-from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.config import ModelConfig, first_layers
 from raggedmoe.models.presets import PRESETS
 from raggedmoe.models.specs import is_trained, param_specs
 
@@ -122,7 +122,7 @@ def _elsewhere(needed: int) -> str:
 def _here(config: ModelConfig, available: int) -> list[str]:
     """What of the model would fit: fewer layers, or smaller models of the family."""
     found = []
-    cut = (_first_layers(config, layers) for layers in range(1, config.num_layers))
+    cut = (first_layers(config, layers) for layers in range(1, config.num_layers))
     fitting = [c.num_layers for c in cut if c.moe_layers and state_bytes(c).total <= 0.75 * available]
     if fitting:
         found.append(f"num_layers={fitting[-1]} of its {config.num_layers}")
@@ -134,8 +134,3 @@ def _here(config: ModelConfig, available: int) -> list[str]:
     if smaller:
         found.append(f"model_name={' or '.join(smaller)}")
     return found
-
-
-def _first_layers(config: ModelConfig, layers: int) -> ModelConfig:
-    dense = tuple(layer for layer in config.dense_layers if layer < layers)
-    return replace(config, num_layers=layers, dense_layers=dense)

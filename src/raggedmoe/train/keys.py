@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from raggedmoe.interop.maxtext import FALSE, TRUE
 from raggedmoe.models.config import SAVED_NAMES
 from raggedmoe.moe.backends import BACKENDS
 
 SCHEDULES = ("cosine", "wsd", "constant")
-BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+BOOLS = {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}
 
 
 def _bool(text: str) -> bool:
