@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 
 from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.specs import param_specs
+from raggedmoe.models.specs import is_routed, param_specs
 from raggedmoe.params import init_params
 
 
@@ -31,7 +31,7 @@ def count_params(config: ModelConfig) -> Count:
             mtp += size
             continue
         total += size
-        if "expert" in specs[name].axes and not name.rpartition(".")[2].startswith("router_"):
+        if is_routed(name, specs[name]):
             idle += size // config.moe.num_experts * (config.moe.num_experts - config.moe.experts_per_token)
     return Count(
         total=total,

@@ -5,7 +5,7 @@ only (causal, within the window), no recomputation, no norms or softmax.
 """
 
 from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.specs import param_specs
+from raggedmoe.models.specs import is_routed, param_specs
 
 
 def forward_flops(config: ModelConfig, sequence_length: int, *, mtp_layers: int = 0) -> float:
@@ -18,8 +18,8 @@ def forward_flops(config: ModelConfig, sequence_length: int, *, mtp_layers: int 
         if name == "embedding" and not config.tied_embeddings:
             continue  # looked up, not multiplied
         heads = 1 + mtp_layers if name in ("embedding", "head") else 1  # every module of prediction reads them again
-        routed = "expert" in spec.axes and not name.rpartition(".")[2].startswith("router_")
-        weights += heads * spec.num_elements * (config.moe.experts_per_token / config.moe.num_experts if routed else 1)
+        used = config.moe.experts_per_token / config.moe.num_experts if is_routed(name, spec) else 1
+        weights += heads * spec.num_elements * used
     layers = [config.kind(layer) for layer in range(config.num_layers + mtp_layers)]
     seen = sum(mean_visible_keys(sequence_length, kind.window) for kind in layers)
     attention = config.attention

@@ -11,6 +11,8 @@ from typing import Any, BinaryIO, SupportsFloat
 
 import numpy as np
 
+from raggedmoe.train.manifest import sync
+
 METRICS = "metrics.jsonl"
 LOAD = "load.jsonl"
 TENSORBOARD = "tensorboard"
@@ -115,11 +117,7 @@ def replace_file(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself is in the folder
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(path.parent)  # the rename itself is in the folder
 
 
 def _numbered_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:

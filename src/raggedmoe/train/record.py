@@ -10,7 +10,7 @@ import numpy as np
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.train.metrics import LOAD, METRICS, read_jsonl
 
-RUN = "run.json"
+RUN, REPORT = "run.json", "report.html"
 DEAD_LINES = 10  # an expert that got nothing in so many last lines of load.jsonl counts as dead
 
 

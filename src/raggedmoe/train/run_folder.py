@@ -7,7 +7,7 @@
 import contextlib
 import fcntl
 import json
-import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,9 +17,9 @@ from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.native import save
 from raggedmoe.models.module import Decoder
 from raggedmoe.train.metrics import LOAD, METRICS, TENSORBOARD, replace_file
-from raggedmoe.train.record import RUN
+from raggedmoe.train.record import REPORT, RUN
 
-MODEL, PROFILE, CHECKPOINTS, REPORT = "model", "profile", "checkpoints", "report.html"
+MODEL, PROFILE, CHECKPOINTS = "model", "profile", "checkpoints"
 
 
 @contextlib.contextmanager
@@ -87,8 +87,5 @@ def save_model(folder: Path, model: Decoder, tokenizer: str | None) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    if not folder.exists():
-        return
-    for path in folder.iterdir():  # a model's folder is flat
-        os.unlink(path)
-    folder.rmdir()
+    if folder.exists():
+        shutil.rmtree(folder)

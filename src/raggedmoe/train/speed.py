@@ -11,7 +11,10 @@ SIDE, TURNS = 1536, 5
 
 
 def peak_flops(hardware: Hardware, dtype: jnp.dtype) -> float:
-    """Operations a second of one device: the table's figure, or on a CPU what a dense matmul reaches here."""
+    """Operations a second of one device: the table's figure, or on a CPU what a dense matmul reaches here.
+
+    The table has none for float32, which is taken for half as fast as bfloat16.
+    """
     if hardware.bf16_flops is not None:
         return hardware.bf16_flops / hardware.devices_per_chip / (1 if jnp.dtype(dtype).itemsize <= 2 else 2)
     return measured_peak(dtype)

@@ -5,15 +5,13 @@ from html import escape
 from pathlib import Path
 
 from raggedmoe.train.metrics import LOAD, METRICS, replace_file
-from raggedmoe.train.record import DEAD_LINES, RUN, RunRecord, is_number, part, read_run, series
+from raggedmoe.train.record import DEAD_LINES, REPORT, RUN, RunRecord, is_number, part, read_run, series
 from raggedmoe.train.report import page as html
 from raggedmoe.train.report.curves import drops_section, loss_section, smoothing_window, speed_section, why_no_mfu
 from raggedmoe.train.report.figures import require_matplotlib
 from raggedmoe.train.report.load import load_section
 from raggedmoe.train.report.page import NOTHING, compact, duration, number, percent, whole
 from raggedmoe.train.report.tables import events_section, kernels_section, settings_section
-
-REPORT = "report.html"
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
