@@ -58,6 +58,31 @@ COMPILED_XLA: tuple[Proof, ...] = (
     *PLAIN_XLA,
 )
 
+# The chips for which the public libtpu compiles.
+COMPILED_CHIPS = ("v5e", "v5p", "v6e", "tpu7x")
+
+# Our TensorCore kernels: executed in TPU interpret mode, compiled for each chip, on both ends of the JAX range.
+INTERPRETED_KERNEL: tuple[Proof, ...] = (
+    Proof(
+        level=Level.INTERPRETED,
+        chips=COMPILED_CHIPS,
+        first_jax="0.10.2",
+        last_jax="0.12.0.1",
+        shown_by="make test interprets it, and make test-tpu compiles it for the chip",
+    ),
+)
+
+# SparseCore programs, and others' kernels that interpret mode does not run: compiled for each chip.
+COMPILED_KERNEL: tuple[Proof, ...] = (
+    Proof(
+        level=Level.COMPILED,
+        chips=COMPILED_CHIPS,
+        first_jax="0.10.2",
+        last_jax="0.12.0.1",
+        shown_by="make test-tpu compiles it for the chip; nobody has run it there",
+    ),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:

@@ -57,6 +57,7 @@ class Implementation:
     why_not: Callable[[Call, Hardware], str | None] = _nothing  # why it cannot run; None: it can
     auto_why_not: Callable[[Call, Hardware], str | None] = _nothing  # why auto passes it over though it can run
     note: Callable[[Call, Hardware], str | None] = _nothing  # what a user should know of its cost there
+    takes_hardware: bool = False  # its functions have a keyword `hardware`, the chip that they are compiled for
 
     @property
     def full_name(self) -> str:
@@ -112,6 +113,17 @@ class Selection:
     chosen: Implementation
     candidates: tuple[Candidate, ...]
 
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What computes the call: equal selections give the very same function, so that traces are shared."""
+        plain = self.chosen.forward if self.call.direction == FORWARD else self.chosen.backward
+        return _for_hardware(plain, self.hardware) if self.chosen.takes_hardware else plain
+
+
+@functools.cache
+def _for_hardware(function: Callable[..., Any], hardware: Hardware) -> Callable[..., Any]:
+    return functools.partial(function, hardware=hardware)
+
 
 @functools.cache
 def implementations(operation: str) -> dict[str, Implementation]:
@@ -119,6 +131,8 @@ def implementations(operation: str) -> dict[str, Implementation]:
     package = importlib.import_module(f"raggedmoe.kernels.{operation}")
     found = {}
     for module_info in pkgutil.iter_modules(package.__path__):
+        if module_info.name.endswith("_kernel"):  # a kernel's body: it imports Pallas, and is imported when chosen
+            continue
         module = importlib.import_module(f"{package.__name__}.{module_info.name}")
         implementation = getattr(module, "IMPLEMENTATION", None)
         if implementation is not None:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from raggedmoe.hardware import target_hardware
+from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import accumulator
 from raggedmoe.kernels.catalog import Operation
 from raggedmoe.kernels.example import Example, Spec
@@ -127,14 +127,19 @@ def runnable(operation: Operation, example: Example) -> list[str]:
     return [name for name in implementations(operation.name) if name != "reference" and accepts(name)]
 
 
-def check(operation: Operation, names: list[str] | None, spec: Spec, dtype: Any) -> Iterator[Check]:
-    """Compare implementations (None: all that run here) with the reference on one spec: one `Check` a quantity."""
+def check(
+    operation: Operation, names: list[str] | None, spec: Spec, dtype: Any, hardware: Hardware | None = None
+) -> Iterator[Check]:
+    """Compare implementations (None: all that run here) with the reference on one spec: one `Check` a quantity.
+
+    A kernel for another chip than this machine's can be named with that ``hardware``, in TPU interpret mode.
+    """
     example = spec.example(dtype)
     names = runnable(operation, example) if names is None else names
     options = dict(example.options)
 
     def run(name: str) -> dict[str, Any]:
-        static = (*options.items(), ("implementation", name))
+        static = (*options.items(), ("implementation", name), ("hardware", hardware))
         return _run(operation.function, static, dict(example.arrays), example.cotangent)
 
     reference, magnitude = run("reference"), magnitudes(operation, example)

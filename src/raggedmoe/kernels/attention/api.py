@@ -72,7 +72,7 @@ def attention(
     options = {"scale": scale, "window": window, **_placement(query, key, value)}
     forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
     backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
-    plan = _Plan(forward.chosen.forward, backward.chosen.backward, scale, window)
+    plan = _Plan(forward.function, backward.function, scale, window)
     if positions is None:
         return _attention(plan, Operands(query, key, value, None, _int32(segments), sinks))
     # What stands in a query that sees nothing reaches nothing, NaN included; and so for its cotangent.

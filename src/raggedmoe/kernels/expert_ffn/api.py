@@ -82,7 +82,7 @@ def expert_ffn(
     options = {"activation": activation, "biases": biases is not None}
     forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
     backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
-    plan = _Plan(forward.chosen.forward, backward.chosen.backward, activation)
+    plan = _Plan(forward.function, backward.function, activation)
     return _expert_ffn(plan, rows, weights, group_bounds(group_sizes, wi_0.shape[0], rows.shape[0]))
 
 

@@ -68,7 +68,7 @@ def grouped_matmul(
     options = {"transpose_rhs": transpose_rhs, "group_offset": group_offset is not None, "out_dtype": str(out_dtype)}
     forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
     backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
-    plan = _Plan(forward.chosen.forward, backward.chosen.backward, transpose_rhs, out_dtype)
+    plan = _Plan(forward.function, backward.function, transpose_rhs, out_dtype)
     return _grouped_matmul(plan, lhs, rhs, group_bounds(group_sizes, rhs.shape[0], lhs.shape[0], group_offset))
 
 

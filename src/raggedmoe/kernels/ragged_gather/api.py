@@ -64,7 +64,7 @@ def ragged_gather(
     arrays = structs(x=x, indices=indices, weights=weights, inverse=inverse)
     forward = select(Call(operation=NAME, arrays=arrays), implementation, target)
     backward = select(Call(operation=NAME, arrays=arrays, direction=BACKWARD), implementation, target)
-    plan = _Plan(forward.chosen.forward, backward.chosen.backward, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    plan = _Plan(forward.function, backward.function, jax.ShapeDtypeStruct(x.shape, x.dtype))
     start_row, end_row = scalar(start, 0), scalar(end, indices.shape[0])
     return _ragged_gather(plan, x, indices, start_row, end_row, weights, inverse)
 

@@ -69,7 +69,7 @@ def ragged_gather_reduce(
     arrays = structs(rows=rows, indices=indices, weights=weights, inverse=inverse)
     forward = select(Call(operation=NAME, arrays=arrays), implementation, target)
     backward = select(Call(operation=NAME, arrays=arrays, direction=BACKWARD), implementation, target)
-    plan = _Plan(forward.chosen.forward, backward.chosen.backward, jax.ShapeDtypeStruct(rows.shape, rows.dtype))
+    plan = _Plan(forward.function, backward.function, jax.ShapeDtypeStruct(rows.shape, rows.dtype))
     start_row, end_row = scalar(start, 0), scalar(end, rows.shape[0])
     return _ragged_gather_reduce(plan, rows, indices, start_row, end_row, weights, inverse)
 
