@@ -1,25 +1,225 @@
-"""Tile sizes of the TensorCore kernel of `grouped_matmul`."""
+"""Tile sizes of the TensorCore kernels of `grouped_matmul`: the rule, and the table that the tuner made.
+
+The rule keeps three things in bounds, all known before tracing: VMEM on the target chip; the straight code, whose
+length is its MXU cycles (a compile of 60k bundles takes some 15 s); and the rows that are computed for nothing.
+`TUNED` overrides it, shape by shape. Its key has the chip, the type and the shape's bucket, so that no chip is ever
+given another's tiles; ``raggedmoe compile grouped_matmul --tune`` prints its lines.
+"""
 
 from dataclasses import dataclass
+
+from raggedmoe.hardware import MIB, Hardware
+
+LANES = 128
+VMEM_SHARE = 0.85  # of the core's VMEM; the rest is the compiler's
+LONGEST_CODE = 7_000  # MXU cycles of one piece of straight code
+ALL_CODE = 62_000  # and of all sizes together
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSteps:
+    """How ragged rows are cut into steps."""
+
+    rows: int  # of a full step
+    step: int  # smaller ones come in whole multiples of this
+    smallest: int  # fewer rows cost the MXU as much
+    packed: int  # rows that share a block of memory
+    paired: bool = False  # two full steps as one
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes for which there is straight code."""
+        return tuple(range(self.smallest, self.rows + 1, self.step))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How the kernel cuts its work."""
+    """How `grouped_matmul` cuts its work."""
 
-    rows: int = 512  # of a full chunk
-    step: int = 32  # chunks come in sizes of whole steps
-    smallest: int = 128
-    out: int  # columns of a matrix at a time
-    inner: int  # of the contraction at a time, in straight code
-    packed: int = 16  # rows that share a tile of memory
-    piece_rows: int = 128  # of one matmul
+    cut: RowSteps
+    out: int  # columns of a matrix at a time; divides O
+    inner: int  # of the contraction in one piece of straight code; divides I
+    piece_rows: int  # of one matmul
     piece_columns: int = 256
-    paired: bool = True  # two full chunks in one piece of straight code
-    slots: int = 4  # chunks in flight
-    matrix_slots: int = 4
-    vmem_limit: int = 60 << 20
+    matrix_slots: int  # matrices in VMEM: 2 or 4
+    vmem_limit: int
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(range(self.smallest, self.rows + 1, self.step))
+
+@dataclass(frozen=True, kw_only=True)
+class TransposedTiles:
+    """How the transposed one, the matrices' gradient, cuts its work."""
+
+    cut: RowSteps
+    inner: int  # rows of a result at a time; divides I
+    out: int  # its columns; divides O
+    piece_inner: int = 256  # of one matmul
+    piece_out: int = 256
+    vmem_limit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What tiles depend on."""
+
+    num_rows: int
+    inner: int
+    out: int
+    transpose_rhs: bool
+    itemsize: int  # of lhs and rhs
+    out_itemsize: int
+
+
+def tiles_for(problem: Problem, hardware: Hardware) -> Tiles | None:
+    """The tiles of `grouped_matmul`, or None where not even the smallest fit the chip's VMEM."""
+    tuned = TUNED.get(bucket(problem, hardware))
+    if tuned is not None:
+        problem_tiles = _checked(problem, hardware, *tuned)
+        if problem_tiles is not None:
+            return problem_tiles
+    for rows in (512, 256, 128):
+        for out in _widths(problem.out):
+            found = _fitting(problem, hardware, rows, out)
+            if found is not None:
+                return found
+    return None
+
+
+def _fitting(problem: Problem, hardware: Hardware, rows: int, out: int) -> Tiles | None:
+    """Tiles with these rows and columns, paired if that fits as well; None if they do not fit at all."""
+    rows = min(rows, max(LANES, _round_up(problem.num_rows, LANES)))
+    inner = _inner_part(problem, hardware, rows, out)
+    if inner is None:
+        return None
+    for paired in (True, False) if inner == problem.inner else (False,):
+        for step in (32, 64, 128, rows):
+            found = _checked(problem, hardware, rows, step, out, inner, paired)
+            if found is not None and _all_code(problem, hardware, found) <= ALL_CODE:
+                return found
+    return None
+
+
+def _checked(
+    problem: Problem, hardware: Hardware, rows: int, step: int, out: int, inner: int, paired: bool
+) -> Tiles | None:
+    """The tiles, if they fit the chip's VMEM and divide the sizes."""
+    if problem.out % out or problem.inner % inner:
+        return None
+    # Pushing a matrix into the MXU takes as long as multiplying 128 rows, the other way round twice that.
+    smallest = min(rows, 256 if problem.transpose_rhs else 128)
+    tiles = Tiles(
+        cut=RowSteps(rows=rows, step=min(step, rows), smallest=smallest, packed=packed_rows(problem), paired=paired),
+        out=out,
+        inner=inner,
+        piece_rows=piece_rows(problem, hardware),
+        matrix_slots=4 if paired else 2,
+        vmem_limit=vmem_limit(hardware),
+    )
+    return tiles if vmem_bytes(problem, tiles) <= tiles.vmem_limit * 0.96 else None
+
+
+def piece_rows(problem: Problem, hardware: Hardware) -> int:
+    """Rows of one matmul: as many as its sums can stay in registers for (schedules of libtpu 0.0.50.1).
+
+    A v6e adds in registers: 128 rows of 256 columns spill nothing, 512 rows spill 1384 times. A tpu7x adds in the MXU:
+    512 rows spill nothing.
+    """
+    if hardware.name == "tpu7x":
+        return 512
+    return 256 if problem.transpose_rhs else 128
+
+
+def packed_rows(problem: Problem) -> int:
+    """Rows that share a block of memory, in lhs or in the result."""
+    return 32 // min(problem.itemsize, problem.out_itemsize)
+
+
+def vmem_limit(hardware: Hardware) -> int:
+    return int((hardware.vmem_bytes or 16 * MIB) * VMEM_SHARE)
+
+
+def vmem_bytes(problem: Problem, tiles: Tiles) -> int:
+    """VMEM of the kernel's buffers, whole tiles of memory."""
+    rows = tiles.cut.rows * (2 if tiles.cut.paired else 1)
+    inner, out = _round_up(problem.inner, LANES), _round_up(tiles.out, LANES)
+    matrices = tiles.matrix_slots * inner * out * problem.itemsize
+    sums = rows * out * 4 if tiles.inner < problem.inner else 0
+    return matrices + 2 * rows * (inner * problem.itemsize + out * problem.out_itemsize) + sums
+
+
+def code_cycles(rows: int, inner: int, out: int, itemsize: int, hardware: Hardware) -> float:
+    """MXU cycles of straight code: its length. float32 takes six passes of bfloat16."""
+    macs = 4 * 128 * 128 if hardware.name in ("v4", "v5e", "v5p") else 4 * 256 * 256
+    return rows * inner * _round_up(out, 256) / macs * (6 if itemsize == 4 else 1)
+
+
+def _all_code(problem: Problem, hardware: Hardware, tiles: Tiles) -> float:
+    sizes = [*tiles.cut.sizes, *([2 * tiles.cut.rows] if tiles.cut.paired else [])]
+    return sum(300 + code_cycles(size, tiles.inner, tiles.out, problem.itemsize, hardware) for size in sizes)
+
+
+def _inner_part(problem: Problem, hardware: Hardware, rows: int, out: int) -> int | None:
+    """The largest part of I whose straight code is short enough."""
+    for parts in range(1, problem.inner // LANES + 1):
+        part = problem.inner // parts
+        if problem.inner % parts or (parts > 1 and part % LANES):
+            continue
+        if code_cycles(rows, part, out, problem.itemsize, hardware) <= LONGEST_CODE:
+            return part
+    return problem.inner if problem.inner < LANES else None
+
+
+def _widths(out: int) -> list[int]:
+    """Numbers of columns to try, widest first: all, or whole lanes that divide them."""
+    parts = [out // n for n in range(2, out // LANES + 1) if out % n == 0 and out // n % LANES == 0]
+    return [out, *parts]
+
+
+def transposed_tiles_for(problem: Problem, hardware: Hardware) -> TransposedTiles | None:
+    """The tiles of the transposed one; ``problem.inner`` and ``.out`` are the result's sizes."""
+    limit = vmem_limit(hardware)
+    for rows in (512, 256, 128):
+        cut = RowSteps(
+            rows=rows, step=min(256, rows), smallest=min(256, rows), packed=packed_rows(problem), paired=False
+        )
+        for inner, out in sorted(
+            ((i, o) for i in _widths(problem.inner) for o in _widths(problem.out)), key=lambda pair: -pair[0] * pair[1]
+        ):
+            wide, high = _round_up(out, LANES), _round_up(inner, LANES)
+            read = 2 * rows * (wide + high) * problem.itemsize
+            held = high * wide * (4 + 2 * problem.out_itemsize)
+            code = code_cycles(rows, inner, out, problem.itemsize, hardware)
+            if read + held <= limit * 0.96 and code <= 2 * LONGEST_CODE:
+                return TransposedTiles(cut=cut, inner=inner, out=out, vmem_limit=limit)
+    return None
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Calls that share tiles: the rows by the power of two."""
+
+    chip: str
+    itemsize: int
+    rows: int
+    inner: int
+    out: int
+    transpose_rhs: bool
+
+
+def bucket(problem: Problem, hardware: Hardware) -> Bucket:
+    return Bucket(
+        chip=hardware.name,
+        itemsize=problem.itemsize,
+        rows=1 << max(problem.num_rows - 1, 0).bit_length(),
+        inner=problem.inner,
+        out=problem.out,
+        transpose_rhs=problem.transpose_rhs,
+    )
+
+
+# (rows, step, out, inner, paired) by bucket: where the tuner found better ones than the rule's.
+TUNED: dict[Bucket, tuple[int, int, int, int, bool]] = {}
+

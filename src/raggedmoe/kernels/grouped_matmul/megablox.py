@@ -1,0 +1,66 @@
+"""`grouped_matmul` by JAX's own TPU kernels, megablox, with tiles that fit the chip: its own default, 128 of each, is
+about 50 times slower (docs/log.md)."""
+
+import jax.numpy as jnp
+
+from raggedmoe.kernels.grouped_matmul import peers
+from raggedmoe.kernels.proof import INTERPRETED_KERNEL
+from raggedmoe.kernels.registry import Implementation
+
+
+def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype, hardware):
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    num_rows, inner = lhs.shape
+    out_dim = rhs.shape[1] if transpose_rhs else rhs.shape[2]
+    sizes = (lhs.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
+    tiles = peers.forward_tiles(num_rows, inner, out_dim, rhs.shape[0], sizes, hardware)
+    with peers.full_precision(lhs.dtype):
+        out = gmm(
+            peers.padded_rows(lhs, tiles.rows),
+            rhs,
+            peers.group_sizes(bounds),
+            out_dtype,
+            tuple(tiles),
+            jnp.int32(peers.FIRST_GROUP),
+            transpose_rhs=transpose_rhs,
+        )
+    return out[:num_rows]
+
+
+def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs, hardware):
+    dlhs = forward(
+        cotangent, rhs, bounds, transpose_rhs=not transpose_rhs, out_dtype=lhs.dtype, hardware=hardware
+    )
+    first, second = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
+    return dlhs, transposed(first, second, bounds, hardware=hardware)
+
+
+def transposed(lhs, rhs, bounds, *, hardware):
+    """``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    groups = bounds.shape[0] - 1
+    tiles = peers.transposed_tiles(*lhs.shape, rhs.shape[1], groups, lhs.dtype.itemsize, hardware)
+    with peers.full_precision(lhs.dtype):
+        return tgmm(
+            peers.padded_rows(lhs, tiles.rows).T,
+            peers.padded_rows(rhs, tiles.rows),
+            peers.group_sizes(bounds),
+            lhs.dtype,
+            tuple(tiles),
+            jnp.int32(peers.FIRST_GROUP),
+            groups,
+        )
+
+
+IMPLEMENTATION = Implementation(
+    operation="grouped_matmul",
+    name="megablox",
+    forward=forward,
+    backward=backward,
+    rank={"tpu": 30},
+    proofs=INTERPRETED_KERNEL,
+    why_not=peers.why_not,
+    takes_hardware=True,
+)

@@ -1,0 +1,84 @@
+"""`grouped_matmul` by tokamax's first Pallas kernel for TPUs, called below its own choice of kernels and tiles.
+
+That choice looks at the device that is attached, refuses widths under 128, and has tile sizes for one generation only:
+elsewhere it takes 128 of each, about 50 times slower than those here (docs/log.md).
+"""
+
+import importlib.util
+
+import jax.numpy as jnp
+from jax import lax
+
+from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.grouped_matmul import peers
+from raggedmoe.kernels.proof import INTERPRETED_KERNEL
+from raggedmoe.kernels.registry import Call, Implementation
+
+
+def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype, hardware):
+    from tokamax._src.ops.ragged_dot.pallas_mosaic_tpu_kernel import gmm
+
+    num_rows, inner = lhs.shape
+    out_dim = rhs.shape[1] if transpose_rhs else rhs.shape[2]
+    sizes = (lhs.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
+    tiles = peers.forward_tiles(num_rows, inner, out_dim, rhs.shape[0], sizes, hardware)
+    with peers.compiled_for(hardware):
+        out = gmm(
+            peers.padded_rows(lhs, tiles.rows),
+            rhs,
+            peers.group_sizes(bounds),
+            precision=_precision(lhs.dtype),
+            out_dtype=out_dtype,
+            tiling=tuple(tiles),
+            group_offset=jnp.int32(peers.FIRST_GROUP),
+            transpose_rhs=transpose_rhs,
+        )
+    return out[:num_rows]
+
+
+def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs, hardware):
+    dlhs = forward(cotangent, rhs, bounds, transpose_rhs=not transpose_rhs, out_dtype=lhs.dtype, hardware=hardware)
+    first, second = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
+    return dlhs, transposed(first, second, bounds, hardware=hardware)
+
+
+def transposed(lhs, rhs, bounds, *, hardware):
+    """``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
+    from tokamax._src.ops.ragged_dot.pallas_mosaic_tpu_kernel import tgmm
+
+    groups = bounds.shape[0] - 1
+    tiles = peers.transposed_tiles(*lhs.shape, rhs.shape[1], groups, lhs.dtype.itemsize, hardware)
+    with peers.compiled_for(hardware):
+        return tgmm(
+            peers.padded_rows(lhs, tiles.rows).T,
+            peers.padded_rows(rhs, tiles.rows),
+            peers.group_sizes(bounds),
+            precision=_precision(lhs.dtype),
+            out_dtype=lhs.dtype,
+            tiling=tuple(tiles),
+            group_offset=jnp.int32(peers.FIRST_GROUP),
+            num_actual_groups=groups,
+        )
+
+
+def _precision(dtype):
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def why_not(call: Call, hardware: Hardware) -> str | None:
+    """Why it cannot run."""
+    if importlib.util.find_spec("tokamax") is None:
+        return "tokamax is not installed; pip install raggedmoe[tokamax]"
+    return peers.why_not(call, hardware)
+
+
+IMPLEMENTATION = Implementation(
+    operation="grouped_matmul",
+    name="tokamax",
+    forward=forward,
+    backward=backward,
+    rank={"tpu": 40},
+    proofs=INTERPRETED_KERNEL,
+    why_not=why_not,
+    takes_hardware=True,
+)
