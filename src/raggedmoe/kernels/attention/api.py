@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import check_array, check_size, structs
 from raggedmoe.kernels.attention.operands import Operands, sees_something
+from raggedmoe.kernels.placement import placement
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
 
 NAME = "attention"
@@ -69,7 +69,7 @@ def attention(
         return jnp.zeros((batch, length, heads, value.shape[3]), query.dtype)
     target = target_hardware(hardware, (query, key, value))
     arrays = structs(query=query, key=key, value=value, positions=positions, segments=segments, sinks=sinks)
-    options = {"scale": scale, "window": window, **_placement(query, key, value)}
+    options = {"scale": scale, "window": window, **placement(query, key, value)}
     forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
     backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
     plan = _Plan(forward.function, backward.function, scale, window)
@@ -80,17 +80,6 @@ def attention(
     seeing = sees_something(positions, key.shape[1], window)[:, :, None, None]
     out = _attention(plan, Operands(jnp.where(seeing, query, 0), key, value, positions, None, sinks))
     return jnp.where(seeing, out, 0)
-
-
-def _placement(*arrays: Any) -> dict[str, bool]:
-    """What a kernel that XLA cannot divide must know of the mesh: who divides the arrays, and whether JAX checks it."""
-    avals = [jax.typeof(array) for array in arrays]
-    meshes = [jax.sharding.get_abstract_mesh(), *(aval.sharding.mesh for aval in avals)]
-    axes = [axis for mesh in meshes for axis in zip(mesh.axis_sizes, mesh.axis_types)]
-    return {
-        "divided_by_xla": any(size > 1 and kind != AxisType.Manual for size, kind in axes),
-        "checked_shard_map": any(aval.manual_axis_type.varying for aval in avals),
-    }
 
 
 def _int32(array: Any) -> Any:

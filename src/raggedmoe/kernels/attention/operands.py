@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from raggedmoe.kernels.arrays import accumulator, matmul_precision
-from raggedmoe.kernels.registry import Call
 
 
 class Operands(NamedTuple):
@@ -56,12 +55,3 @@ def einsum(equation: str, first: Any, second: Any) -> Any:
     """A sum of products in the accumulator's type."""
     wide = accumulator(first.dtype)
     return jnp.einsum(equation, first, second, precision=matmul_precision(first.dtype), preferred_element_type=wide)
-
-
-def mesh_why_not(call: Call) -> str | None:
-    """Why others' Pallas kernels cannot run under the mesh in use."""
-    if call.options["divided_by_xla"]:
-        return "XLA cannot divide its kernel over a mesh: call attention in shard_map(..., check_vma=False)"
-    if call.options["checked_shard_map"]:
-        return "its kernel does not say over which mesh axes its results vary: use shard_map(..., check_vma=False)"
-    return None

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.attention.operands import Operands, mesh_why_not
+from raggedmoe.kernels.attention.operands import Operands
+from raggedmoe.kernels.placement import unchecked_why_not
 from raggedmoe.kernels.proof import Level, Proof
 from raggedmoe.kernels.registry import Call, Implementation
 
@@ -120,7 +121,7 @@ def why_not(call: Call, hardware: Hardware) -> str | None:
         return "its mask is static: it takes no positions"
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"takes bfloat16 and float32, got {dtype}"
-    return mesh_why_not(call)
+    return unchecked_why_not(call)
 
 
 # tests/kernels/test_attention_kernels.py interprets it, and libtpu compiled it for each chip, both ways, in bfloat16

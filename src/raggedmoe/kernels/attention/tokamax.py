@@ -11,7 +11,7 @@ import jax
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.arrays import matmul_precision
 from raggedmoe.kernels.attention import chunked
-from raggedmoe.kernels.attention.operands import mesh_why_not
+from raggedmoe.kernels.placement import unchecked_why_not
 from raggedmoe.kernels.registry import Call, Implementation
 
 
@@ -51,7 +51,7 @@ def why_not(call: Call, hardware: Hardware) -> str | None:
     for name in ("positions", "segments", "sinks"):
         if name in call.arrays:
             return f"takes no {name}"
-    return mesh_why_not(call)
+    return unchecked_why_not(call)
 
 
 IMPLEMENTATION = Implementation(

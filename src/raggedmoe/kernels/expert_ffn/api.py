@@ -13,6 +13,7 @@ from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import check_array, check_size, check_sizes_fit, structs
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
+from raggedmoe.kernels.placement import placement
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
 from raggedmoe.names import unknown
 
@@ -79,7 +80,7 @@ def expert_ffn(
         return jnp.zeros(rows.shape, rows.dtype)
     target = target_hardware(hardware, (rows, wi_0))
     arrays = structs(rows=rows, wi_0=wi_0, wi_1=wi_1, wo=wo, group_sizes=group_sizes)
-    options = {"activation": activation, "biases": biases is not None}
+    options = {"activation": activation, "biases": biases is not None, **placement(rows, wi_0, group_sizes)}
     forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
     backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
     plan = _Plan(forward.function, backward.function, activation)

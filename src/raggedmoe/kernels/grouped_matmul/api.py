@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import FLOATS, check_array, check_size, check_sizes_fit, scalar, structs
+from raggedmoe.kernels.placement import placement
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
 
 NAME = "grouped_matmul"
@@ -66,6 +67,7 @@ def grouped_matmul(
     target = target_hardware(hardware, (lhs, rhs))
     arrays = structs(lhs=lhs, rhs=rhs, group_sizes=group_sizes)
     options = {"transpose_rhs": transpose_rhs, "group_offset": group_offset is not None, "out_dtype": str(out_dtype)}
+    options |= placement(lhs, rhs, group_sizes)
     forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
     backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
     plan = _Plan(forward.function, backward.function, transpose_rhs, out_dtype)

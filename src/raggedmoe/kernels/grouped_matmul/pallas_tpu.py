@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.grouped_matmul.tiles import LANES, Problem, packed_rows, tiles_for, transposed_tiles_for
+from raggedmoe.kernels.placement import placement_why_not
 from raggedmoe.kernels.proof import INTERPRETED_KERNEL
 from raggedmoe.kernels.registry import BACKWARD, Call, Implementation
 
@@ -33,8 +34,8 @@ def transposed(lhs, rhs, bounds, *, hardware: Hardware, tiles=None):
     sizes = lhs.shape[1], rhs.shape[1]
     if tiles is None:
         tiles = transposed_tiles_for(_problem(lhs.shape[0], *sizes, False, lhs.dtype, lhs.dtype), hardware)
-    if tiles is None:  # as above, for either
-        lhs, rhs = (jnp.pad(array, [(0, 0), (0, -array.shape[1] % LANES)]) for array in (lhs, rhs))
+    if tiles is None:  # as above, for either; in fours, so that there is a tile to divide them by
+        lhs, rhs = (jnp.pad(array, [(0, 0), (0, -array.shape[1] % (4 * LANES))]) for array in (lhs, rhs))
         return transposed(lhs, rhs, bounds, hardware=hardware)[:, : sizes[0], : sizes[1]]
     packed = tiles.cut.packed
     return kernel.transposed(_whole_blocks(lhs, packed), _whole_blocks(rhs, packed), bounds, tiles=tiles)
@@ -74,7 +75,7 @@ def why_not(call: Call, hardware: Hardware) -> str | None:
     for problem in _problems(call):
         if tiles_for(problem, hardware) is None and tiles_for(_padded(problem), hardware) is None:
             return f"not even 128 rows of width {problem.inner} fit the VMEM of a {hardware.name}"
-    return None
+    return placement_why_not(call)
 
 
 def _problems(call: Call) -> list[Problem]:

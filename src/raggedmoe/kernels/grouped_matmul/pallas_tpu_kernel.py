@@ -1,13 +1,13 @@
 """The TensorCore kernel of `grouped_matmul`.
 
-A *step* multiplies consecutive rows. It starts where its group does, rounded down to a whole block of packed rows, and
-has at most ``tiles.cut.rows`` rows of one group; or it is a pair: twice ``tiles.cut.rows``, each half of one group. The kernel
+Its work is cut into *steps* of consecutive rows of one group; full ones go in pairs, each half of one group (see
+`row_steps_kernel`). The kernel
 
-1. lists the steps in SMEM, by scalar code (some 60 cycles each: no operation of XLA's is needed beside the kernel);
+1. lists the steps in SMEM;
 2. walks the list. The next step's rows and the next groups' matrices are on their way while a step is multiplied; a
    matrix stays as long as its group lasts, so it is read once, and one without rows never;
-3. multiplies by straight code for the step's size: rows of other groups cost less than ``tiles.cut.step`` a group. Filling
-   and draining the MXU takes 270 cycles on a v6e, which a pair pays once;
+3. multiplies by straight code for the step's size: rows of other groups cost less than one step of sizes a group.
+   Filling and draining the MXU takes 270 cycles on a v6e, which a pair pays once;
 4. copies out whole blocks of packed rows. A block that two groups share waits in ``carry`` until the second has
    computed its part, so that every row is written once, by one copy, in no particular order;
 5. writes zeros to the rows before the first and after the last group.
@@ -16,9 +16,8 @@ The lengths of copies are exact in whole blocks of rows; nothing past the end of
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -29,31 +28,33 @@ from raggedmoe.kernels.grouped_matmul.row_steps_kernel import (
     SLOTS,
     Steps,
     column_pieces,
+    list_in_smem,
     list_steps,
     one_of,
     round_down,
     round_up,
     row_pieces,
-    list_in_smem,
 )
 from raggedmoe.kernels.grouped_matmul.tiles import Tiles
+from raggedmoe.kernels.placement import result, varying_alike
 
 
 class _Buffers(NamedTuple):
     """VMEM, and the semaphores of the copies."""
 
-    lhs: jax.Array  # [SLOTS, rows, I]
-    rhs: jax.Array  # [matrix slots, I, O] or [matrix slots, O, I]
-    out: jax.Array  # [SLOTS, rows, O]
-    carry: jax.Array  # [packed rows, O]
-    sums: jax.Array  # [tiles.cut.rows, O], where I is split
-    lhs_done: jax.Array
-    rhs_done: jax.Array
-    out_done: jax.Array
+    lhs: Any  # [SLOTS, rows, I]
+    rhs: Any  # [matrix slots, I, O] or [matrix slots, O, I]
+    out: Any  # [SLOTS, rows, O]
+    carry: Any  # [packed rows, O]
+    sums: Any  # [tiles.cut.rows, O], where I is split
+    lhs_done: Any
+    rhs_done: Any
+    out_done: Any
 
 
 def grouped_matmul(lhs, rhs, bounds, *, tiles: Tiles, transpose_rhs: bool, out_dtype):
     """``[R I], [G I O] or [G O I], [G+1] -> [R O]``; R is a multiple of ``tiles.cut.packed``, O of ``tiles.out``."""
+    bounds, lhs, rhs = varying_alike(bounds, lhs, rhs)
     num_rows, inner = lhs.shape
     num_groups, out_dim = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     matrix = (tiles.out, inner) if transpose_rhs else (inner, tiles.out)
@@ -78,7 +79,7 @@ def grouped_matmul(lhs, rhs, bounds, *, tiles: Tiles, transpose_rhs: bool, out_d
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
             scratch_shapes=[*list_in_smem(num_rows, num_groups, tiles.cut), *buffers],
         ),
-        out_shape=jax.ShapeDtypeStruct((num_rows, out_dim), out_dtype),
+        out_shape=result((num_rows, out_dim), out_dtype, lhs),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=tiles.vmem_limit, disable_bounds_checks=True
         ),
@@ -95,7 +96,7 @@ def grouped_matmul(lhs, rhs, bounds, *, tiles: Tiles, transpose_rhs: bool, out_d
 def _kernel(bounds, lhs, rhs, out, *scratch, tiles: Tiles, transpose_rhs):
     steps, buffers = Steps(*scratch[:7]), _Buffers(*scratch[7:])
     end_step, num_turns = list_steps(bounds, steps, tiles.cut)
-    columns = slice(None)
+    columns: Any = slice(None)
     if out.shape[1] > tiles.out:
         columns = pl.ds(pl.multiple_of(pl.program_id(0) * tiles.out, tiles.out), tiles.out)
 
@@ -117,6 +118,9 @@ def _kernel(bounds, lhs, rhs, out, *scratch, tiles: Tiles, transpose_rhs):
         source = rhs.at[group, columns] if transpose_rhs else rhs.at[group, :, columns]
         return pltpu.make_async_copy(source, buffers.rhs.at[slot], buffers.rhs_done.at[slot])
 
+    def start_rhs(turn, _=None):
+        rhs_copy(turn).start()
+
     def wait_written(step):
         count = steps.write[step]
         pl.when(count > 0)(lambda: out_copy(step, count).wait())
@@ -137,13 +141,13 @@ def _kernel(bounds, lhs, rhs, out, *scratch, tiles: Tiles, transpose_rhs):
         # The slots of the groups that are done take the next ones: at most two, a pair's.
         limit = jnp.minimum(next_turn + tiles.matrix_slots, num_turns)
         for free in (turn + tiles.matrix_slots, turn + tiles.matrix_slots + 1):
-            pl.when(free < limit)(lambda free=free: rhs_copy(free).start())
+            pl.when(free < limit)(functools.partial(start_rhs, free))
         return last_turn
 
     buffers.carry[...] = jnp.zeros_like(buffers.carry)
     lhs_copy(SLOTS).start()
     first_turns = jnp.minimum(tiles.matrix_slots, num_turns)
-    lax.fori_loop(0, first_turns, lambda turn, _: rhs_copy(turn).start(), None)
+    lax.fori_loop(0, first_turns, start_rhs, None)
     lax.fori_loop(SLOTS, end_step, walk, jnp.int32(-1))
     lhs_copy(end_step).wait()
     for ago in range(SLOTS, 0, -1):
@@ -180,8 +184,8 @@ def _multiply(slot, read, turn, last_turn, start_next, buffers: _Buffers, tiles:
         half(tiles.cut.rows, tiles.cut.rows, last_turn)
 
     def singles():
-        beyond = jnp.maximum(read - tiles.cut.sizes[0], 0)
-        one_of((beyond + tiles.cut.step - 1) // tiles.cut.step, [functools.partial(single, size) for size in tiles.cut.sizes])
+        beyond = jnp.maximum(read - tiles.cut.sizes[0], 0) + tiles.cut.step - 1
+        one_of(beyond // tiles.cut.step, [functools.partial(single, size) for size in tiles.cut.sizes])
 
     if tiles.cut.paired:
         lax.cond(read > tiles.cut.rows, pair, singles)

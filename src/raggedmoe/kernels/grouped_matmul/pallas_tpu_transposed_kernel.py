@@ -7,9 +7,8 @@ group is multiplied. Groups without rows get zeros.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -26,22 +25,24 @@ from raggedmoe.kernels.grouped_matmul.row_steps_kernel import (
     round_down,
 )
 from raggedmoe.kernels.grouped_matmul.tiles import TransposedTiles
+from raggedmoe.kernels.placement import result, varying_alike
 
 
 class _Buffers(NamedTuple):
     """VMEM, and the semaphores of the copies."""
 
-    lhs: jax.Array  # [SLOTS, rows, I]
-    rhs: jax.Array  # [SLOTS, rows, O]
-    sums: jax.Array  # [I, O]
-    out: jax.Array  # [SLOTS, I, O], by turn
-    lhs_done: jax.Array
-    rhs_done: jax.Array
-    out_done: jax.Array
+    lhs: Any  # [SLOTS, rows, I]
+    rhs: Any  # [SLOTS, rows, O]
+    sums: Any  # [I, O]
+    out: Any  # [SLOTS, I, O], by turn
+    lhs_done: Any
+    rhs_done: Any
+    out_done: Any
 
 
 def transposed(lhs, rhs, bounds, *, tiles: TransposedTiles):
     """``[R I], [R O], [G+1] -> [G I O]``; R is a multiple of the packed rows, I and O of the tile's."""
+    bounds, lhs, rhs = varying_alike(bounds, lhs, rhs)
     (num_rows, inner), out_dim = lhs.shape, rhs.shape[1]
     num_groups = bounds.shape[0] - 1
     buffers = [
@@ -61,7 +62,7 @@ def transposed(lhs, rhs, bounds, *, tiles: TransposedTiles):
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
             scratch_shapes=[*list_in_smem(num_rows, num_groups, tiles.cut), *buffers],
         ),
-        out_shape=jax.ShapeDtypeStruct((num_groups, inner, out_dim), lhs.dtype),
+        out_shape=result((num_groups, inner, out_dim), lhs.dtype, lhs),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"),
             vmem_limit_bytes=tiles.vmem_limit,
@@ -95,6 +96,9 @@ def _kernel(bounds, lhs, rhs, out, *scratch, tiles: TransposedTiles):
         slot, target = turn & (SLOTS - 1), out.at[steps.group[turn], at_inner, at_out]
         return pltpu.make_async_copy(buffers.out.at[slot], target, buffers.out_done.at[slot])
 
+    def wait_written(turn):
+        out_copy(turn).wait()
+
     def start_next(step):
         for copy in copies(step + 1):
             copy.start()
@@ -105,7 +109,7 @@ def _kernel(bounds, lhs, rhs, out, *scratch, tiles: TransposedTiles):
         valid = jnp.minimum(bounds[steps.group[turn] + 1] - steps.row[step], read)
         for copy in copies(step):
             copy.wait()
-        pl.when(first & (turn >= SLOTS))(lambda: out_copy(turn - SLOTS).wait())
+        pl.when(first & (turn >= SLOTS))(functools.partial(wait_written, turn - SLOTS))
         size = _zero_others(slot, front, read, valid, buffers, tiles)
         multiply = functools.partial(_straight_code, slot, turn & (SLOTS - 1), first, buffers, tiles)
         cases = [functools.partial(multiply, size, lambda: start_next(step)) for size in cut.sizes]
@@ -119,7 +123,7 @@ def _kernel(bounds, lhs, rhs, out, *scratch, tiles: TransposedTiles):
     for copy in copies(end_step):
         copy.wait()
     for ago in range(SLOTS, 0, -1):
-        pl.when(num_turns >= ago)(lambda ago=ago: out_copy(num_turns - ago).wait())
+        pl.when(num_turns >= ago)(functools.partial(wait_written, num_turns - ago))
     _write_zeros(bounds, out.at[:, at_inner, at_out], buffers)
 
 
@@ -184,7 +188,7 @@ def _write_zeros(bounds, out, buffers: _Buffers):
 
         def write(group, _):
             @pl.when(bounds[group + 1] <= bounds[group])
-            def _():
+            def write_one():
                 copy = pltpu.make_async_copy(buffers.out.at[0], out.at[group], buffers.out_done.at[0])
                 copy.start()
                 copy.wait()

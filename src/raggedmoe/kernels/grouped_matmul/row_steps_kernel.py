@@ -5,9 +5,9 @@ wants that, a pair: twice ``rows``, each half of one group. Scalar code lists th
 """
 
 import functools
-from typing import NamedTuple
+import itertools
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
@@ -21,13 +21,13 @@ NO_ROW = -(2**30)
 class Steps(NamedTuple):
     """The list of steps, in SMEM."""
 
-    row: jax.Array  # its first, a multiple of the packed block
-    read: jax.Array  # rows to read: up to the end of the group's last block. More than cut.rows: it is a pair
-    write: jax.Array  # rows that are complete: up to the block that the group shares with the next
-    front: jax.Array  # rows of earlier groups in its first block
-    turn: jax.Array  # its group's place among those that have rows
-    last_turn: jax.Array  # that of a pair's second half
-    group: jax.Array  # by turn
+    row: Any  # its first, a multiple of the packed block
+    read: Any  # rows to read: up to the end of the group's last block. More than cut.rows: it is a pair
+    write: Any  # rows that are complete: up to the block that the group shares with the next
+    front: Any  # rows of earlier groups in its first block
+    turn: Any  # its group's place among those that have rows
+    last_turn: Any  # that of a pair's second half
+    group: Any  # by turn
 
 
 def list_in_smem(num_rows: int, num_groups: int, cut: RowSteps) -> list:
@@ -113,7 +113,7 @@ def row_pieces(length: int, longest: int) -> list[slice]:
     """Nearly equal pieces of whole packed blocks: a short one would cost as much as one of 128 rows."""
     number = max(1, length // longest)
     bounds = [round_up(length * place // number, 16) for place in range(number)] + [length]
-    return [slice(a, b) for a, b in zip(bounds, bounds[1:])]
+    return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 def round_down(value, multiple: int):

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import check_array, check_size, scalar, structs
+from raggedmoe.kernels.placement import placement
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
 
 NAME = "ragged_gather"
@@ -62,8 +63,9 @@ def ragged_gather(
         return jnp.zeros((indices.shape[0], x.shape[1]), x.dtype)
     target = target_hardware(hardware, (x, indices))
     arrays = structs(x=x, indices=indices, weights=weights, inverse=inverse)
-    forward = select(Call(operation=NAME, arrays=arrays), implementation, target)
-    backward = select(Call(operation=NAME, arrays=arrays, direction=BACKWARD), implementation, target)
+    options = placement(x, indices)
+    forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
+    backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
     plan = _Plan(forward.function, backward.function, jax.ShapeDtypeStruct(x.shape, x.dtype))
     start_row, end_row = scalar(start, 0), scalar(end, indices.shape[0])
     return _ragged_gather(plan, x, indices, start_row, end_row, weights, inverse)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import check_array, check_size, scalar, structs
+from raggedmoe.kernels.placement import placement
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
 
 NAME = "ragged_gather_reduce"
@@ -67,8 +68,9 @@ def ragged_gather_reduce(
         return jnp.zeros((indices.shape[0], rows.shape[1]), rows.dtype)
     target = target_hardware(hardware, (rows, indices))
     arrays = structs(rows=rows, indices=indices, weights=weights, inverse=inverse)
-    forward = select(Call(operation=NAME, arrays=arrays), implementation, target)
-    backward = select(Call(operation=NAME, arrays=arrays, direction=BACKWARD), implementation, target)
+    options = placement(rows, indices)
+    forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
+    backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
     plan = _Plan(forward.function, backward.function, jax.ShapeDtypeStruct(rows.shape, rows.dtype))
     start_row, end_row = scalar(start, 0), scalar(end, rows.shape[0])
     return _ragged_gather_reduce(plan, rows, indices, start_row, end_row, weights, inverse)

@@ -1,0 +1,46 @@
+"""What a Pallas kernel must know of the mesh: XLA cannot divide it, and JAX may check what each part varies over."""
+
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from raggedmoe.kernels.arrays import varying_like
+from raggedmoe.kernels.registry import Call
+
+
+def placement(*arrays: Any) -> dict[str, bool]:
+    """The options of a call that say who divides the arrays over the mesh in use, and whether JAX checks it."""
+    avals = [jax.typeof(array) for array in arrays]
+    meshes = [jax.sharding.get_abstract_mesh(), *(aval.sharding.mesh for aval in avals)]
+    axes = [axis for mesh in meshes for axis in zip(mesh.axis_sizes, mesh.axis_types)]
+    return {
+        "divided_by_xla": any(size > 1 and kind != AxisType.Manual for size, kind in axes),
+        "checked_shard_map": any(aval.manual_axis_type.varying for aval in avals),
+    }
+
+
+def placement_why_not(call: Call) -> str | None:
+    """Why a Pallas kernel cannot run under the mesh in use."""
+    if call.options.get("divided_by_xla"):
+        return f"XLA cannot divide its kernel over a mesh: call {call.operation} in shard_map"
+    return None
+
+
+def unchecked_why_not(call: Call) -> str | None:
+    """The same for a kernel of others, which does not say what its results vary over."""
+    if call.options.get("divided_by_xla"):
+        return f"XLA cannot divide its kernel over a mesh: call {call.operation} in shard_map(..., check_vma=False)"
+    if call.options.get("checked_shard_map"):
+        return "its kernel does not say over which mesh axes its results vary: use shard_map(..., check_vma=False)"
+    return None
+
+
+def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """The arrays, each typed in `shard_map` as varying over every mesh axis that one of them does."""
+    return [varying_like(array, *arrays) for array in arrays]
+
+
+def result(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
+    """A kernel's result that varies over the mesh axes that one of its operands does."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
