@@ -23,6 +23,7 @@ from raggedmoe.kernels.grouped_matmul.row_steps_kernel import (
     list_steps,
     one_of,
     round_down,
+    size_number,
 )
 from raggedmoe.kernels.grouped_matmul.tiles import TransposedTiles
 from raggedmoe.kernels.placement import result, varying_alike
@@ -110,10 +111,10 @@ def _kernel(bounds, lhs, rhs, out, *scratch, tiles: TransposedTiles):
         for copy in copies(step):
             copy.wait()
         pl.when(first & (turn >= SLOTS))(functools.partial(wait_written, turn - SLOTS))
-        size = _zero_others(slot, front, read, valid, buffers, tiles)
+        _zero_others(slot, front, read, valid, buffers, tiles)
         multiply = functools.partial(_straight_code, slot, turn & (SLOTS - 1), first, buffers, tiles)
         cases = [functools.partial(multiply, size, lambda: start_next(step)) for size in cut.sizes]
-        one_of((size - cut.sizes[0]) // cut.step, cases)
+        one_of(size_number(read, cut), cases)
         pl.when(turn != next_turn)(lambda: out_copy(turn).start())
         return turn
 
@@ -134,10 +135,9 @@ def _columns(grid_axis: int, tile: int, whole: int):
 
 
 def _zero_others(slot, front, read, valid, buffers: _Buffers, tiles: TransposedTiles):
-    """Set the rows of other groups to zero, and those that were not read; the size of the straight code to use."""
+    """Set the rows of other groups to zero, and those that were not read."""
     packed, sizes = tiles.cut.packed, tiles.cut.sizes
-    beyond = jnp.maximum(read - sizes[0], 0) + tiles.cut.step - 1
-    size = sizes[0] + beyond // tiles.cut.step * tiles.cut.step
+    size = sizes[0] + size_number(read, tiles.cut) * tiles.cut.step
 
     def keep(block, first, end):
         """Of one block of rows, those in ``[first, end)``."""
@@ -153,8 +153,6 @@ def _zero_others(slot, front, read, valid, buffers: _Buffers, tiles: TransposedT
     def _():
         first = jnp.where(round_down(valid, packed) == 0, front, 0)
         lax.fori_loop(valid // packed, size // packed, lambda block, _: keep(block, first, valid), None)
-
-    return size
 
 
 def _straight_code(slot, out_slot, first, buffers: _Buffers, tiles: TransposedTiles, size: int, start_next):

@@ -91,6 +91,12 @@ def step_size(rest, cut: RowSteps):
     return jnp.where(rest <= rows, round_up(rest, step), jnp.where(rest < rows + rows // 2, half, rows))
 
 
+def size_number(read, cut: RowSteps):
+    """Which of the sizes holds that many rows; for a pair, the number of sizes or more."""
+    shift = cut.step.bit_length() - 1  # a power of two: a division would be ten scalar operations
+    return jnp.maximum(read - cut.sizes[0] + cut.step - 1, 0) >> shift
+
+
 def one_of(number, cases):
     """``lax.switch`` by halving: 4 branches for 13 cases, where Mosaic asks one by one."""
     if len(cases) == 1:
