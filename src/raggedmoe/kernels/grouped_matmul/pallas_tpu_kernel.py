@@ -111,8 +111,8 @@ def _kernel(bounds, lhs, rhs, out, *scratch, tiles: Tiles, transpose_rhs):
     def rows(step, count):
         return pl.ds(pl.multiple_of(steps.row[step], tiles.cut.packed), count), pl.ds(0, count)
 
-    def lhs_copy(step):
-        there, here = rows(step, pl.multiple_of(steps.read[step], tiles.cut.packed))
+    def lhs_copy(step, count):
+        there, here = rows(step, pl.multiple_of(count, tiles.cut.packed))
         slot = step & (SLOTS - 1)
         return pltpu.make_async_copy(lhs.at[there], buffers.lhs.at[slot, here], buffers.lhs_done.at[slot])
 
@@ -129,65 +129,74 @@ def _kernel(bounds, lhs, rhs, out, *scratch, tiles: Tiles, transpose_rhs):
     def start_rhs(turn, _=None):
         rhs_copy(turn).start()
 
-    def wait_written(step):
-        count = steps.write[step]
+    def wait_written(step, count):
         pl.when(count > 0)(lambda: out_copy(step, count).wait())
 
-    def walk(step, last_turn_before):
+    def start_writing(step, count):
+        pl.when(count > 0)(lambda: out_copy(step, count).start())
+
+    def walk(step, turns_before):
         # All loads first: each takes six cycles or more, together hardly longer.
-        turn, last_turn, next_turn = steps.turn[step], steps.last_turn[step], steps.turn[step + 1]
-        read, write, front = steps.read[step], steps.write[step], steps.front[step]
+        turn, last_turn = steps.turn[step], steps.last_turn[step]
+        read, front, next_read = steps.read[step], steps.front[step], steps.read[step + 1]
+        written, written_before = steps.write[step - 1], steps.write[step - SLOTS]
+        turn_before, last_turn_before = turns_before
         pl.when(turn > last_turn_before)(lambda: rhs_copy(turn).wait())
         pl.when(last_turn > turn)(lambda: rhs_copy(last_turn).wait())
-        lhs_copy(step).wait()
-        wait_written(step - SLOTS)
-        start_next = lhs_copy(step + 1).start
+        lhs_copy(step, read).wait()
+        wait_written(step - SLOTS, written_before)
+
+        def start_copies():
+            """In the straight code, where the scalar unit has time for them."""
+            lhs_copy(step + 1, next_read).start()
+            start_writing(step - 1, written)
+            # The slots of the groups that are done take the next ones: at most two, a pair's.
+            limit = jnp.minimum(turn + tiles.matrix_slots, num_turns)
+            for free in (turn_before + tiles.matrix_slots, turn_before + tiles.matrix_slots + 1):
+                pl.when(free < limit)(functools.partial(start_rhs, free))
+
         slot = step & (SLOTS - 1)
         # Where the step before is complete there is nothing to take over, and its end may be the buffer's.
-        shared = jnp.minimum(steps.write[step - 1], buffers.out.shape[1] - tiles.cut.packed)
+        shared = jnp.minimum(written, buffers.out.shape[1] - tiles.cut.packed)
         taken_over = _TakenOver(front, 1 - slot, pl.multiple_of(shared, tiles.cut.packed))
-        _multiply(slot, read, taken_over, turn, last_turn, start_next, buffers, tiles, transpose_rhs)
-        pl.when(write > 0)(lambda: out_copy(step, write).start())
-        # The slots of the groups that are done take the next ones: at most two, a pair's.
-        limit = jnp.minimum(next_turn + tiles.matrix_slots, num_turns)
-        for free in (turn + tiles.matrix_slots, turn + tiles.matrix_slots + 1):
-            pl.when(free < limit)(functools.partial(start_rhs, free))
-        return last_turn
+        _multiply(slot, read, taken_over, turn, last_turn, start_copies, buffers, tiles, transpose_rhs)
+        return turn, last_turn
 
     buffers.out[SLOTS - 1, : tiles.cut.packed] = jnp.zeros((tiles.cut.packed, tiles.out), buffers.out.dtype)
-    lhs_copy(SLOTS).start()
+    lhs_copy(SLOTS, steps.read[SLOTS]).start()
     first_turns = jnp.minimum(tiles.matrix_slots, num_turns)
     lax.fori_loop(0, first_turns, start_rhs, None)
-    lax.fori_loop(SLOTS, end_step, walk, jnp.int32(-1))
-    lhs_copy(end_step).wait()
+    lax.fori_loop(SLOTS, end_step, walk, (jnp.int32(0), jnp.int32(-1)))
+    lhs_copy(end_step, tiles.cut.packed).wait()
+    start_writing(end_step - 1, steps.write[end_step - 1])
     for ago in range(SLOTS, 0, -1):
-        wait_written(end_step - ago)
+        wait_written(end_step - ago, steps.write[end_step - ago])
     last = (end_step - 1) & (SLOTS - 1), pl.multiple_of(steps.write[end_step - 1], tiles.cut.packed)
     _write_zeros(bounds, out, columns, last, buffers, tiles)
 
 
-def _multiply(slot, read, taken_over, turn, last_turn, start_next, buffers: _Buffers, tiles: Tiles, transpose_rhs):
-    """Run the straight code for the step's size; the next step's copy is started inside, where there is room for it."""
+def _multiply(slot, read, taken_over, turn, last_turn, start_copies, buffers: _Buffers, tiles: Tiles, transpose_rhs):
+    """Run the straight code for the step's size, with the start of copies in it."""
     cut = tiles.cut
 
-    def half(first, size, taken_over, turn):
+    def half(first, size, taken_over, turn, meanwhile):
         matrix = buffers.rhs.at[turn & (tiles.matrix_slots - 1)]
-        _straight_code(slot, first, size, taken_over, matrix, buffers, tiles, transpose_rhs)
+        _straight_code(slot, first, size, taken_over, matrix, meanwhile, buffers, tiles, transpose_rhs)
 
     def single(size):
-        start_next()
-        half(0, size, taken_over, turn)
+        half(0, size, taken_over, turn, start_copies)
 
     def pair():
-        start_next()
-        half(0, cut.rows, taken_over, turn)
-        half(cut.rows, cut.rows, None, last_turn)
+        half(0, cut.rows, taken_over, turn, start_copies)
+        half(cut.rows, cut.rows, None, last_turn, lambda: None)
 
     cases = [functools.partial(single, size) for size in cut.sizes]
     one_of(size_number(read, cut), [*cases, pair] if cut.paired else cases)
 
 
-def _straight_code(slot, first: int, size: int, taken_over, matrix, buffers: _Buffers, tiles: Tiles, transpose_rhs):
+def _straight_code(
+    slot, first: int, size: int, taken_over, matrix, meanwhile, buffers: _Buffers, tiles: Tiles, transpose_rhs
+):
     """Multiply ``size`` rows from ``first`` on, in pieces small enough that their sums stay in registers.
 
     The narrowest columns come first: half a matrix is pushed into the MXU 31 cycles sooner. ``taken_over``: rows
@@ -219,9 +228,15 @@ def _straight_code(slot, first: int, size: int, taken_over, matrix, buffers: _Bu
         buffers.out[slot, rows.start + first : rows.stop + first, columns] = values
 
     if tiles.inner >= inner:
-        for rows, columns in pieces:
+        for number, (rows, columns) in enumerate(pieces):
+            if number == (0 if tiles.copies_first else 1):
+                meanwhile()
             store(rows, columns, product(rows, columns, slice(None)))
+        if len(pieces) == 1 and not tiles.copies_first:
+            meanwhile()
         return
+
+    meanwhile()
 
     def add(part, _):
         at = pl.ds(pl.multiple_of(part * tiles.inner, tiles.inner), tiles.inner)

@@ -3,7 +3,7 @@
 The rule keeps three things in bounds, all known before tracing: VMEM on the target chip; the straight code, whose
 length is its MXU cycles (a compile of 60k bundles takes some 20 s); and the rows that are computed for nothing.
 `TUNED` overrides it, shape by shape. Its key has the chip, the type and the shape's bucket, so that no chip is ever
-given another's tiles; ``raggedmoe compile grouped_matmul --tune`` prints its lines.
+given another's tiles; ``raggedmoe tune`` prints its lines.
 """
 
 from dataclasses import dataclass
@@ -43,6 +43,7 @@ class Tiles:
     piece_rows: int  # of one matmul
     piece_columns: int = 256
     matrix_slots: int  # matrices in VMEM: 2 or 4
+    copies_first: bool = False  # start copies before the first matmul of straight code, not behind it
     vmem_limit: int
 
 
@@ -74,17 +75,16 @@ def tiles_for(problem: Problem, hardware: Hardware) -> Tiles | None:
     """The tiles of `grouped_matmul`, or None where not even the smallest fit the chip's VMEM."""
     tuned = TUNED.get(bucket(problem, hardware))
     if tuned is not None:
-        problem_tiles = _checked(problem, hardware, *tuned)
-        if problem_tiles is not None:
-            return problem_tiles
+        return tiles_of_choice(problem, hardware, tuned)
     for rows in (512, 256, 128):
-        for out in _widths(problem.out):
+        for out in output_widths(problem.out):
             found = _fitting(problem, hardware, rows, out)
             if found is not None:
                 return found
     # A width that cannot be divided makes long code whatever the tiles: the least of it.
-    narrowest_first = reversed(_widths(problem.out))
-    last_resort = (_checked(problem, hardware, 128, 128, out, problem.inner, False) for out in narrowest_first)
+    narrowest_first = reversed(output_widths(problem.out))
+    least = (Choice(rows=128, step=128, out=out, inner=problem.inner, paired=False) for out in narrowest_first)
+    last_resort = (tiles_of_choice(problem, hardware, choice) for choice in least)
     return next((tiles for tiles in last_resort if tiles is not None), None)
 
 
@@ -97,39 +97,47 @@ def _fitting(problem: Problem, hardware: Hardware, rows: int, out: int) -> Tiles
     can_pair = (True, False) if inner == problem.inner else (False,)
     wanted = [(paired, step) for paired in can_pair for step in (32, 64, 128)]
     for paired, step in [*wanted, *((paired, rows) for paired in can_pair)]:
-        found = _checked(problem, hardware, rows, step, out, inner, paired)
+        choice = Choice(rows=rows, step=step, out=out, inner=inner, paired=paired)
+        found = tiles_of_choice(problem, hardware, choice)
         if found is not None and _all_code(problem, hardware, found) <= ALL_CODE:
             return found
     return None
 
 
-def _checked(
-    problem: Problem, hardware: Hardware, rows: int, step: int, out: int, inner: int, paired: bool
-) -> Tiles | None:
+def tiles_of_choice(problem: Problem, hardware: Hardware, choice: "Choice") -> Tiles | None:
     """The tiles, if they fit the chip's VMEM and divide the sizes."""
-    if problem.out % out or problem.inner % inner:
+    rows, paired = choice.rows, choice.paired
+    if problem.out % choice.out or problem.inner % choice.inner:
         return None
     # Pushing a matrix into the MXU takes as long as multiplying 128 rows, the other way round twice that.
     smallest = min(rows, 256 if problem.transpose_rhs else 128)
     tiles = Tiles(
-        cut=RowSteps(rows=rows, step=min(step, rows), smallest=smallest, packed=packed_rows(problem), paired=paired),
-        out=out,
-        inner=inner,
-        piece_rows=piece_rows(problem, hardware),
+        cut=RowSteps(
+            rows=rows, step=min(choice.step, rows), smallest=smallest, packed=packed_rows(problem), paired=paired
+        ),
+        out=choice.out,
+        inner=choice.inner,
+        piece_rows=piece_rows(problem),
         matrix_slots=4 if paired else 2,
+        # Behind the first matmul the copies' scalar code costs nothing on a v6e, and 230 cycles on a tpu7x.
+        copies_first=hardware.name == "tpu7x",
         vmem_limit=vmem_limit(hardware),
     )
     return tiles if vmem_bytes(problem, tiles) <= tiles.vmem_limit * 0.96 else None
 
 
-def piece_rows(problem: Problem, hardware: Hardware) -> int:
-    """Rows of one matmul: as many as its sums can stay in registers for (schedules of libtpu 0.0.50.1).
+def choice_of(tiles: Tiles) -> "Choice":
+    """What of the tiles was chosen; the rest follows."""
+    cut = tiles.cut
+    return Choice(rows=cut.rows, step=cut.step, out=tiles.out, inner=tiles.inner, paired=cut.paired)
 
-    A v6e adds in registers: 128 rows of 256 columns spill nothing, 512 rows spill 1384 times. A tpu7x adds in the MXU:
-    512 rows spill nothing.
+
+def piece_rows(problem: Problem) -> int:
+    """Rows of one matmul: so few that its sums stay in registers, so many that pushing the matrix again is hidden.
+
+    On a v6e 128 rows of 256 columns spill nothing and 512 rows 1384 times; on a tpu7x 512 spill 220 times and cost 88
+    cycles of 12,551. A matrix that is pushed transposed takes twice as long: 128 rows would halve the speed.
     """
-    if hardware.name == "tpu7x":
-        return 512
     return 256 if problem.transpose_rhs else 128
 
 
@@ -172,7 +180,7 @@ def _inner_part(problem: Problem, hardware: Hardware, rows: int, out: int) -> in
     return next(short, None)
 
 
-def _widths(out: int) -> list[int]:
+def output_widths(out: int) -> list[int]:
     """Numbers of columns to try, widest first: all, or whole lanes that divide them."""
     parts = [out // n for n in range(2, out // LANES + 1) if out % n == 0 and out // n % LANES == 0]
     return [out, *parts]
@@ -186,7 +194,8 @@ def transposed_tiles_for(problem: Problem, hardware: Hardware) -> TransposedTile
             rows=rows, step=min(256, rows), smallest=min(256, rows), packed=packed_rows(problem), paired=False
         )
         for inner, out in sorted(
-            ((i, o) for i in _widths(problem.inner) for o in _widths(problem.out)), key=lambda pair: -pair[0] * pair[1]
+            ((i, o) for i in output_widths(problem.inner) for o in output_widths(problem.out)),
+            key=lambda pair: -pair[0] * pair[1],
         ):
             wide, high = _round_up(out, LANES), _round_up(inner, LANES)
             read = 2 * rows * (wide + high) * problem.itemsize
@@ -202,6 +211,17 @@ def transposed_tiles_for(problem: Problem, hardware: Hardware) -> TransposedTile
 
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What of `Tiles` the rule or the tuner decides."""
+
+    rows: int
+    step: int
+    out: int
+    inner: int
+    paired: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,5 +247,5 @@ def bucket(problem: Problem, hardware: Hardware) -> Bucket:
     )
 
 
-# (rows, step, out, inner, paired) by bucket: where the tuner found better ones than the rule's.
-TUNED: dict[Bucket, tuple[int, int, int, int, bool]] = {}
+# Where the tuner found better ones than the rule's.
+TUNED: dict[Bucket, Choice] = {}
