@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import tyro
 
-from raggedmoe.cli import bench, convert, explain, generate, models, report, train, verify
+from raggedmoe.cli import bench, compile, convert, explain, generate, models, report, train, tune, verify
 from raggedmoe.kernels.registry import CannotRunError
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -19,6 +19,8 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "explain": explain.explain,
     "verify": verify.verify,
     "bench": bench.bench,
+    "compile": compile.compile_,
+    "tune": tune.tune_,
 }
 
 

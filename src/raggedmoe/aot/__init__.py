@@ -1,0 +1,1 @@
+"""Compiling for hardware that this machine does not have: does it fit, what does it cost, how is it scheduled."""

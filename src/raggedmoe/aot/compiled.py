@@ -1,0 +1,169 @@
+"""One program compiled for one topology: how long it took, what it needs, what it costs, which kernels are in it."""
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from raggedmoe.aot.topology import Topology, targeting
+from raggedmoe.kernels.registry import Selection, recorded_selections
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one device's HBM that a program needs, by the compiler."""
+
+    arguments: int
+    outputs: int
+    aliased: int  # of the outputs, what lies where a donated argument was
+    temporaries: int
+    code: int
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """The compiler's own count for one device. Inside Pallas kernels it repeats what their authors claim."""
+
+    flops: float
+    bytes_accessed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenKernel:
+    """An implementation in the program."""
+
+    operation: str
+    direction: str
+    name: str
+    level: str  # how far it is proven there
+    note: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What the compiler made of a function."""
+
+    topology: str
+    trace_seconds: float
+    compile_seconds: float
+    memory: Memory
+    cost: Cost
+    kernels: tuple[ChosenKernel, ...]
+    executable: jax.stages.Compiled | None = field(default=None, repr=False, compare=False)
+    traced: Any = field(default=None, repr=False, compare=False)  # the program as a jaxpr
+
+    def hlo(self) -> str:
+        """The optimised program as text."""
+        if self.executable is None:
+            raise ValueError("the program was compiled in another process, which has ended; compile it in this one")
+        return self.executable.as_text() or ""
+
+
+class OutOfHBMError(ValueError):
+    """The program does not fit the device; `needed` and `available` are the compiler's figures, in bytes."""
+
+    def __init__(self, needed: int, available: int, message: str) -> None:
+        super().__init__(message)
+        self.needed, self.available = needed, available
+
+
+def compile_for(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    topology: Topology,
+    *,
+    mesh: Mesh | None = None,
+    donate: tuple[int, ...] = (),
+    options: dict[str, Any] | None = None,
+) -> Compiled:
+    """Compile ``function(*args)`` for one device of a topology, or for a mesh of its devices.
+
+    Args:
+      function: pure, as for `jax.jit`.
+      args: trees of arrays or of `jax.ShapeDtypeStruct`; only shapes, types and given shardings matter.
+      topology: from `find_topology`.
+      mesh: from `topology.mesh`; arguments without a sharding are on every device of it.
+      donate: numbers of the arguments whose memory the outputs may take.
+      options: the compiler's, such as ``{"xla_tpu_scoped_vmem_limit_kib": "65536"}``.
+    """
+    whole = SingleDeviceSharding(topology.devices[0]) if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+        # A concrete array's sharding says where it lies on this machine.
+        given = getattr(leaf, "sharding", None) if isinstance(leaf, jax.ShapeDtypeStruct) else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=given or whole)
+
+    start = time.perf_counter()
+    with targeting(topology, mesh), recorded_selections() as selections:
+        jitted = jax.jit(function, donate_argnums=donate)
+        traced = jitted.trace(*jax.tree.map(placed, args))
+        lowered = traced.lower(lowering_platforms=("tpu",))
+    lowered_at = time.perf_counter()
+    try:
+        executable = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        raise _out_of_hbm(str(error)) or error from None
+    return Compiled(
+        topology=topology.name,
+        trace_seconds=lowered_at - start,
+        compile_seconds=time.perf_counter() - lowered_at,
+        memory=_memory(executable),
+        cost=_cost(executable),
+        kernels=chosen_kernels(selections),
+        executable=executable,
+        traced=traced.jaxpr,
+    )
+
+
+def _memory(executable: jax.stages.Compiled) -> Memory:
+    found: Any = executable.memory_analysis()
+    return Memory(
+        arguments=found.argument_size_in_bytes,
+        outputs=found.output_size_in_bytes,
+        aliased=found.alias_size_in_bytes,
+        temporaries=found.temp_size_in_bytes,
+        code=found.generated_code_size_in_bytes,
+    )
+
+
+def _cost(executable: jax.stages.Compiled) -> Cost:
+    found: Any = executable.cost_analysis()
+    return Cost(flops=found.get("flops", 0.0), bytes_accessed=found.get("bytes accessed", 0.0))
+
+
+def chosen_kernels(selections: list[Selection]) -> tuple[ChosenKernel, ...]:
+    """Each distinct implementation that was taken, in the order in which they were first taken."""
+    found: dict[ChosenKernel, None] = {}
+    for selection in selections:
+        taken = next(c for c in selection.candidates if c.implementation is selection.chosen)
+        kernel = ChosenKernel(
+            operation=selection.call.operation,
+            direction=selection.call.direction,
+            name=selection.chosen.name,
+            level=taken.level.name.lower(),
+            note=taken.note,
+        )
+        found.setdefault(kernel)
+    return tuple(found)
+
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def _out_of_hbm(message: str) -> OutOfHBMError | None:
+    """The compiler's complaint about HBM with its figures, which it rounds; None: it complains about something else."""
+    size = r"\(?([\d.]+)([KMGT]?)B?\)?"
+    for pattern in (rf"{size} exceeds available HBM {size}", rf"Used {size} of {size} hbm"):
+        found = re.search(pattern, message)
+        if found:
+            needed, available = (round(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))
+            return OutOfHBMError(needed, available, message.splitlines()[0])
+    return None

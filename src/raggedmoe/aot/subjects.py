@@ -1,0 +1,150 @@
+"""The programs that can be compiled by name: an operation's call, a model's MoE layer, a model's training step.
+
+Each function here makes a `Program` from arguments that JSON can hold, so that a worker can make it.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from raggedmoe.aot.case import Program
+from raggedmoe.aot.shapes import example_of_shape
+from raggedmoe.hardware import target_hardware
+from raggedmoe.kernels import registry
+from raggedmoe.kernels.catalog import operation as operation_named
+from raggedmoe.kernels.example import Example
+from raggedmoe.kernels.registry import BACKWARD, FORWARD
+from raggedmoe.models.presets import ALIASES, model_preset
+from raggedmoe.models.presets import PRESETS as MODELS
+from raggedmoe.moe.config import MoEConfig
+from raggedmoe.moe.layer import moe_route_and_compute
+from raggedmoe.moe.presets import PRESETS as LAYERS
+from raggedmoe.moe.records import MoEParams
+from raggedmoe.names import unknown
+
+THIS = __name__
+
+
+def example_named(operation: str, call: str, dtype: str) -> Example:
+    """One of the operation's example calls by its name, or one made from sizes."""
+    if "=" in call:
+        return example_of_shape(operation, call, dtype)
+    specs = {spec.name: spec for spec in operation_named(operation).specs}
+    if call not in specs:
+        raise unknown(f"example call of {operation},", call, specs)
+    return specs[call].example(dtype)
+
+
+def operation_call(
+    operation: str,
+    *,
+    call: str,
+    dtype: str = "bfloat16",
+    implementation: str = "auto",
+    direction: str = FORWARD,
+    without_guard: bool = False,
+) -> Program:
+    """One direction of an operation on an example call.
+
+    ``without_guard`` has the implementation tried although its `why_not` says no: to see whether that is so.
+    """
+    if without_guard:
+        _lift_guard(operation, implementation)
+    example = example_named(operation, call, dtype)
+    return example_program(operation_named(operation).function, example, implementation, direction)
+
+
+def _lift_guard(operation: str, name: str) -> None:
+    """Forget why an implementation cannot run, in this process, until its implementations are looked up anew."""
+    known = registry.implementations(operation)
+    known[name] = replace(known[name], why_not=lambda call, hardware: None)
+
+
+def example_program(function: Any, example: Example, implementation: str, direction: str) -> Program:
+    """A call's value, or its gradients alone."""
+    call = functools.partial(function, **example.options, implementation=implementation)
+    arrays = with_integers(dict(example.arrays))
+    if direction == FORWARD:
+        return Program(function=lambda arrays: call(**arrays), args=(arrays,))
+    if direction != BACKWARD:
+        raise unknown("direction", direction, (FORWARD, BACKWARD))
+    return Program(function=functools.partial(gradients, call), args=(arrays, with_integers(example.cotangent)))
+
+
+def gradients(function: Any, arrays: Mapping[str, Any], cotangent: Any) -> Any:
+    """Of every floating argument. The value is not asked for, so the compiler leaves out what only it needs."""
+    floating = {name: array for name, array in arrays.items() if array is not None and _is_floating(array)}
+    rest = {name: array for name, array in arrays.items() if name not in floating}
+    value, vjp = jax.vjp(lambda floating: function(**floating, **rest), floating)
+    return vjp(cotangent.astype(value.dtype))[0]
+
+
+def _is_floating(array: Any) -> bool:
+    return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(array))
+
+
+def with_integers(tree: Any) -> Any:
+    """The same with shapes for floating arrays, and values for integers, which steer kernels."""
+
+    def plain(leaf: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return np.asarray(leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    return jax.tree.map(plain, tree)
+
+
+def layer_config(preset: str) -> MoEConfig:
+    """The MoE layer of a model."""
+    if preset in LAYERS:  # among them some of which there is a layer only
+        return LAYERS[preset]
+    if preset not in MODELS and preset not in ALIASES:
+        raise unknown("model", preset, {**LAYERS, **MODELS, **ALIASES})
+    return model_preset(preset).moe
+
+
+def moe_layer(preset: str, *, tokens: int, dtype: str = "bfloat16", moe_backend: str = "auto") -> Program:
+    """A model's MoE layer on so many tokens: its value, and the gradients of its input and of all its parameters."""
+    config = replace(
+        layer_config(preset), moe_backend=moe_backend, strategy=None, kernels=None, param_dtype=jnp.dtype(dtype)
+    )
+    params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in config.param_specs().items()}
+    x = jax.ShapeDtypeStruct((tokens, config.model_dim), jnp.dtype(dtype))
+
+    def value_and_gradients(x: Any, params: Any, cotangent: Any) -> Any:
+        def layer(x: Any, params: Any) -> Any:
+            return moe_route_and_compute(x, MoEParams.from_flat(params), config).output
+
+        value, vjp = jax.vjp(layer, x, params)
+        return value, vjp(cotangent)
+
+    return Program(function=value_and_gradients, args=(x, params, x))
+
+
+def training_step(words: Sequence[str], *, num_layers: int | None = None) -> Program:
+    """The whole step that `raggedmoe train WORDS` would run, forward, backward and optimizer, on one device.
+
+    ``num_layers``: so many layers, one of them dense if the model has dense ones and there is room for both kinds.
+    """
+    try:
+        from raggedmoe.train.config import make_config
+        from raggedmoe.train.programs import state_template
+        from raggedmoe.train.rows import Batch
+        from raggedmoe.train.settings import parse_settings
+        from raggedmoe.train.step import train_step
+    except ImportError as error:
+        raise ValueError(f"a training step needs more packages ({error}): pip install 'raggedmoe[train]'") from None
+    config = make_config(parse_settings(words), target_hardware())
+    step = config.step
+    if num_layers is not None:
+        dense = (0,) if step.model.dense_layers and num_layers > 1 else ()
+        step = replace(step, model=replace(step.model, num_layers=num_layers, dense_layers=dense))
+    shape = (config.data.batch_size, config.data.sequence_length)
+    tokens, weights = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
+    batch = Batch(ids=tokens, targets=tokens, segments=tokens, positions=tokens, weights=weights)
+    return Program(function=functools.partial(train_step, config=step), args=(state_template(step), batch), donate=(0,))

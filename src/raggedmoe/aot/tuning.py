@@ -1,0 +1,125 @@
+"""Which tiles are the fastest for a grouped matmul on a chip, by the compiler's schedule of each."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from raggedmoe.aot.case import Case, Outcome, Program
+from raggedmoe.aot.subjects import example_named, with_integers
+from raggedmoe.aot.topology import chip_named
+from raggedmoe.aot.worker import compile_cases
+from raggedmoe.hardware import Hardware, target_hardware
+from raggedmoe.kernels.grouped_matmul import pallas_tpu
+from raggedmoe.kernels.grouped_matmul.api import group_bounds
+from raggedmoe.kernels.grouped_matmul.tiles import (
+    Bucket,
+    Choice,
+    Problem,
+    bucket,
+    choice_of,
+    output_widths,
+    tiles_for,
+    tiles_of_choice,
+)
+
+OPERATION = "grouped_matmul"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """One choice of tiles and what the compiler makes of it."""
+
+    choice: Choice
+    is_rule: bool  # what the rule takes
+    outcome: Outcome
+
+    @property
+    def cycles(self) -> float:
+        """Predicted: the larger of issue and transfers; infinite if it does not compile."""
+        schedule = self.outcome.schedule
+        return float("inf") if schedule is None else schedule.estimate
+
+    @property
+    def issue(self) -> float:
+        return float("inf") if self.outcome.schedule is None else self.outcome.schedule.issue
+
+
+def tiled_call(*, call: str, dtype: str, choice: list[Any]) -> Program:
+    """The kernel on an example call, with these tiles."""
+    example = example_named(OPERATION, call, dtype)
+    arrays, transpose = with_integers(dict(example.arrays)), example.options["transpose_rhs"]
+
+    def function(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
+        hardware = target_hardware()
+        tiles = tiles_of_choice(_problem(example), hardware, Choice(*choice))
+        bounds = group_bounds(group_sizes, rhs.shape[0], lhs.shape[0])
+        return pallas_tpu.forward(
+            lhs, rhs, bounds, transpose_rhs=transpose, out_dtype=lhs.dtype, hardware=hardware, tiles=tiles
+        )
+
+    return Program(function=lambda arrays: function(**arrays), args=(arrays,))
+
+
+def _problem(example: Any) -> Problem:
+    lhs, rhs, transpose = example.arrays["lhs"], example.arrays["rhs"], example.options["transpose_rhs"]
+    size = jnp.dtype(lhs.dtype).itemsize
+    out = rhs.shape[1 if transpose else 2]
+    return Problem(
+        num_rows=lhs.shape[0], inner=lhs.shape[1], out=out, transpose_rhs=transpose, itemsize=size, out_itemsize=size
+    )
+
+
+def choices(problem: Problem, hardware: Hardware) -> Iterator[Choice]:
+    """The rule's tiles first, then its neighbours: other rows, steps, columns, parts of I, alone or in pairs."""
+    tiles = tiles_for(problem, hardware)
+    if tiles is None:
+        raise ValueError(f"no tiles of {problem} fit the VMEM of a {hardware.name}; pad O to a multiple of 128")
+    rule = choice_of(tiles)
+    yield rule
+    seen = {rule}
+    narrower = [width for width in output_widths(problem.out) if width < rule.out][:1]
+    changes: tuple[dict[str, Any], ...] = (
+        {"step": 32},
+        {"step": 64},
+        {"step": 128},
+        {"rows": 256},
+        {"rows": 256, "step": 64},
+        {"paired": not rule.paired},
+        {"inner": rule.inner // 2},
+        *({"out": width} for width in narrower),
+    )
+    for change in changes:
+        choice = replace(rule, **change)
+        if choice not in seen and tiles_of_choice(problem, hardware, choice) is not None:
+            seen.add(choice)
+            yield choice
+
+
+def choices_for(call: str, dtype: str, topology: str) -> list[Choice]:
+    """Those that `tune` will try."""
+    return list(choices(_problem(example_named(OPERATION, call, dtype)), chip_named(topology)))
+
+
+def tune(call: str, dtype: str, topology: str, timeout: float = 1800.0) -> Iterator[Tried]:
+    """Each choice with its schedule, as they come."""
+    tried = choices_for(call, dtype, topology)
+    cases = [
+        Case(
+            title=str(choice),
+            build=f"{__name__}:tiled_call",
+            arguments={"call": call, "dtype": dtype, "choice": list(vars(choice).values())},
+            topology=topology,
+            scheduled=True,
+        )
+        for choice in tried
+    ]
+    for choice, outcome in zip(tried, compile_cases(cases, timeout=timeout)):
+        yield Tried(choice=choice, is_rule=choice == tried[0], outcome=outcome)
+
+
+def table_line(call: str, dtype: str, topology: str, choice: Choice) -> str:
+    """A line for the table of tuned tiles."""
+    found: Bucket = bucket(_problem(example_named(OPERATION, call, dtype)), chip_named(topology))
+    return f"    {found!r}: {choice!r},"

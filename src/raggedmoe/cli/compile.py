@@ -1,0 +1,264 @@
+"""`raggedmoe compile`: does it compile for a chip that is not here, does it fit, what does it cost, how fast is it."""
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from json import dumps
+from typing import Annotated
+
+import jax
+import tyro
+from rich.console import Console
+from rich.progress import Progress
+
+from raggedmoe import compat
+from raggedmoe.aot import peers, subjects
+from raggedmoe.aot.case import Case, Outcome, as_json
+from raggedmoe.aot.lowered import lower_here
+from raggedmoe.aot.shapes import FORMS
+from raggedmoe.aot.subjects import example_named, layer_config
+from raggedmoe.aot.topology import HOST, check_compiler, check_topology_name
+from raggedmoe.aot.worker import compile_cases
+from raggedmoe.cli.compile_report import lowered_lines, outcome_lines, schedule_lines, schedule_table
+from raggedmoe.kernels.arrays import FLOATS
+from raggedmoe.kernels.catalog import operation as operation_named
+from raggedmoe.kernels.proof import libtpu_version
+from raggedmoe.kernels.registry import BACKWARD, FORWARD, OPERATIONS, implementations
+from raggedmoe.names import unknown
+from raggedmoe.train.settings import parse_settings
+
+DIRECTIONS = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
+SHORT_DTYPES = {"bf16": "bfloat16", "f32": "float32", "f16": "float16"}
+
+
+def compile_(
+    subject: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="SUBJECT")] = (),
+    topology: str = "tpu7x:2x2x1",
+    dtype: str = "bfloat16",
+    shape: str | None = None,
+    implementation: str = "auto",
+    direction: str = "both",
+    moe_backend: str = "auto",
+    tokens: int = 4096,
+    layers: int | None = None,
+    schedule: bool = False,
+    against: tuple[str, ...] = (),
+    trip: tuple[str, ...] = (),
+    taken: tuple[str, ...] = (),
+    timeout: float = 1800.0,
+    json: bool = False,
+) -> int:
+    """Compile for a TPU that this machine does not have, with the public compiler: pass or fail, memory, cost, kernels.
+
+    SUBJECT is one of these:
+
+      OPERATION …          calls of one or several operations: grouped_matmul, expert_ffn, ragged_gather, …
+      layer PRESET         a model's MoE layer, forward and backward, on --tokens tokens
+      model PRESET KEY=VALUE …   a whole training step (forward, backward, optimizer), with the settings of `raggedmoe
+                           train`, on one device of the topology
+
+    Try:
+
+      raggedmoe compile grouped_matmul --topology v6e:2x2 --shape R=8192,I=2048,O=1408,G=16
+      raggedmoe compile grouped_matmul --shape R=8192,I=2048,O=1408,G=16 --schedule --against dense,megablox
+      raggedmoe compile ragged_gather --shape width-2880 --implementation all
+      raggedmoe compile layer deepseek-v3 --tokens 4096
+      raggedmoe compile model deepseek-v3-tiny per_device_batch_size=4 --topology v6e:2x2
+      raggedmoe compile model deepseek-v3 max_target_length=4096 --layers 2 --topology cpu
+
+    Each case is compiled in a process of its own, as the compiler may abort. Nothing is allocated or run. The exit code
+    is 1 if anything fails or does not fit.
+
+    Args:
+        subject: what to compile, see above.
+        topology: chips and their layout, such as v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1 or tpu7x:4x8x8; or cpu: the
+            program is lowered on this machine, and its matrix products are counted.
+        dtype: type of activations and weights: bf16 or f32.
+        shape: of an operation: the name of an example call, or sizes (docs/compile.md lists the letters). By default
+            the example calls of a real model's size.
+        implementation: of an operation: auto, a name, or all: every one there is.
+        direction: of an operation: forward, backward or both.
+        moe_backend: of a layer: the bundle of strategy and kernels.
+        tokens: of a layer.
+        layers: of a model: so many, one of them dense if the model has dense ones.
+        schedule: read the compiler's schedule: loops, utilisation, spills, cycles; all compiler-predicted.
+        against: peers to put beside an operation's schedule: other implementations by name, and for grouped_matmul
+            dense (one matmul of the same size, the limit) and ragged_dot (JAX's own).
+        trip: REGION=N, how often a loop runs where the data decides and its values are not known.
+        taken: REGION=SHARE, how often a region is entered where the data decides.
+        timeout: seconds for one case.
+        json: print JSON instead of tables.
+    """
+    dtype = SHORT_DTYPES.get(dtype, dtype)
+    if dtype not in FLOATS:
+        raise unknown("dtype", dtype, (*FLOATS, *SHORT_DTYPES))
+    if topology != HOST:
+        check_topology_name(topology)
+        check_compiler()
+    against = tuple(peer for text in against for peer in text.split(",") if peer)
+    cases = _cases(subject, topology, dtype, shape, implementation, direction, moe_backend, tokens, layers, against)
+    if topology == HOST:
+        return _lower(cases, json)
+    steered = [
+        dataclasses.replace(
+            case,
+            scheduled=schedule,
+            trips={region: int(value) for region, value in _pairs("trip", trip)},
+            taken={region: float(value) for region, value in _pairs("taken", taken)},
+        )
+        for case in cases
+    ]
+    return _compile(steered, timeout, json)
+
+
+def _cases(
+    subject: tuple[str, ...],
+    topology: str,
+    dtype: str,
+    shape: str | None,
+    implementation: str,
+    direction: str,
+    moe_backend: str,
+    tokens: int,
+    layers: int | None,
+    against: tuple[str, ...],
+) -> list[Case]:
+    """What was asked for, every name checked."""
+    if not subject:
+        raise ValueError(f"expected {', '.join(OPERATIONS)}, layer PRESET or model PRESET; got nothing to compile")
+    if subject[0] == "layer":
+        return [_layer(subject[1:], topology, dtype, moe_backend, tokens)]
+    if subject[0] == "model":
+        return [_model(subject[1:], topology, dtype, moe_backend, layers)]
+    if direction not in DIRECTIONS:
+        raise unknown("direction", direction, DIRECTIONS)
+    return [
+        case
+        for name in subject
+        for case in _operation_cases(name, topology, dtype, shape, implementation, DIRECTIONS[direction], against)
+    ]
+
+
+def _layer(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, tokens: int) -> Case:
+    if len(words) != 1:
+        raise ValueError(f"expected layer PRESET, such as layer deepseek-v3, got {' '.join(('layer', *words))!r}")
+    layer_config(words[0])
+    return Case(
+        title=f"layer {words[0]}, {tokens} tokens, {dtype}, forward and backward",
+        build=f"{subjects.__name__}:moe_layer",
+        arguments={"preset": words[0], "tokens": tokens, "dtype": dtype, "moe_backend": moe_backend},
+        topology=topology,
+    )
+
+
+def _model(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, layers: int | None) -> Case:
+    if not words:
+        raise ValueError("expected model PRESET, such as model deepseek-v3-tiny; `raggedmoe models` lists them")
+    parse_settings(words)
+    given = [word.partition("=")[0] for word in words]
+    brought = [
+        f"{name}={value}" for name, value in (("dtype", dtype), ("moe_backend", moe_backend)) if name not in given
+    ]
+    return Case(
+        title=f"training step of {' '.join(words)}{'' if layers is None else f', {layers} layers'}",
+        build=f"{subjects.__name__}:training_step",
+        arguments={"words": [*words, *brought], "num_layers": layers},
+        topology=topology,
+    )
+
+
+def _operation_cases(
+    name: str,
+    topology: str,
+    dtype: str,
+    shape: str | None,
+    implementation: str,
+    directions: tuple[str, ...],
+    against: tuple[str, ...],
+) -> Iterator[Case]:
+    if name not in OPERATIONS:
+        raise unknown("subject", name, (*OPERATIONS, "layer", "model"))
+    known = [each for each in implementations(name) if each != "reference"]
+    chosen = known if implementation == "all" else [implementation]
+    for each in chosen:
+        if each not in ("auto", "reference", *known):
+            raise unknown(f"implementation of {name},", each, ("auto", "all", *known))
+    raw = tuple(peers.PEERS) if name == peers.OPERATION else ()
+    for peer in against:
+        if peer not in (*known, *raw):
+            raise unknown(f"peer of {name},", peer, (*known, *raw))
+    calls = [shape] if shape is not None else [spec.name for spec in operation_named(name).specs if spec.large]
+    for call in calls:
+        if "=" not in call:
+            specs = [spec.name for spec in operation_named(name).specs]
+            if call not in specs:
+                raise unknown(f"example call of {name},", call, (*specs, FORMS[name][0]))
+        else:
+            example_named(name, call, dtype)
+        for direction in directions:
+            common = {"call": call, "dtype": dtype, "direction": direction}
+            for each in (*chosen, *(peer for peer in against if peer not in raw)):
+                yield Case(
+                    title=f"{name}/{each} {call} {dtype} {direction}",
+                    build=f"{subjects.__name__}:operation_call",
+                    arguments={"operation": name, "implementation": each, **common},
+                    topology=topology,
+                )
+            for peer in against:
+                if peer in raw:
+                    yield Case(
+                        title=f"{peer} {call} {dtype} {direction}",
+                        build=f"{peers.__name__}:peer_call",
+                        arguments={"peer": peer, **common},
+                        topology=topology,
+                    )
+
+
+def _pairs(option: str, texts: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    for text in texts:
+        region, equals, value = text.partition("=")
+        if not equals or not region.isdigit() or not value.replace(".", "", 1).isdigit():
+            raise ValueError(f"--{option}: expected REGION=NUMBER with a region that --schedule prints, got {text!r}")
+        yield region, value
+
+
+def _compile(cases: list[Case], timeout: float, json: bool) -> int:
+    console = Console(stderr=json)
+    outcomes: list[Outcome] = []
+    with Progress(console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("compile", total=len(cases))
+        progress.update(task, description=cases[0].title)
+        for outcome in compile_cases(cases, timeout=timeout):
+            outcomes.append(outcome)
+            following = cases[len(outcomes) : len(outcomes) + 1]
+            progress.update(task, advance=1, description=following[0].title if following else "")
+    failed = [outcome for outcome in outcomes if not outcome.passed]
+    if json:
+        print(dumps([as_json(outcome) for outcome in outcomes], indent=1))
+        return 1 if failed else 0
+    topology = cases[0].topology
+    console.print(
+        f"{topology}, one device of it; JAX {compat.JAX_VERSION}, libtpu {libtpu_version()}; compiled, not run"
+    )
+    lines = [*outcome_lines(outcomes)]
+    if any(outcome.schedule is not None for outcome in outcomes):
+        lines += ["", *schedule_table(outcomes), *schedule_lines(outcomes)]
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
+    if any(case.build.endswith("training_step") for case in cases):
+        console.print("On one device: training on several is not built yet.")
+    return 1 if failed else 0
+
+
+def _lower(cases: list[Case], json: bool) -> int:
+    jax.config.update("jax_platforms", "cpu")  # where a TPU's compiler is installed, JAX would look for a TPU
+    console = Console(stderr=json)
+    found = []
+    for case in cases:
+        lowered = lower_here(case)
+        found.append({"case": dataclasses.asdict(case), **dataclasses.asdict(lowered)})
+        for line in () if json else lowered_lines(case, lowered):
+            console.print(line, soft_wrap=True, highlight=False)
+    if json:
+        print(dumps(found, indent=1))
+    return 0

@@ -1,0 +1,181 @@
+"""What `raggedmoe compile` prints."""
+
+from collections.abc import Iterator
+
+from raggedmoe.aot.case import Case, Outcome
+from raggedmoe.aot.compiled import ChosenKernel, Compiled
+from raggedmoe.aot.lowered import Lowered
+from raggedmoe.aot.schedule import OpSchedule, Schedule, Section
+from raggedmoe.aot.sparsecore_schedule import SparseCoreProgram
+from raggedmoe.aot.subjects import example_named
+from raggedmoe.aot.topology import chip_named
+from raggedmoe.hardware import GIB, MIB
+from raggedmoe.kernels.registry import BACKWARD
+
+SMALL_OP = 0.01  # share of a program's cycles below which an op is not listed
+
+
+def outcome_lines(outcomes: list[Outcome]) -> Iterator[str]:
+    """What came of each case."""
+    for outcome in outcomes:
+        colour = "green" if outcome.passed else "red"
+        seconds = ""
+        if outcome.compiled is not None:
+            seconds = f", {outcome.compiled.trace_seconds + outcome.compiled.compile_seconds:.1f} s"
+        yield f"[{colour}]{outcome.verdict}[/] [bold]{outcome.case.title}[/]{seconds}"
+        if outcome.needed is not None and outcome.available is not None:
+            yield f"  HBM: {_fit(outcome.needed, outcome.available)}{_parts(outcome.compiled)}"
+        if outcome.error is not None:
+            yield f"  {outcome.error}"
+        if outcome.schedule is not None:
+            limit = chip_named(outcome.case.topology).vmem_bytes or 0
+            yield f"  VMEM: {outcome.schedule.vmem_bytes / MIB:.2f} of {limit // MIB} MiB in the op that takes most"
+        if outcome.compiled is not None:
+            cost = outcome.compiled.cost
+            yield f"  cost: {cost.flops / 1e9:,.1f} GFLOP, {cost.bytes_accessed / 1e9:,.2f} GB accessed"
+            kernels = _kernels(outcome.compiled.kernels, outcome.case.arguments.get("direction"))
+            yield f"  kernels: {kernels or 'none of ours'}"
+
+
+def _fit(needed: int, available: int) -> str:
+    word = "fits" if needed <= available else "[red]does not fit[/]"
+    return f"{word}, {_size(needed)} of the {_size(available)} of one device ({needed:,} of {available:,} bytes)"
+
+
+def _parts(compiled: Compiled | None) -> str:
+    if compiled is None:
+        return ""
+    memory = compiled.memory
+    fresh = memory.outputs - memory.aliased
+    return (
+        f": arguments {_size(memory.arguments)}, outputs {_size(fresh)}, temporaries {_size(memory.temporaries)}, "
+        f"code {_size(memory.code)}"
+    )
+
+
+def _kernels(kernels: tuple[ChosenKernel, ...], direction: str | None) -> str:
+    """Each operation's implementation; of a single direction's program that direction's alone."""
+    names: dict[str, list[str]] = {}
+    for kernel in kernels:
+        if direction in (None, kernel.direction) and kernel.name not in names.setdefault(kernel.operation, []):
+            names[kernel.operation].append(kernel.name)
+    return ", ".join(f"{operation}/{'+'.join(chosen)}" for operation, chosen in names.items())
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= GIB // 10:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / MIB:.2f} MiB"
+
+
+HEADINGS = ("issue", "hbm", "of peak", "MXU", "load", "store", "fills", "spills", "others", "µs")
+WIDTHS = (11, 11, 8, 7, 6, 6, 8, 8, 8, 9)
+
+
+def schedule_table(outcomes: list[Outcome]) -> Iterator[str]:
+    """The cases' schedules side by side."""
+    found = [(outcome, outcome.schedule) for outcome in outcomes if outcome.schedule is not None]
+    width = max(len(_label(outcome.case)) for outcome, _ in found)
+    heading = "".join(f"{title:>{columns}}" for title, columns in zip(HEADINGS, WIDTHS))
+    yield f"[dim]{'compiler-predicted':<{width}}{heading}[/]"
+    for outcome, schedule in found:
+        if schedule.main is not None:
+            cells = _schedule_cells(outcome.case, schedule, schedule.main)
+            yield f"{_label(outcome.case):<{width}}" + "".join(f"{c:>{n}}" for c, n in zip(cells, WIDTHS))
+
+
+def _label(case: Case) -> str:
+    """A case's name beside others of one operation."""
+    who = case.arguments.get("peer") or case.arguments.get("implementation")
+    return case.title if who is None else f"{who} {case.arguments['direction']}"
+
+
+def _schedule_cells(case: Case, schedule: Schedule, main: OpSchedule) -> tuple[str, ...]:
+    steady, flops = main.steady, _useful_flops(case)
+    assumed = "?" if any(op.assumed for op in schedule.ops) else ""
+    return (
+        f"{schedule.issue:,}{assumed}",
+        f"{schedule.hbm:,}",
+        f"{schedule.clock.of_peak(flops // 2, schedule.issue):.1%}" if flops else "",
+        f"{steady.mxu:.1%}",
+        f"{steady.loads:.0%}",
+        f"{steady.stores:.0%}",
+        f"{main.fills:,}",
+        f"{main.spills:,}",
+        f"{schedule.issue - main.issue:,}",
+        f"{schedule.estimate / schedule.clock.hertz * 1e6:.1f}",
+    )
+
+
+def _useful_flops(case: Case) -> int:
+    """Of an operation's call; twice as many in its backward pass. 0: not known for other cases."""
+    if "call" not in case.arguments:
+        return 0
+    operation = case.arguments.get("operation", "grouped_matmul")
+    example = example_named(operation, case.arguments["call"], case.arguments["dtype"])
+    return example.flops * (2 if case.arguments["direction"] == BACKWARD else 1)
+
+
+ASSUMPTIONS = (
+    "issue: cycles of the path that runs with the call's own integers, DMA waits not counted (?: a branch was assumed)."
+    "\nhbm: cycles of its own DMAs at peak bandwidth. of peak: useful multiply-adds in the issue cycles."
+    "\nMXU, load, store: units busy where most cycles are. fills, spills: of the main op, in all. others: issue of the "
+    "other ops. µs: of the larger of issue and hbm.\nNot seen: bank conflicts, latencies, throttling, links."
+)
+
+
+def schedule_lines(outcomes: list[Outcome]) -> Iterator[str]:
+    """The loops of every op that matters."""
+    yield f"[dim]{ASSUMPTIONS}[/]"
+    for outcome in outcomes:
+        schedule = outcome.schedule
+        if schedule is None:
+            continue
+        yield f"\n[bold]{outcome.case.title}[/]"
+        for op in sorted(schedule.ops, key=lambda op: -op.issue):
+            if op.issue >= SMALL_OP * schedule.issue:
+                yield from _op_lines(op)
+        for program in schedule.sparse_core:
+            yield from _sparse_core_lines(program)
+
+
+def _op_lines(op: OpSchedule) -> Iterator[str]:
+    unsized = f" and {op.unsized_transfers} transfers of run-time size" if op.unsized_transfers else ""
+    yield (
+        f"{op.name}: issue {op.issue:,}, {op.bundles:,} bundles, MXU {op.mxu:.1%}, VMEM {op.vmem_bytes / MIB:.2f} MiB, "
+        f"HBM {op.hbm_bytes / 1e6:.1f} MB{unsized}"
+    )
+    for section in op.sections:
+        if section.runs and (section.kind == "loop" or section.bundles >= 32):
+            yield _section_line(section)
+
+
+def _section_line(section: Section) -> str:
+    times = f"{section.runs:,}{'?' if section.assumed else ''}"
+    return (
+        f"{'  ' * (section.depth + 1)}{section.kind} r{section.region} × {times}: {section.bundles:,} bundles, MXU "
+        f"{section.mxu:.1%}, load {section.loads:.0%}, store {section.stores:.0%}, fills {section.fills}, "
+        f"spills {section.spills}"
+    )
+
+
+def _sparse_core_lines(program: SparseCoreProgram) -> Iterator[str]:
+    yield f"SparseCore {program.name} {program.unit}: {program.cycles:,} cycles of code"
+    for loop in program.loops:
+        counter = "" if loop.limit is None or loop.step is None else f", its counter to {loop.limit} by {loop.step}"
+        streams = ", ".join(f"{s.count} × {s.kind} of {s.num_bytes} B" for s in loop.streams) or "no streams"
+        yield f"{'  ' * (loop.depth + 1)}loop {loop.label}{counter}: {loop.cycles} cycles an iteration; {streams}"
+
+
+def lowered_lines(case: Case, lowered: Lowered) -> Iterator[str]:
+    """What lowering on this machine found."""
+    products = lowered.products
+    yield f"[bold]{case.title}[/]: lowered in {lowered.seconds:.1f} s, nothing allocated"
+    yield f"  arguments {_size(lowered.argument_bytes)}, outputs {_size(lowered.output_bytes)}"
+    yield (
+        f"  {products.written} dots, run {products.executed} times: {products.flops / 1e12:.3f} TFLOP, "
+        f"{products.bytes_touched / 1e9:.2f} GB of operands and results"
+    )
+    if products.open_loops:
+        yield f"  {products.open_loops} loops run as often as the data says: counted once each"
+    yield f"  kernels: {_kernels(lowered.kernels, case.arguments.get('direction')) or 'none of ours'}"

@@ -1,0 +1,63 @@
+"""`raggedmoe tune`: the fastest tiles of our grouped matmul for a shape and a chip, by the compiler's schedule."""
+
+import sys
+from json import dumps
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from raggedmoe.aot.shapes import FORMS
+from raggedmoe.aot.topology import check_compiler, check_topology_name
+from raggedmoe.aot.tuning import OPERATION, Tried, choices_for, table_line, tune
+
+
+def tune_(
+    shape: str = "R=8192,I=2048,O=1408,G=16,sizes=skewed",
+    topology: str = "tpu7x:2x2x1",
+    dtype: str = "bfloat16",
+    timeout: float = 1800.0,
+    json: bool = False,
+) -> int:
+    """Compile our grouped matmul with several choices of tiles, and rank them by the cycles that the compiler predicts.
+
+    Nothing is run and no TPU is needed. A choice's figure is the larger of its issue cycles and of its transfers at
+    peak bandwidth; where transfers rule, the fewer issue cycles win. If another choice than the rule's is the fastest,
+    its line for the table in kernels/grouped_matmul/tiles.py is printed. Each choice takes up to half a minute.
+
+    Args:
+        shape: the call, in the letters of `raggedmoe compile`; skewed groups show what uneven sizes cost.
+        topology: one of the chip's, such as v6e:2x2 or tpu7x:2x2x1.
+        dtype: bfloat16 or float32.
+        timeout: seconds for one choice.
+        json: print JSON instead of a table.
+    """
+    check_topology_name(topology)
+    check_compiler()
+    if "=" not in shape:
+        raise ValueError(f"shape: expected sizes such as {FORMS[OPERATION][0]}, got {shape!r}")
+    total = len(choices_for(shape, dtype, topology))
+    tried: list[Tried] = []
+    with Progress(console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task(f"tune {topology}", total=total)
+        for each in tune(shape, dtype, topology, timeout):
+            tried.append(each)
+            progress.advance(task)
+    ranked = sorted(tried, key=lambda each: (each.cycles, each.issue))
+    if json:
+        print(dumps([{**vars(each.choice), "issue": each.issue, "cycles": each.cycles} for each in ranked], indent=1))
+    else:
+        _print(ranked)
+        if not ranked[0].is_rule and ranked[0].outcome.passed:
+            print(table_line(shape, dtype, topology, ranked[0].choice))
+    return 0 if ranked[0].outcome.passed else 1
+
+
+def _print(ranked: list[Tried]) -> None:
+    table = Table("rows", "step", "out", "inner", "paired", "issue", "cycles", "", title="compiler-predicted")
+    for each in ranked:
+        cells = [str(value) for value in vars(each.choice).values()]
+        figures = [f"{each.issue:,.0f}", f"{each.cycles:,.0f}"] if each.outcome.passed else ["", ""]
+        remark = each.outcome.error or ("the rule's" if each.is_rule else "")
+        table.add_row(*cells, *figures, remark)
+    Console().print(table)

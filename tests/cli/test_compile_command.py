@@ -1,0 +1,138 @@
+"""`raggedmoe compile` as a user types it."""
+
+import importlib.metadata
+import json
+import re
+import sys
+
+import pytest
+from aot.marks import NEEDS_LIBTPU
+
+from raggedmoe.cli.main import main
+
+
+def run(monkeypatch, capsys, *arguments):
+    """Exit code, standard output and standard error of the console script."""
+    monkeypatch.setattr(sys, "argv", ["raggedmoe", "compile", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return stop.value.code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "expected ragged_gather, .*, layer PRESET or model PRESET; got nothing to compile"),
+        (("gather",), "unknown subject 'gather'.*did you mean 'ragged_gather'"),
+        (("layer",), "expected layer PRESET, such as layer deepseek-v3, got 'layer'"),
+        (("layer", "deepseek-v4"), "unknown model 'deepseek-v4'.*did you mean 'deepseek-v"),
+        (("model",), "expected model PRESET, such as model deepseek-v3-tiny"),
+        (("grouped_matmul", "--dtype", "int4"), "unknown dtype 'int4'"),
+        (("grouped_matmul", "--direction", "up"), "unknown direction 'up'"),
+        (("grouped_matmul", "--shape", "evn"), "unknown example call of grouped_matmul.*did you mean 'even'"),
+        (("grouped_matmul", "--shape", "R=3"), "expected a shape like R=8192,I=2048.*number for I, got 'R=3'"),
+        (("grouped_matmul", "--shape", "R=8,I=8,O=8,G=2,K=3"), "got K as well, which mean nothing here"),
+        (("grouped_matmul", "--shape", "R=8,I=8,O=8,G=2,sizes=9/9"), "2 groups with at most 8 rows together"),
+        (("grouped_matmul", "--shape", "even", "--implementation", "cuda"), "unknown implementation of grouped_matmul"),
+        (("grouped_matmul", "--shape", "even", "--against", "dens"), "unknown peer of grouped_matmul.*'dense'"),
+        (("ragged_gather", "--against", "dense"), "unknown peer of ragged_gather, 'dense'"),
+        (("model", "deepseek-v3-tiny", "stps=3"), "unknown setting 'stps'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, monkeypatch, capsys):
+    code, _, error = run(monkeypatch, capsys, *arguments, "--topology", "cpu")
+    assert code == 2
+    assert error.startswith("raggedmoe: ")
+    assert error.count("\n") == 1
+    assert re.search(message, error)
+
+
+@pytest.mark.parametrize("subject", [("grouped_matmul",), ("layer", "deepseek-v3"), ("model", "deepseek-v3-tiny")])
+def test_without_libtpu_one_line_says_what_to_install(subject, monkeypatch, capsys):
+    real = importlib.metadata.version
+
+    def version(name):
+        if name == "libtpu":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    code, out, error = run(monkeypatch, capsys, *subject, "--topology", "v6e:2x2")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"raggedmoe: .*pip install 'raggedmoe\[tpu\]'; JAX \S+ needs libtpu==0\.0\.\d+\.\*\n", error)
+
+
+def test_an_unknown_topology_is_refused_before_anything_else(monkeypatch, capsys):
+    code, _, error = run(monkeypatch, capsys, "grouped_matmul", "--topology", "v6:2x2")
+    assert code == 2
+    assert re.search("unknown topology 'v6:2x2': expected one of v4:2x2x1, .*, cpu; did you mean 'v6e:2x2'", error)
+
+
+def test_on_the_host_a_call_is_lowered_and_its_products_are_counted(monkeypatch, capsys):
+    shape = "R=64,I=32,O=16,G=4"
+    code, out, _ = run(
+        monkeypatch,
+        capsys,
+        "grouped_matmul",
+        "--shape",
+        shape,
+        "--topology",
+        "cpu",
+        "--direction",
+        "forward",
+        "--implementation",
+        "reference",
+        "--dtype",
+        "f32",
+    )
+    assert code == 0
+    assert "lowered in" in out
+    assert "nothing allocated" in out
+    assert "kernels: grouped_matmul/reference" in out
+
+
+def test_on_the_host_a_tiny_training_step_is_lowered(monkeypatch, capsys):
+    words = ("model", "deepseek-v3-tiny", "per_device_batch_size=2", "max_target_length=32")
+    code, out, _ = run(monkeypatch, capsys, *words, "--topology", "cpu", "--layers", "2", "--json")
+    assert code == 0
+    (found,) = json.loads(out)
+    assert found["products"]["executed"] >= found["products"]["written"] > 40
+    assert found["argument_bytes"] > 0
+    assert {"attention", "grouped_matmul"} <= {kernel["operation"] for kernel in found["kernels"]}
+
+
+def test_help_teaches_by_examples(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, "--help")
+    assert code == 0
+    for word in ("layer deepseek-v3", "--against", "--topology", "model PRESET", "REGION=N"):
+        assert word in out
+
+
+class TestWithTheCompiler:
+    pytestmark = NEEDS_LIBTPU
+
+    def test_a_schedule_is_printed_beside_its_peers(self, monkeypatch, capsys):
+        code, out, _ = run(
+            monkeypatch, capsys, "grouped_matmul", "--topology", "v6e:2x2", "--direction", "forward", "--schedule",
+            "--shape", "R=512,I=256,O=256,G=4,sizes=skewed", "--implementation", "xla", "--against", "dense,ragged_dot",
+        )  # fmt: skip
+        assert code == 0
+        for expected in (
+            "compiler-predicted",
+            "dense forward",
+            "ragged_dot forward",
+            "xla forward",
+            "HBM: fits",
+            "VMEM: ",
+        ):
+            assert expected in out
+        assert re.search(r"loop r\d+ × \d", out)
+
+    def test_a_failure_is_exit_code_1_with_its_reason(self, monkeypatch, capsys):
+        code, out, _ = run(
+            monkeypatch, capsys, "attention", "--shape", "decode", "--implementation", "splash", "--dtype", "f32",
+            "--topology", "v6e:2x2", "--direction", "forward",
+        )  # fmt: skip
+        assert code == 1
+        assert "refused attention/splash decode float32 forward" in out
+        assert "splash:" in out
