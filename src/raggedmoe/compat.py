@@ -3,7 +3,10 @@
 No other file reads a JAX version.
 """
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 from packaging.version import Version
@@ -58,3 +61,40 @@ def in_versions(jax_version: str, first: str | None, last: str | None) -> bool:
     """Whether ``first <= jax_version <= last``, None leaving a side open."""
     version = Version(jax_version)
     return (first is None or version >= Version(first)) and (last is None or version <= Version(last))
+
+
+class PushStream(NamedTuple):
+    """A copy out of a SparseCore subcore's own memory."""
+
+    start: Callable[[], None]
+    wait_read: Callable[[], None]  # until its source may be overwritten
+    wait_all_arrived: Callable[[], None]  # until every such copy that was read is where it belongs
+
+
+def push_stream(source: Any, target: Any, semaphore: Any) -> PushStream:
+    """The copy of ``source`` to ``target``, in HBM, counted on a semaphore.
+
+    JAX 0.10.2 counts it on the copy's only semaphore, and that is all there is to wait for. JAX 0.12 ignores that one,
+    with a warning; it has one for the source, and a wait without semaphores is a fence (sfence.stream.hbm).
+    """
+    pltpu, plsc = _pallas_tpu()
+    if hasattr(plsc, "SparseCorePushStreamWarning"):
+        copy = pltpu.make_async_copy(source, target, None, src_sem=semaphore)
+        return PushStream(copy.start, copy.wait_read, pltpu.make_async_copy(source, target, None).wait)
+    copy = pltpu.make_async_copy(source, target, semaphore)
+    return PushStream(copy.start, copy.wait, lambda: None)
+
+
+def vector_bitcast(vector: Any, dtype: Any) -> Any:
+    """The bits of a SparseCore vector as another type: JAX 0.12 calls it a bitcast along a dimension."""
+    pltpu, plsc = _pallas_tpu()
+    if "dim" in inspect.signature(pltpu.bitcast).parameters:
+        return pltpu.bitcast(vector, dtype, dim=-1)
+    return plsc.bitcast(vector, dtype)
+
+
+def _pallas_tpu() -> tuple[Any, Any]:
+    """Pallas for TensorCores and for SparseCores, imported only for a kernel that was chosen."""
+    from jax.experimental.pallas import tpu, tpu_sc
+
+    return tpu, tpu_sc

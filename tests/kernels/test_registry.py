@@ -269,7 +269,7 @@ def test_two_meshes_never_share_a_trace(abstract_mesh):
 
 def test_two_chips_given_by_hand_never_share_a_trace():
     function = jax.jit(grouped_matmul, static_argnames="hardware")
-    seen = ["ragged_dot" in str(function.trace(*ARRAYS, hardware=name).jaxpr) for name in ("tpu7x", "cpu", "tpu7x")]
+    seen = ["pallas_call" in str(function.trace(*ARRAYS, hardware=name).jaxpr) for name in ("tpu7x", "cpu", "tpu7x")]
     assert seen == [True, False, True]
 
 

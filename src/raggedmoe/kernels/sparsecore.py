@@ -1,0 +1,119 @@
+"""What the SparseCore kernels share before anything is traced: the chips' SparseCores, and rows as 32-bit words.
+
+A SparseCore moves 32-bit words. A row of bfloat16 becomes words that hold two of its columns, one far from the other:
+columns ``[0, high_at)`` in the low halves, columns ``[high_at, columns)`` in the high ones. Vectors of words then are
+vectors of neighbouring columns, twice, and the TensorCore packs and nobody has to interleave lanes.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.placement import placement_why_not
+from raggedmoe.kernels.proof import COMPILED_KERNEL, Proof
+from raggedmoe.kernels.registry import Call
+
+MOST_LANES = 16  # of a vector, on any chip
+SUBCORES = 16  # vector subcores of a SparseCore, on every chip so far
+TILE_ROWS = 8  # rows of an HBM tile, float32 or bfloat16: what a subcore writes at a time
+LINE = 128  # columns of an HBM tile
+
+# Words of a subcore's own memory. JAX's tpu_info says 512, 256 and 512 KiB; on the v6e the compiler refuses a program
+# from 65,536 words on ("legitimate user allocatable offset upper bound (1048575 words)", for 16 subcores).
+MEMORY_WORDS = {"v5p": 131_072, "v6e": 65_536, "tpu7x": 131_072}
+RESERVED_WORDS = 3_072  # indices, weights and bounds
+
+PROOFS: tuple[Proof, ...] = tuple(
+    replace(
+        proof,
+        chips=tuple(MEMORY_WORDS),
+        shown_by="make test runs its programs on a NumPy executor, and make test-tpu compiles it for the chip",
+    )
+    for proof in COMPILED_KERNEL
+)
+
+# Up to this share of padding a row's high half begins at a whole line. Where it does not, the address of every store is
+# computed anew: 14 cycles instead of 8 for eight stores, at a width of 2880 on the v6e.
+MOST_PADDING = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """How a row is cut into chunks, and each chunk into words."""
+
+    width: int  # D
+    packing: int  # columns in a word
+    chunks: int  # pieces of a row that are moved one after the other, as few as fit a subcore's memory
+    columns: int  # of a chunk
+    high_at: int  # the column of a chunk at which the high halves begin; 32-bit columns have none, and it is all
+
+    @property
+    def words(self) -> int:
+        """Words of a chunk."""
+        return self.columns if self.packing == 1 else self.columns - self.high_at
+
+    @property
+    def row_words(self) -> int:
+        return self.chunks * self.words
+
+    @property
+    def pitch(self) -> int:
+        """Words from one row to the next in a subcore's memory: a power of two, so that one address serves all rows.
+
+        With whole lines instead, a width of 2880 takes 14 cycles for eight stores on the v6e; with this, eight.
+        """
+        return max(LINE, 1 << (self.words - 1).bit_length())
+
+    @property
+    def padded_width(self) -> int:
+        return self.chunks * self.columns
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of words in an HBM tile: bfloat16 rows lie there in pairs."""
+        return TILE_ROWS // self.packing
+
+
+def row_layout(width: int, dtype: Any, hardware: Hardware, memory: Callable[[RowLayout], int]) -> RowLayout:
+    """The layout with the fewest chunks for a kernel whose buffers are of so many words, ``memory``."""
+    packing = 4 // jnp.dtype(dtype).itemsize
+    for chunks in itertools.count(1):
+        unit = MOST_LANES * packing if chunks == 1 else LINE
+        columns = -(-width // (chunks * unit)) * unit
+        high_at = columns
+        if packing == 2:
+            high_at = columns // 2 // LINE * LINE
+            if 2 * (columns - high_at) > (1 + MOST_PADDING) * columns:
+                high_at = columns // 2
+        layout = RowLayout(width=width, packing=packing, chunks=chunks, columns=columns, high_at=high_at)
+        if memory(layout) + RESERVED_WORDS <= MEMORY_WORDS[hardware.name] or columns == LINE:
+            return layout
+    raise AssertionError("itertools.count ends")
+
+
+def num_subcores(hardware: Hardware) -> int:
+    """Vector subcores that one JAX device has."""
+    return hardware.sparse_cores // hardware.devices_per_chip * SUBCORES
+
+
+def why_not(call: Call, hardware: Hardware, rows: str) -> str | None:
+    """Why a SparseCore kernel cannot run; ``rows`` is the name of the array whose rows are moved."""
+    if hardware.platform != "tpu":
+        return f"a kernel for the SparseCores of TPUs, not for {hardware.platform}"
+    if hardware.name not in MEMORY_WORDS:
+        return f"no SparseCore of {hardware.name} is known; xla gathers on the TensorCore"
+    array, indices = call.arrays[rows], call.arrays["indices"]
+    if array.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"takes bfloat16 and float32 {rows}, got {array.dtype}"
+    if any(struct.dtype == jnp.float64 for struct in call.arrays.values()):
+        return "its arithmetic is 32-bit, got float64 weights"
+    most_rows = max(array.shape[0], math.prod(indices.shape)) + TILE_ROWS
+    most_words = most_rows * (array.shape[1] * array.dtype.itemsize // 4 + LINE)
+    if most_words >= 2**31:
+        return f"a table of {most_words} words is beyond 32-bit addresses; divide the rows over more devices"
+    return placement_why_not(call)

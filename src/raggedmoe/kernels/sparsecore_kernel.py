@@ -1,0 +1,227 @@
+"""The few things that a SparseCore program does, on a real vector subcore, and how a program is launched.
+
+Programs are written over `VectorSubcore` alone, so that the tests' NumPy executor, which has the same methods, runs the
+very same code: no interpreter runs SparseCore programs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import tpu_sc as plsc
+
+from raggedmoe import compat
+from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.arrays import varying_like
+from raggedmoe.kernels.sparsecore import SUBCORES, TILE_ROWS, RowLayout, num_subcores
+
+LOW_HALF, HIGH_HALF = np.uint32(0x0000FFFF), np.uint32(0xFFFF0000)
+WORD_ALIGNMENT = 8  # words at whose multiples a stream may begin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scratch:
+    """A subcore's own buffer: of vectors, of scalars, or of semaphores."""
+
+    kind: str  # "vector", "scalar" or "semaphores"
+    shape: tuple[int, ...]
+    dtype: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VectorSubcore:
+    """What a program is given: who it is, memory, streams, loops, and the arithmetic that is not an operator."""
+
+    number: Any  # among all
+    count: int
+    lanes: int
+
+    def load(self, buffer, *at):
+        """A vector; the last index is where it begins in the last dimension."""
+        return buffer[(*at[:-1], pl.ds(at[-1], self.lanes))]
+
+    def store(self, buffer, vector, *at):
+        buffer[(*at[:-1], pl.ds(at[-1], self.lanes))] = vector
+
+    def get(self, scalars, at):
+        return scalars[at]
+
+    def put(self, scalars, value, at):
+        scalars[at] = value
+
+    def lane_of(self, vector, lane):
+        """One lane as a scalar."""
+        return vector[lane]
+
+    def lane_numbers(self):
+        return lax.iota(jnp.int32, self.lanes)
+
+    def filled(self, value, dtype):
+        return jnp.full((self.lanes,), value, dtype)
+
+    def where(self, condition, true, false):
+        return jnp.where(condition, true, false)
+
+    def minimum(self, first, second):
+        return jnp.minimum(first, second)
+
+    def maximum(self, first, second):
+        return jnp.maximum(first, second)
+
+    def as_float(self, words):
+        """The bits of words as float32."""
+        return compat.vector_bitcast(words, jnp.float32)
+
+    def as_words(self, floats):
+        return compat.vector_bitcast(floats, jnp.uint32)
+
+    def rounded_pairs(self, low, high):
+        """Two float32 vectors as one of words, each rounded to bfloat16, to nearest even, in its half."""
+        return compat.vector_bitcast(plsc.pack(low, high, format=plsc.PackFormat.INTERLEAVED), jnp.uint32)
+
+    def when(self, condition, action: Callable[[], None]) -> None:
+        pl.when(condition)(action)
+
+    def loop(self, first, last, body: Callable[[Any], None]) -> None:
+        """One after the other."""
+        lax.fori_loop(first, last, lambda i, _: body(i), None)
+
+    def fold(self, first, last, body: Callable[[Any, Any], Any], initial):
+        """One after the other, with a scalar handed on."""
+        return lax.fori_loop(first, last, body, initial)
+
+    def for_each_vector(self, first: int, last: int, body: Callable[[Any], None]) -> None:
+        """For the beginning of each vector in ``[first, last)``, in any order: the compiler overlaps them."""
+        if first < last:
+            plsc.parallel_loop(first, last, step=self.lanes)(body)
+
+    def fold_vectors(self, first: int, last: int, body: Callable[[Any, Any], Any], initial):
+        """The same in this order, with a tuple of vectors handed on."""
+        return plsc.parallel_loop(first, last, step=self.lanes, carry=initial)(body)
+
+    def read(self, source, at, num_words: int, buffer) -> None:
+        """Stream words in, and wait for them."""
+        pltpu.sync_copy(source.at[pl.ds(pl.multiple_of(at, WORD_ALIGNMENT), num_words)], buffer.at[pl.ds(0, num_words)])
+
+    def start_fetch(self, table, at, num_words: int, buffer, to, semaphore, slot) -> None:
+        """Start to stream words of a table in."""
+        source = table.at[pl.ds(pl.multiple_of(at, WORD_ALIGNMENT), num_words)]
+        target = buffer.at[pl.ds(pl.multiple_of(to, WORD_ALIGNMENT), num_words)]
+        pltpu.make_async_copy(source, target, semaphore.at[slot]).start()
+
+    def wait_fetched(self, table, num_words: int, buffer, semaphore, slot) -> None:
+        """Wait until so many words, all that were asked for with a slot's semaphore, are there."""
+        whole = pl.ds(0, num_words)
+        pltpu.make_async_copy(table.at[whole], buffer.at[whole], semaphore.at[slot]).wait()
+
+    def start_push(self, tile, out, number, chunk, layout: RowLayout, semaphore, slot) -> None:
+        """Start to stream a finished tile out to its place."""
+        compat.push_stream(tile, _place(out, number, chunk, layout), semaphore.at[slot]).start()
+
+    def wait_pushed(self, tile, out, layout: RowLayout, semaphore, slot) -> None:
+        """Wait until the tile that was pushed with a slot's semaphore may be overwritten."""
+        compat.push_stream(tile, _place(out, 0, 0, layout), semaphore.at[slot]).wait_read()
+
+    def finish_pushes(self, tile, out, layout: RowLayout, semaphore) -> None:
+        """Wait until every tile that was pushed, and waited for, has arrived: the last thing that a program does."""
+        compat.push_stream(tile, _place(out, 0, 0, layout), semaphore.at[0]).wait_all_arrived()
+
+
+def _place(out, number, chunk, layout: RowLayout):
+    """The words of one tile in the result: of bfloat16, those of a pair of rows are one row of words."""
+    rows = pl.ds(pl.multiple_of(number * layout.tile_rows, layout.tile_rows), layout.tile_rows)
+    words = out if out.dtype == jnp.uint32 else out.bitcast(jnp.uint32)
+    if layout.chunks == 1:
+        return words.at[rows]
+    return words.at[rows, pl.ds(pl.multiple_of(chunk * layout.columns, layout.columns), layout.columns)]
+
+
+def launch(
+    program: Callable[..., None],
+    *,
+    name: str,
+    hardware: Hardware,
+    operands: tuple[jax.Array, ...],
+    num_tiles: int,
+    layout: RowLayout,
+    dtype: Any,
+    scratch: tuple[Scratch, ...],
+) -> jax.Array:
+    """Run ``program(subcore, *operands, out, *scratch)`` on every subcore; the result has whole tiles of rows."""
+    operands = tuple(varying_like(operand, *operands) for operand in operands)
+    mesh = plsc.VectorSubcoreMesh(
+        core_axis_name="core",
+        subcore_axis_name="subcore",
+        num_cores=num_subcores(hardware) // SUBCORES,
+        num_subcores=SUBCORES,
+    )
+
+    def body(*refs):
+        number = lax.axis_index("core") * SUBCORES + lax.axis_index("subcore")
+        program(VectorSubcore(number=number, count=mesh.size, lanes=hardware.sparse_core_lanes), *refs)
+
+    out = jax.ShapeDtypeStruct(
+        (num_tiles * TILE_ROWS, layout.padded_width),
+        dtype,
+        manual_axis_type=jax.typeof(operands[0]).manual_axis_type,
+    )
+    return pl.kernel(
+        body,
+        out_type=out,
+        mesh=mesh,
+        scratch_types=[_scratch_type(buffer) for buffer in scratch],
+        compiler_params=pltpu.CompilerParams(
+            use_tc_tiling_on_sc=True,  # the result lies in HBM as every TensorCore program wants it
+            needs_layout_passes=False,  # vectors are exactly as long as the lanes
+            disable_bounds_checks=True,
+        ),
+        name=name,
+    )(*operands)
+
+
+def _scratch_type(buffer: Scratch):
+    if buffer.kind == "semaphores":
+        return pltpu.SemaphoreType.DMA(buffer.shape)
+    return (pltpu.VMEM if buffer.kind == "vector" else pltpu.SMEM)(buffer.shape, buffer.dtype)
+
+
+def word_table(rows: jax.Array, layout: RowLayout) -> jax.Array:
+    """Rows as words, one after the other in one dimension, which HBM keeps without tiles; then rows of zeros.
+
+    An index that points nowhere is made to point to the first of those. XLA makes the table in two passes, of which
+    each reads and writes the rows once: one packs, one undoes the tiles.
+    """
+    spare_rows, spare_columns = _table_rows(rows.shape[0]) - rows.shape[0], layout.padded_width - layout.width
+    rows = jnp.pad(rows, ((0, spare_rows), (0, spare_columns)))
+    if layout.packing == 1:
+        return lax.bitcast_convert_type(rows, jnp.uint32).reshape(-1)
+
+    # The columns are cut before they are widened: XLA then packs in one fusion, and writes no 32-bit copy of the rows.
+    def packed(first):
+        high_at, last = first + layout.high_at, first + layout.columns
+        low = jnp.pad(rows[:, first:high_at], ((0, 0), (0, layout.words - layout.high_at)))
+        return _widened(low) | (_widened(rows[:, high_at:last]) << 16)
+
+    chunks = [packed(first) for first in range(0, layout.padded_width, layout.columns)]
+    return jnp.concatenate(chunks, axis=1).reshape(-1)
+
+
+def _widened(halves: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(halves, jnp.uint16).astype(jnp.uint32)
+
+
+def _table_rows(num_rows: int) -> int:
+    """With a row of zeros at least, in whole tiles: also, a table is not shorter than what one wait counts."""
+    return (num_rows // TILE_ROWS + 1) * TILE_ROWS
+
+
+def clamped_bounds(start: jax.Array, end: jax.Array, num_rows: int) -> jax.Array:
+    """``start <= end`` within the rows, in the first two of as many words as a vector may have."""
+    start = jnp.clip(start, 0, num_rows)
+    return jnp.zeros(16, jnp.int32).at[:2].set(jnp.stack([start, jnp.clip(end, start, num_rows)]))
