@@ -3,13 +3,15 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_TPU := $(VENV)/.ready-tpu
 
-.PHONY: help demo test test-all lint format bench clean
+.PHONY: help demo test test-all test-tpu lint format bench clean
 
 help:
 	@echo "make demo      train a small model on Python's own sources, a report of the run, a sample of its text"
 	@echo "make test      the tests"
 	@echo "make test-all  the tests, slow ones included"
+	@echo "make test-tpu  compile every kernel for every TPU, and interpret it: no TPU needed; docs/tpu-matrix.md"
 	@echo "make lint      format, lint, types, direction of imports"
 	@echo "make format    rewrite the files as the formatter wants them"
 	@echo "make bench     the benchmark of docs/speed.md"
@@ -19,6 +21,11 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "raggedmoe needs Python 3.11 or newer, got " + sys.version.split()[0] + "; name one with PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+# The TPU compiler, in the version that this JAX wants, and tokamax: `make test` then runs what needs them as well.
+$(READY_TPU): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,tpu,tokamax]'
 	@touch $@
 
 demo: $(READY)
@@ -37,6 +44,11 @@ test: $(READY)
 
 test-all: $(READY)
 	$(TESTS)
+
+test-tpu: $(READY_TPU)
+	QUICK_COMPILE=1 $(TESTS) -m tpu
+	QUICK_COMPILE=1 $(TESTS) tests/kernels/test_interpreted.py
+	PYTHONPATH=tests $(BIN)/python -m aot.matrix --write docs/tpu-matrix.md
 
 lint: $(READY)
 	$(BIN)/ruff check src tests

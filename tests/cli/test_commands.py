@@ -68,7 +68,7 @@ def test_explain_for_an_old_jax_says_that_nothing_runs(capsys):
         (("explain", "--hardware", "tpu7"), "unknown hardware 'tpu7'.*did you mean 'tpu7x'"),
         (("explain", "--model", "deepseek-v4"), "unknown model 'deepseek-v4'.*did you mean 'deepseek-v"),
         (("explain", "--shape", "T=3"), "expected a shape like T=2048.*got 'T=3'"),
-        (("explain", "--moe-backend", "gmm_v2"), "moe_backend='gmm_v2' is not built yet"),
+        (("explain", "--moe-backend", "gmmv2"), "unknown moe_backend 'gmmv2'.*did you mean 'gmm_v2'"),
         (("explain", "--jax", "newest"), "newest"),
         (("verify", "gather"), "unknown operation 'gather'.*did you mean 'ragged_gather'"),
         (("bench", "layers"), "unknown subject 'layers'.*did you mean 'layer'"),

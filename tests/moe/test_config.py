@@ -7,7 +7,6 @@ import pytest
 from flax import nnx
 
 from raggedmoe import ExpertConfig, KernelChoice, MoE, RouterConfig
-from raggedmoe.moe.backends import BACKENDS
 from raggedmoe.moe.dispatch import make_strategy
 
 from .examples import moe_config
@@ -39,14 +38,6 @@ BAD_LAYERS = {
         {"strategy": "rings"},
         r"unknown strategy 'rings': expected one of local, .*did you mean 'ring'\?",
     ),
-    **{
-        f"backend_{name}_not_built": (
-            {"moe_backend": name},
-            rf"moe_backend='{name}' is not built.*needs.*use one of auto",
-        )
-        for name in ("pallas", "megablox", "gmm_v2")
-        if name not in BACKENDS
-    },
     "fused_with_width_chunks": (
         {"moe_backend": "expert_ffn", "model_dim": 8, "width_chunks": 2},
         r"fuses the activation, which needs the sums over the whole width.*width_chunks=2: use width_chunks=1",

@@ -1,6 +1,7 @@
 """The layer as users have it: the nnx module, its backends and types, masks, and JAX's transformations."""
 
 import functools
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh
+from kernels.compare import on_cpu
 
 from raggedmoe import ExpertConfig, MoE, MoEOutput
+from raggedmoe.kernels.registry import CannotRunError, recorded_selections
 from raggedmoe.moe.backends import BACKENDS
 from raggedmoe.moe.module import SelectionBias
 
@@ -29,8 +33,13 @@ from .examples import (
 
 EXPERTS = ExpertConfig(biases=True, num_shared=1, shared_gate=True)
 LOSSES = {"aux_loss_weight": 0.3, "z_loss_weight": 0.2}
+FOR_TPUS = [
+    name
+    for name, backend in BACKENDS.items()
+    if backend.kernels.grouped_matmul not in ("auto", *on_cpu("grouped_matmul"))
+]
 WAYS = {
-    **{backend: {"moe_backend": backend} for backend in BACKENDS},
+    **{backend: {"moe_backend": backend} for backend in BACKENDS if backend not in FOR_TPUS},
     "capacity": {"strategy": "capacity", "capacity_factor": 100.0},
     "dense": {"strategy": "dense"},
 }
@@ -105,6 +114,30 @@ def test_gradients_in_float32_are_those_of_the_oracle(way):
         expected = dense_gradients(jnp.asarray(x, np.float64), wide, config, jnp.ones(x.shape), out.experts)
     assert all(gradients[name].dtype == np.float32 for name in gradients)
     assert_gradients_close(gradients, expected)
+
+
+def traced_with(backend):
+    """Trace the layer with this backend for the chip in use."""
+    config = config_of({"moe_backend": backend})
+    tokens, params = random_tokens(config, TOKENS, dtype=np.float32), random_params(config, dtype=np.float32)
+    jax.eval_shape(lambda x: run_layer(x, params, config).output, jnp.asarray(tokens))
+
+
+@pytest.mark.parametrize("backend", FOR_TPUS)
+def test_a_tpus_backend_says_why_it_cannot_run_on_a_cpu(backend):
+    with pytest.raises(CannotRunError, match=r"for TPUs, not for cpu|not installed"):
+        traced_with(backend)
+
+
+@pytest.mark.parametrize("backend", FOR_TPUS)
+def test_a_tpus_backend_computes_the_experts_with_its_kernel(backend):
+    chosen = BACKENDS[backend].kernels.grouped_matmul
+    if chosen == "gmm_v2" and not (find_spec("tokamax") and find_spec("tokamax._src.ops.gmm_v2")):
+        pytest.skip("needs a tokamax with the second kernel")
+    chip = AbstractMesh((), (), abstract_device=AbstractDevice(device_kind="TPU v6e", num_cores=1, platform="tpu"))
+    with jax.sharding.use_abstract_mesh(chip), recorded_selections() as selections:
+        traced_with(backend)
+    assert {found.chosen.name for found in selections if found.call.operation == "grouped_matmul"} == {chosen}
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.8])

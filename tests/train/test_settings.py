@@ -90,9 +90,7 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
         (["tensor_parallelism=2"], "tensor_parallelism=2: training on several devices is not built yet"),
         (["moe_backend=jax", "sparse_matmul=true"], "sparse_matmul=true and moe_backend=jax contradict each other"),
         (["moe_backend=cpu", "sparse_matmul=false"], "sparse_matmul=false and moe_backend=cpu contradict each other"),
-        (["moe_backend=gmm_v2"], "is not built yet"),
         (["moe_backend=fast"], "unknown moe_backend 'fast'"),
-        (["megablox=true"], "megablox"),
         (["sparse_matmul=false", "ragged_gather_fallback=true"], "ragged_gather would never be read"),
         (["grouped_matmul=magic"], "implementation of grouped_matmul, 'magic'"),
         (["moe_backend=ragged_dot", "ragged_gather=xla"], "already names kernels"),
@@ -195,6 +193,11 @@ def test_without_megablox_the_sparse_matmul_is_xlas_and_the_dense_one_stays(word
     moe = configured("mixtral-tiny", "megablox=False", word).step.model.moe
     assert moe.strategy_name == strategy
     assert moe.kernel_choice.grouped_matmul == ("auto" if strategy == "dense" else "xla")
+
+
+def test_with_megablox_the_sparse_matmul_is_jaxs_kernel():
+    moe = configured("mixtral-tiny", "megablox=true").step.model.moe
+    assert moe.kernel_choice.grouped_matmul == "megablox"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from raggedmoe.models.decoder import decode
 from raggedmoe.models.presets import ALIASES, model_preset
 from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.models.specs import param_specs
-from raggedmoe.moe.backends import NOT_BUILT, backend_named
+from raggedmoe.moe.backends import backend_named
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.moe.records import MoEParams
@@ -76,8 +76,6 @@ def explain(
             console.print(f"\n[bold]{escape(heading[0])}[/], {direction}: [dim]{escape(heading[1])}[/]")
             for line in text:
                 console.print(Padding(line, (0, 0, 0, 2)))
-    missing = "; ".join(f"{name}: {reason}" for name, reason in NOT_BUILT.items())
-    console.print(f"\nBackends that are not built yet: {missing}.")
     return 0
 
 

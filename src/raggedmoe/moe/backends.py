@@ -16,11 +16,9 @@ class Backend:
 
 
 def backend_named(name: str) -> Backend:
-    """The backend with that name; one whose kernels are not built yet is refused with what is missing."""
-    if name in NOT_BUILT:
-        raise ValueError(f"moe_backend={name!r} is not built yet: {NOT_BUILT[name]}; use one of {', '.join(BACKENDS)}")
+    """The backend with that name."""
     if name not in BACKENDS:
-        raise unknown("moe_backend", name, (*BACKENDS, *NOT_BUILT))
+        raise unknown("moe_backend", name, BACKENDS)
     return BACKENDS[name]
 
 
@@ -29,11 +27,8 @@ BACKENDS: dict[str, Backend] = {
     "jax": Backend(strategy="dense"),  # every expert on every token, by einsum
     "ragged_dot": Backend(kernels=KernelChoice(grouped_matmul="xla")),
     "cpu": Backend(kernels=KernelChoice(grouped_matmul="cpu")),
+    "pallas": Backend(kernels=KernelChoice(grouped_matmul="pallas_tpu")),  # our TPU kernel
+    "megablox": Backend(kernels=KernelChoice(grouped_matmul="megablox")),  # JAX's own TPU kernel
+    "gmm_v2": Backend(kernels=KernelChoice(grouped_matmul="gmm_v2")),  # tokamax's second TPU kernel
     "expert_ffn": Backend(fused=True),
-}
-
-NOT_BUILT: dict[str, str] = {
-    "pallas": "it needs our Pallas TPU kernels",
-    "megablox": "it needs the wrapper of JAX's megablox kernel",
-    "gmm_v2": "it needs the wrapper of tokamax's second ragged_dot kernel",
 }

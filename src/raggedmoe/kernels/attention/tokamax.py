@@ -4,9 +4,12 @@ It keeps its softmax statistics to itself: its backward pass runs the forward pa
 backward pass they are made by `chunked`; where nobody reads them, XLA drops that work.
 """
 
+import contextlib
+import importlib.metadata
 import importlib.util
 
 import jax
+from packaging.version import Version
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.arrays import matmul_precision
@@ -14,17 +17,29 @@ from raggedmoe.kernels.attention import chunked
 from raggedmoe.kernels.placement import unchecked_why_not
 from raggedmoe.kernels.registry import Call, Implementation
 
+BLOCK = 128  # of its TPU kernel: a sequence is whole blocks
+COMPILES_ELSEWHERE = "0.0.14"  # the first that need not look at the attached device
 
-def forward(operands, *, scale, window, backend="mosaic"):
-    out = _attend(*operands[:3], scale=scale, window=window, backend=backend)
+
+def forward(operands, *, scale, window, backend="mosaic", hardware=None):
+    with _compiled_for(hardware):
+        out = _attend(*operands[:3], scale=scale, window=window, backend=backend)
     return out, chunked.forward(operands, scale=scale, window=window)[1]
 
 
-def backward(operands, out, logsumexp, cotangent, *, scale, window, backend="mosaic"):
+def backward(operands, out, logsumexp, cotangent, *, scale, window, backend="mosaic", hardware=None):
     def attend(query, key, value):
         return _attend(query, key, value, scale=scale, window=window, backend=backend)
 
-    return *jax.vjp(attend, *operands[:3])[1](cotangent), None
+    with _compiled_for(hardware):
+        return *jax.vjp(attend, *operands[:3])[1](cotangent), None
+
+
+def _compiled_for(hardware: Hardware | None):
+    """It refuses to be compiled on a machine without the chip, unless it is told that this is meant."""
+    from tokamax._src import config
+
+    return config.cross_compile(True) if hardware and hardware.platform == "tpu" else contextlib.nullcontext()
 
 
 def _attend(query, key, value, *, scale, window, backend):
@@ -51,6 +66,17 @@ def why_not(call: Call, hardware: Hardware) -> str | None:
     for name in ("positions", "segments", "sinks"):
         if name in call.arrays:
             return f"takes no {name}"
+    return _tpu_why_not(call) if hardware.platform == "tpu" else unchecked_why_not(call)
+
+
+def _tpu_why_not(call: Call) -> str | None:
+    found, length = importlib.metadata.version("tokamax"), call.arrays["query"].shape[1]
+    if Version(found) < Version(COMPILES_ELSEWHERE):
+        return f"tokamax {found} compiles it for an attached TPU only; use tokamax {COMPILES_ELSEWHERE} or newer"
+    if call.options["window"] is not None:
+        return "its TPU kernel takes no window"
+    if length % BLOCK:
+        return f"its TPU kernel takes a length that is a multiple of {BLOCK}, got {length}"
     return unchecked_why_not(call)
 
 
@@ -63,4 +89,5 @@ IMPLEMENTATION = Implementation(
     proofs=(),
     why_not=why_not,
     note=lambda call, hardware: "its backward pass runs the forward pass again",
+    takes_hardware=True,
 )

@@ -29,9 +29,7 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype, hardware):
 
 
 def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs, hardware):
-    dlhs = forward(
-        cotangent, rhs, bounds, transpose_rhs=not transpose_rhs, out_dtype=lhs.dtype, hardware=hardware
-    )
+    dlhs = forward(cotangent, rhs, bounds, transpose_rhs=not transpose_rhs, out_dtype=lhs.dtype, hardware=hardware)
     first, second = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
     return dlhs, transposed(first, second, bounds, hardware=hardware)
 
@@ -41,7 +39,8 @@ def transposed(lhs, rhs, bounds, *, hardware):
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     groups = bounds.shape[0] - 1
-    tiles = peers.transposed_tiles(*lhs.shape, rhs.shape[1], groups, lhs.dtype.itemsize, hardware)
+    (num_rows, inner), out_dim = lhs.shape, rhs.shape[1]
+    tiles = peers.transposed_tiles(num_rows, inner, out_dim, groups, lhs.dtype.itemsize, hardware)
     with peers.full_precision(lhs.dtype):
         return tgmm(
             peers.padded_rows(lhs, tiles.rows).T,
@@ -59,6 +58,9 @@ IMPLEMENTATION = Implementation(
     name="megablox",
     forward=forward,
     backward=backward,
+    # After XLA's own (20). In the compiler's schedule its kernel is faster by 7 % (104,112 issue cycles, 112,330 at
+    # R 8192, I 2048, O 1408, G 16 on a v6e), but its metadata are some 38 small XLA operations, about 35,000 cycles
+    # more, and of skewed groups it computes 1.94 times the rows, XLA's 1.47 times.
     rank={"tpu": 30},
     proofs=INTERPRETED_KERNEL,
     why_not=peers.why_not,

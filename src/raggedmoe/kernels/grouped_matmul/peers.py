@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AbstractDevice
 
 from raggedmoe.hardware import MIB, Hardware
+from raggedmoe.kernels.placement import unchecked_why_not
 from raggedmoe.kernels.registry import Call
 
 LANES = 128
 SUBLANES = 16  # of a tile of bfloat16; 8 of float32
-MAX_ROWS = 512  # of a tile: tpu-schedule figures in docs/log.md are for this many
+MAX_ROWS = 512  # of a tile; 512 by the whole I and O is within 4 % of a dense matmul's cycles (docs/log.md)
 MIN_ROWS = 128  # a tile of fewer rows loads matrices into the MXU for longer than it multiplies
 MIN_WIDTH = 384  # of a part of a width: the sums are read and written once for each part of I
 FIRST_GROUP = 1  # group 0 is the rows before ours
@@ -136,4 +136,4 @@ def why_not(call: Call, hardware: Hardware) -> str | None:
         return f"takes bfloat16 and float32, got {dtype}"
     if call.options["out_dtype"] not in ("bfloat16", "float32"):
         return f"gives bfloat16 and float32, not {call.options['out_dtype']}"
-    return None
+    return unchecked_why_not(call)

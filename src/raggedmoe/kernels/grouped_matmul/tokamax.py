@@ -47,7 +47,8 @@ def transposed(lhs, rhs, bounds, *, hardware):
     from tokamax._src.ops.ragged_dot.pallas_mosaic_tpu_kernel import tgmm
 
     groups = bounds.shape[0] - 1
-    tiles = peers.transposed_tiles(*lhs.shape, rhs.shape[1], groups, lhs.dtype.itemsize, hardware)
+    (num_rows, inner), out_dim = lhs.shape, rhs.shape[1]
+    tiles = peers.transposed_tiles(num_rows, inner, out_dim, groups, lhs.dtype.itemsize, hardware)
     with peers.compiled_for(hardware):
         return tgmm(
             peers.padded_rows(lhs, tiles.rows).T,
@@ -77,7 +78,7 @@ IMPLEMENTATION = Implementation(
     name="tokamax",
     forward=forward,
     backward=backward,
-    rank={"tpu": 40},
+    rank={"tpu": 40},  # the kernel and the metadata of megablox (its `rank` says more), from another package
     proofs=INTERPRETED_KERNEL,
     why_not=why_not,
     takes_hardware=True,
