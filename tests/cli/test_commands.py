@@ -47,7 +47,11 @@ def test_explain_names_a_kernel_for_every_operation_of_every_model_on_a_tpu(mode
     assert "● xla" in printed
     assert "none can run" not in printed
     assert "auto does not offer it on tpu" in printed
-    assert "pallas: it needs our Pallas TPU kernels" in " ".join(printed.split())
+
+
+def test_explain_speaks_of_a_backend_whose_kernels_do_not_run_here(capsys):
+    assert explain(shape="T=64,D=24,F=40,E=4,K=2", hardware="v6e", moe_backend="pallas") == 0
+    assert "● pallas_tpu" in capsys.readouterr().out
 
 
 def test_explain_chooses_the_cpu_kernels_on_a_cpu(capsys):
