@@ -43,7 +43,7 @@ def test_even_groups_take_hardly_longer_than_one_dense_matmul(chip, cycles):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chip", "cycles"), [("v6e", 111_360), ("tpu7x", 114_330)])
+@pytest.mark.parametrize(("chip", "cycles"), [("v6e", 111_440), ("tpu7x", 113_830)])
 def test_skewed_groups_take_little_longer(chip, cycles):
     kernel = grouped_matmul("R=8192,I=2048,O=1408,G=16,sizes=skewed", chip)
     assert kernel.issue <= cycles

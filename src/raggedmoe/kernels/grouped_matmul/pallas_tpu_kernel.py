@@ -135,38 +135,39 @@ def _kernel(bounds, lhs, rhs, out, *scratch, tiles: Tiles, transpose_rhs):
     def start_writing(step, count):
         pl.when(count > 0)(lambda: out_copy(step, count).start())
 
-    def walk(step, turns_before):
+    def walk(step, matrices):
         # All loads first: each takes six cycles or more, together hardly longer.
         turn, last_turn = steps.turn[step], steps.last_turn[step]
         read, front, next_read = steps.read[step], steps.front[step], steps.read[step + 1]
         written, written_before = steps.write[step - 1], steps.write[step - SLOTS]
-        turn_before, last_turn_before = turns_before
+        started, last_turn_before = matrices
         pl.when(turn > last_turn_before)(lambda: rhs_copy(turn).wait())
         pl.when(last_turn > turn)(lambda: rhs_copy(last_turn).wait())
         lhs_copy(step, read).wait()
         wait_written(step - SLOTS, written_before)
 
-        def start_copies():
+        limit = jnp.minimum(turn + tiles.matrix_slots, num_turns)  # the slots of groups that are done are free
+
+        def start_copies(most_matrices):
             """In the straight code, where the scalar unit has time for them."""
             lhs_copy(step + 1, next_read).start()
             start_writing(step - 1, written)
-            # The slots of the groups that are done take the next ones: at most two, a pair's.
-            limit = jnp.minimum(turn + tiles.matrix_slots, num_turns)
-            for free in (turn_before + tiles.matrix_slots, turn_before + tiles.matrix_slots + 1):
-                pl.when(free < limit)(functools.partial(start_rhs, free))
+            for place in range(most_matrices):
+                pl.when(started + place < limit)(functools.partial(start_rhs, started + place))
 
         slot = step & (SLOTS - 1)
         # Where the step before is complete there is nothing to take over, and its end may be the buffer's.
         shared = jnp.minimum(written, buffers.out.shape[1] - tiles.cut.packed)
         taken_over = _TakenOver(front, 1 - slot, pl.multiple_of(shared, tiles.cut.packed))
         _multiply(slot, read, taken_over, turn, last_turn, start_copies, buffers, tiles, transpose_rhs)
-        return turn, last_turn
+        started_now = started + jnp.where(read > tiles.cut.rows, 2, 1)
+        return jnp.maximum(jnp.minimum(started_now, limit), started), last_turn
 
     buffers.out[SLOTS - 1, : tiles.cut.packed] = jnp.zeros((tiles.cut.packed, tiles.out), buffers.out.dtype)
     lhs_copy(SLOTS, steps.read[SLOTS]).start()
     first_turns = jnp.minimum(tiles.matrix_slots, num_turns)
     lax.fori_loop(0, first_turns, start_rhs, None)
-    lax.fori_loop(SLOTS, end_step, walk, (jnp.int32(0), jnp.int32(-1)))
+    lax.fori_loop(SLOTS, end_step, walk, (first_turns, jnp.int32(-1)))
     lhs_copy(end_step, tiles.cut.packed).wait()
     start_writing(end_step - 1, steps.write[end_step - 1])
     for ago in range(SLOTS, 0, -1):
@@ -184,10 +185,10 @@ def _multiply(slot, read, taken_over, turn, last_turn, start_copies, buffers: _B
         _straight_code(slot, first, size, taken_over, matrix, meanwhile, buffers, tiles, transpose_rhs)
 
     def single(size):
-        half(0, size, taken_over, turn, start_copies)
+        half(0, size, taken_over, turn, lambda: start_copies(1))
 
     def pair():
-        half(0, cut.rows, taken_over, turn, start_copies)
+        half(0, cut.rows, taken_over, turn, lambda: start_copies(2))
         half(cut.rows, cut.rows, None, last_turn, lambda: None)
 
     cases = [functools.partial(single, size) for size in cut.sizes]

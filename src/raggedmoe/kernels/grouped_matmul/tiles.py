@@ -29,8 +29,9 @@ class RowSteps:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes for which there is straight code."""
-        return tuple(range(self.smallest, self.rows + 1, self.step))
+        """The sizes for which there is straight code: full ones, and whole steps less down to about the smallest."""
+        fewest = self.rows - max(self.rows - self.smallest, 0) // self.step * self.step
+        return tuple(range(fewest, self.rows + 1, self.step))
 
 
 @dataclass(frozen=True, kw_only=True)

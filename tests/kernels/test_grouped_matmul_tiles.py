@@ -1,0 +1,112 @@
+"""The tiles of the TensorCore kernels of `grouped_matmul`: pure functions of shapes, types and the chip."""
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.tpu_interpreter import tpu_interpreter
+from raggedmoe.hardware import HARDWARE
+from raggedmoe.kernels.grouped_matmul import pallas_tpu, tiles
+from raggedmoe.kernels.grouped_matmul.tiles import Choice, Problem, RowSteps, Tiles
+from raggedmoe.kernels.proof import COMPILED_CHIPS
+
+WIDTHS = [(2048, 1408), (7168, 2048), (2048, 7168), (4096, 14336), (14336, 4096), (2880, 2880), (768, 2048), (17, 5)]
+
+
+def problem(inner, out, *, itemsize=2, transpose=False, rows=16384):
+    return Problem(
+        num_rows=rows, inner=inner, out=out, transpose_rhs=transpose, itemsize=itemsize, out_itemsize=itemsize
+    )
+
+
+@pytest.mark.parametrize("chip", COMPILED_CHIPS)
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_tiles_divide_the_widths_and_fit_the_chips_vmem(widths, itemsize, chip):
+    asked = problem(*widths, itemsize=itemsize)
+    found = tiles.tiles_for(asked, HARDWARE[chip])
+    if found is None:  # only where O cannot be divided: padded, it fits
+        assert widths[1] % tiles.LANES
+        padded = dataclasses.replace(asked, out=-(-widths[1] // tiles.LANES) * tiles.LANES)
+        found, asked = tiles.tiles_for(padded, HARDWARE[chip]), padded
+    assert asked.out % found.out == 0
+    assert asked.inner % found.inner == 0
+    assert tiles.vmem_bytes(asked, found) < found.vmem_limit < HARDWARE[chip].vmem_bytes
+    assert found.cut.sizes[-1] == found.cut.rows
+    assert found.cut.step & (found.cut.step - 1) == 0
+
+
+def test_a_wide_matrix_is_cut_narrower_on_a_chip_with_less_vmem():
+    asked = problem(7168, 2048)
+    assert tiles.tiles_for(asked, HARDWARE["tpu7x"]).out < tiles.tiles_for(asked, HARDWARE["v6e"]).out
+
+
+def test_a_tuned_choice_is_for_its_chip_type_and_shape_alone(monkeypatch):
+    asked, choice = problem(2048, 1408), Choice(rows=256, step=64, out=1408, inner=1024, paired=False)
+    monkeypatch.setitem(tiles.TUNED, tiles.bucket(asked, HARDWARE["v6e"]), choice)
+    assert tiles.choice_of(tiles.tiles_for(asked, HARDWARE["v6e"])) == choice
+    assert tiles.choice_of(tiles.tiles_for(problem(2048, 1408, rows=9000), HARDWARE["v6e"])) == choice
+    others = [
+        (asked, "tpu7x"),
+        (problem(2048, 1408, itemsize=4), "v6e"),
+        (problem(2048, 1408, transpose=True), "v6e"),
+        (problem(2048, 1408, rows=4096), "v6e"),
+        (problem(1408, 2048), "v6e"),
+    ]
+    for other, chip in others:
+        assert tiles.choice_of(tiles.tiles_for(other, HARDWARE[chip])) != choice
+
+
+def test_every_tuned_choice_fits_its_chip():
+    for bucket, choice in tiles.TUNED.items():
+        asked = problem(bucket.inner, bucket.out, itemsize=bucket.itemsize, transpose=bucket.transpose_rhs)
+        assert tiles.tiles_of_choice(asked, HARDWARE[bucket.chip], choice) is not None
+
+
+@pytest.mark.parametrize("step", [32, 64, 128, 256, 512])
+@pytest.mark.parametrize("smallest", [128, 256])
+def test_there_is_straight_code_for_a_full_step_whatever_the_sizes(step, smallest):
+    sizes = RowSteps(rows=512, step=step, smallest=smallest, packed=16).sizes
+    assert sizes[-1] == 512
+    assert all(size % step == 0 for size in sizes)
+    assert sizes[0] < smallest + step
+
+
+SMALL = Tiles(
+    cut=RowSteps(rows=64, step=16, smallest=32, packed=16, paired=True),
+    out=128,
+    inner=16,
+    piece_rows=32,
+    piece_columns=128,
+    matrix_slots=4,
+    vmem_limit=16 << 20,
+)
+IN_PARTS = dataclasses.replace(SMALL, cut=dataclasses.replace(SMALL.cut, paired=False), inner=128, matrix_slots=2)
+
+
+@pytest.mark.parametrize(
+    ("small", "inner"), [(SMALL, 16), (dataclasses.replace(SMALL, copies_first=True), 16), (IN_PARTS, 256)]
+)
+def test_several_steps_pairs_and_shared_blocks_agree_with_numpy(small, inner):
+    """Sizes of one block, of none, of several steps: with tiles of the chip's own they would all be one step."""
+    rng = np.random.default_rng(0)
+    sizes = np.array([64, 64, 0, 5, 3, 200, 1, 0, 131, 70])
+    bounds = 7 + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    num_rows, out_dim = int(bounds[-1]) + 57, 256  # two tiles of columns
+    lhs = rng.standard_normal((num_rows, inner)).astype(np.float32)
+    rhs = rng.standard_normal((len(sizes), inner, out_dim)).astype(np.float32)
+    expected = np.zeros((num_rows, out_dim))
+    for group, (first, last) in enumerate(itertools.pairwise(bounds)):
+        expected[first:last] = lhs[first:last].astype(np.float64) @ rhs[group]
+    lhs[: bounds[0]] = lhs[bounds[-1] :] = np.nan
+    with tpu_interpreter():
+        arrays = [jnp.asarray(array) for array in (lhs, rhs, bounds)]
+        found = pallas_tpu.forward(
+            *arrays, transpose_rhs=False, out_dtype=np.float32, hardware=HARDWARE["v6e"], tiles=small
+        )
+    terms = np.abs(np.nan_to_num(lhs)).sum(1, keepdims=True) * np.abs(rhs).max()
+    assert (np.abs(np.asarray(found, np.float64) - expected) <= 4 * np.finfo(np.float32).eps * terms).all()
+    assert (np.asarray(found)[bounds[-1] :] == 0).all()
