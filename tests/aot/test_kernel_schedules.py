@@ -25,7 +25,7 @@ def grouped_matmul(call, chip):
     return kernel
 
 
-@pytest.mark.parametrize(("chip", "cycles"), [("v6e", 2_175), ("tpu7x", 2_662)])
+@pytest.mark.parametrize(("chip", "cycles"), [("v6e", 2_182), ("tpu7x", 2_662)])
 def test_a_small_ragged_matmul_takes_no_more_cycles_than_it_did(chip, cycles):
     kernel = grouped_matmul("R=1024,I=256,O=256,G=4,sizes=100/412/20/492", chip)
     assert kernel.issue <= cycles
