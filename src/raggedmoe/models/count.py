@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import jax
 
 from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.specs import is_routed, param_specs
+from raggedmoe.models.specs import param_specs
+from raggedmoe.moe.config import is_routed
 from raggedmoe.params import init_params
 
 

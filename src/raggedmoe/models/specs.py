@@ -85,11 +85,6 @@ def is_trained(name: str) -> bool:
     return not name.endswith("router_selection_bias")
 
 
-def is_routed(name: str, spec: ParamSpec) -> bool:
-    """Whether a token uses only its own experts' part of a parameter: all that have an expert axis but the router's."""
-    return "expert" in spec.axes and not name.rpartition(".")[2].startswith("router_")
-
-
 def under(prefix: str, params: dict[str, Any]) -> dict[str, Any]:
     """The entries whose name starts with a prefix, without it."""
     return {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
