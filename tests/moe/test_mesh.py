@@ -77,7 +77,8 @@ def pairwise(found):
 
 
 ALL = list(cases())
-SOME = pairwise(ALL)
+# Degrees of eight leave one for all others: they are in the other tests here.
+SOME = pairwise(case for case in ALL if 8 not in case.values())
 
 
 def name_of(case):
@@ -154,8 +155,14 @@ def test_value_and_every_gradient_are_those_of_one_device(case):
             assert not np.asarray(gradients["router_selection_bias"]).any()
 
 
-@pytest.mark.parametrize("selection", ["random", "balanced", "learned"])
-@pytest.mark.parametrize(("strategy", "degrees"), [("ring", {"expert": 4, "tensor": 2}), ("all_to_all", {"expert": 8})])
+@pytest.mark.parametrize(
+    ("selection", "strategy", "degrees"),
+    [
+        ("random", "all_to_all", {"expert": 8}),
+        ("balanced", "ring", {"expert": 4, "tensor": 2}),
+        ("learned", "ring", {"expert": 2, "data": 4}),
+    ],
+)
 def test_what_is_drawn_or_counted_for_a_token_does_not_depend_on_the_mesh(selection, strategy, degrees):
     router = {"selection": selection, "jitter": 0.2, "aux_loss_weight": 0.3}
     here, there = (moe_config(router, **SIZES, strategy=name, token_chunks=2) for name in ("local", strategy))
@@ -189,9 +196,10 @@ def recounted(experts, num_ranks, buffer, strategy, num_chunks=1):
     return kept
 
 
-@pytest.mark.parametrize("token_chunks", [1, 2])
-@pytest.mark.parametrize("factor", [0.3, 1.0])
-@pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
+@pytest.mark.parametrize(
+    ("strategy", "factor", "token_chunks"),
+    [("ring", 0.3, 1), ("ring", 1.0, 2), ("all_to_all", 0.3, 2), ("all_to_all", 1.0, 1)],
+)
 def test_a_buffer_that_is_too_small_drops_in_order_and_counts_every_drop(x64, strategy, factor, token_chunks):
     config = moe_config(
         {"aux_loss_weight": 0.3},
