@@ -91,7 +91,7 @@ def tiles_for(problem: Problem, hardware: Hardware) -> Tiles | None:
 
 def _fitting(problem: Problem, hardware: Hardware, rows: int, out: int) -> Tiles | None:
     """Tiles with these rows and columns, paired if that fits as well; None if they do not fit at all."""
-    rows = min(rows, max(LANES, _round_up(problem.num_rows, LANES)))
+    rows = rows_of_full_step(problem.num_rows, most=rows)
     inner = _inner_part(problem, hardware, rows, out)
     if inner is None:
         return None
@@ -103,6 +103,13 @@ def _fitting(problem: Problem, hardware: Hardware, rows: int, out: int) -> Tiles
         if found is not None and _all_code(problem, hardware, found) <= ALL_CODE:
             return found
     return None
+
+
+def rows_of_full_step(num_rows: int, *, most: int) -> int:
+    """No more than hold all rows there are, by halving: `row_steps_kernel` rounds and divides by powers of two."""
+    while most > LANES and most // 2 >= num_rows:
+        most //= 2
+    return most
 
 
 def tiles_of_choice(problem: Problem, hardware: Hardware, choice: "Choice") -> Tiles | None:
