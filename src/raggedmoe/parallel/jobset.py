@@ -30,6 +30,7 @@ class ClusterRun:
     namespace: str | None = None
     queue: str | None = None  # Kueue's LocalQueue
     priority: str | None = None  # Kueue's WorkloadPriorityClass
+    claim: str | None = None  # NAME:/PATH of a PersistentVolumeClaim
     xla_flags: str | None = None  # for the TPU compiler
     max_restarts: int = 10
 
@@ -44,6 +45,8 @@ class ClusterRun:
                 raise ValueError(f"--{option}: expected lower-case letters, digits, '-' and '.', got {value!r}")
         if not self.image or re.search(r"\s", self.image):
             raise ValueError(f"--image: expected a container image such as registry/raggedmoe:0.1, got {self.image!r}")
+        if self.claim is not None and not re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?:/[^:\s]+", self.claim):
+            raise ValueError(f"--claim: expected NAME:/PATH of a PersistentVolumeClaim, got {self.claim!r}")
         if self.priority is not None and self.queue is None:
             raise ValueError(f"--priority {self.priority}: expected --queue as well, as priorities are Kueue's")
         if self.num_slices < 1:
@@ -52,6 +55,11 @@ class ClusterRun:
             raise ValueError(f"--slices {self.num_slices}: expected slices of several hosts, got {self.slice.layout}")
         if self.max_restarts < 0:
             raise ValueError(f"expected --max-restarts >= 0, got {self.max_restarts}")
+
+    @property
+    def mount(self) -> str | None:
+        """Where the pods find the claim."""
+        return None if self.claim is None else self.claim.partition(":")[2]
 
 
 def manifest(run: ClusterRun) -> dict[str, Any]:
@@ -83,6 +91,7 @@ def manifest(run: ClusterRun) -> dict[str, Any]:
 def _job(run: ClusterRun) -> dict[str, Any]:
     """Of one slice."""
     codes = {"containerName": "train", "operator": "In", "values": list(FINAL_CODES)}
+    claimed = {"claimName": run.claim.partition(":")[0]} if run.claim else None
     return {
         "parallelism": run.slice.num_hosts,
         "completions": run.slice.num_hosts,
@@ -98,6 +107,7 @@ def _job(run: ClusterRun) -> dict[str, Any]:
                     "cloud.google.com/gke-tpu-topology": run.slice.layout,
                 },
                 "containers": [_container(run)],
+                **({"volumes": [{"name": "runs", "persistentVolumeClaim": claimed}]} if claimed else {}),
             }
         },
     }
@@ -113,6 +123,7 @@ def _container(run: ClusterRun) -> dict[str, Any]:
         "image": run.image,
         "command": ["raggedmoe", *run.command],
         "env": [{"name": name, "value": value} for name, value in variables.items() if value],
-        "ports": [{"containerPort": port} for port in ports],
+        "ports": [{"containerPort": port, "protocol": "TCP"} for port in ports],
         "resources": {"requests": chips, "limits": chips},
+        **({"volumeMounts": [{"name": "runs", "mountPath": run.mount}]} if run.mount else {}),
     }

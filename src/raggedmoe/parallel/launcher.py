@@ -9,11 +9,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from raggedmoe.parallel.peers import FAILED_PATIENCE
 from raggedmoe.parallel.processes import COORDINATOR, CPU_DEVICES, LAUNCHER, LOST, NUM_PROCESSES, PROCESS_ID
@@ -23,8 +23,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # they are asked to (SIGTERM) after so many seconds, and get --grace more.
 BY_THEMSELVES = FAILED_PATIENCE + 3.0
 TAIL = 20  # lines of a failed process that are shown again
-# What the C++ below JAX says of connections made, and of a lost process, with a stack: ours is said instead.
-NOISE = re.compile(r"\[Gloo\] Rank|[EFW]\d{4} [\d:.]+ +\d+ (coordination_service|client\.h)|\*\*\* Check fail|\s+@ +0x")
+# What the C++ below JAX says: of connections, a line each; of a lost process, lines and a stack up to its own end. For
+# that the launcher has a sentence.
+CONNECTIONS = re.compile(r"^$|^\[Gloo\]|is connected to \d+ peer ranks")
+LOSSES = re.compile(r"^[EFW]\d{4} [\d:.]+ +\d+ (coordination_service|client\.h|preemption_sync)")
+OURS = ("raggedmoe:", "Traceback")
+CONSEQUENCES = (LOST, 128 + signal.SIGABRT)  # codes of those that end because another has; the second is JAX's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,7 @@ class LocalRun:
     command: tuple[str, ...]  # of each process
     num_processes: int
     devices_per_process: int | None = None  # host devices; None: as many as the command makes
-    grace: float = 20.0  # seconds between SIGTERM and SIGKILL once one has failed
+    grace: float = 10.0  # seconds between SIGTERM and SIGKILL once one has failed
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
@@ -56,6 +60,16 @@ def environments(run: LocalRun, port: int, launcher: int, given: Mapping[str, st
     return [{**common, PROCESS_ID: str(process)} for process in range(run.num_processes)]
 
 
+def worth_reading(lines: Iterable[str]) -> Iterator[str]:
+    """Lines without their ends, and without those of the C++ below."""
+    losing = False
+    for line in lines:
+        line = line.rstrip("\n")
+        losing = LOSSES.search(line) is not None or (losing and not line.startswith(OURS))
+        if not losing and not CONNECTIONS.search(line):
+            yield line
+
+
 @dataclass(kw_only=True)
 class _Output:
     """What the processes print, a line at a time: all of process 0's, and of the others' errors what is new."""
@@ -63,9 +77,9 @@ class _Output:
     lock: threading.Lock = field(default_factory=threading.Lock)
     shown: deque[str] = field(default_factory=lambda: deque(maxlen=200))
 
-    def show(self, process: int, line: str, to: IO[str]) -> None:
+    def show(self, process: int, line: str, to: Any) -> None:
         with self.lock:
-            if NOISE.match(line) or (process != 0 and line in self.shown):
+            if process != 0 and line in self.shown:
                 return
             self.shown.append(line)
             print(f"[process {process}] {line}", file=to, flush=True)
@@ -77,6 +91,7 @@ class _Child:
     def __init__(self, process: int, command: tuple[str, ...], environment: dict[str, str], launcher: int) -> None:
         self.process = process
         self.tail: deque[str] = deque(maxlen=TAIL)
+        self.silent = False  # the others lost it, and it runs
         self.popen = subprocess.Popen(
             command,
             env=environment,
@@ -93,12 +108,12 @@ class _Child:
     def read(self, output: _Output) -> None:
         """Read what it prints from now on. After all processes were started: a thread does not survive a fork."""
 
-        def follow(stream: IO[str], to: IO[str], shown: bool) -> None:
-            for line in stream:
-                line = line.rstrip("\n")
-                self.tail.append(line)
-                if shown:
-                    output.show(self.process, line, to)
+        def follow(stream: Any, to: Any, shown: bool) -> None:
+            with stream:
+                for line in worth_reading(stream):
+                    self.tail.append(line)
+                    if shown:
+                        output.show(self.process, line, to)
 
         assert self.popen.stdout is not None
         assert self.popen.stderr is not None
@@ -158,11 +173,16 @@ def _watched(children: list[_Child], grace: float, asked: list[int]) -> _Child |
     if any(child.code for child in children):
         time.sleep(0.3)  # those that follow the one that failed may have been seen before it
     failed = _cause(children)
-    for seconds, number in ((BY_THEMSELVES, signal.SIGTERM), (grace, signal.SIGKILL)):
-        if not _all_ended(children, seconds):
+    if not _all_ended(children, BY_THEMSELVES):
+        silent = [child for child in children if child.code is None]
+        if failed is not None and failed.code in CONSEQUENCES:  # of a process that still runs, but does not answer
+            failed, silent[0].silent = silent[0], True
+        for child in children:
+            child.send(signal.SIGTERM)
+        if not _all_ended(children, grace):
             for child in children:
-                child.send(number)
-    _all_ended(children, grace)
+                child.send(signal.SIGKILL)
+            _all_ended(children, grace)
     return None if len({child.code for child in children}) == 1 else failed
 
 
@@ -178,18 +198,18 @@ def _all_ended(children: list[_Child], seconds: float) -> bool:
 
 def _cause(children: list[_Child]) -> _Child | None:
     """Of those that failed, one that did not do so because of another."""
-    consequences = {LOST: 2, 128 + signal.SIGABRT: 1}  # the second: JAX, where it was faster than we
     failed = [child for child in children if child.code]
-    return min(failed, key=lambda child: consequences.get(child.code or 0, 0), default=None)
+    return min(failed, key=lambda child: child.code in CONSEQUENCES, default=None)
 
 
 def _failure(child: _Child, num_processes: int) -> str:
     code = child.code or 0
     how = f"was ended by {signal.Signals(code - 128).name}" if _is_signal(code) else f"ended with code {code}"
+    if child.silent:
+        how = "no longer answered, and was ended"
     lines = [f"raggedmoe: process {child.process} of {num_processes} {how}; the others were stopped."]
-    tail = [line for line in child.tail if line]
-    if tail:
-        lines += ["Its last lines:", *(f"  {line}" for line in tail)]
+    if child.tail:
+        lines += ["Its last lines:", *(f"  {line}" for line in child.tail)]
     lines.append("The same command goes on from the last checkpoint, also with fewer --processes.")
     return "\n".join(lines)
 

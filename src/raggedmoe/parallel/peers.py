@@ -55,6 +55,7 @@ class Hub:
     all_ended: threading.Event = field(default_factory=threading.Event)
     all_gone: threading.Event = field(default_factory=threading.Event)
     _ending: threading.Event = field(default_factory=threading.Event)
+    _closed: threading.Event = field(default_factory=threading.Event)
     _deadline: tuple[float, str] | None = None  # when patience ends, and what is said then
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -63,7 +64,8 @@ class Hub:
         self._peers: dict[socket.socket, _Peer] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
-        threading.Thread(target=self._listen, name="raggedmoe-peers", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="raggedmoe-peers", daemon=True)
+        self._thread.start()
 
     @property
     def port(self) -> int:
@@ -74,8 +76,13 @@ class Hub:
         self._ending.set()
         self._be_patient(0, code, failed or code != 0)
 
+    def close(self) -> None:
+        """Listen no more."""
+        self._closed.set()
+        self._thread.join()
+
     def _listen(self) -> None:
-        while True:
+        while not self._closed.is_set():
             for key, _ in self._selector.select(timeout=0.1):
                 if key.fileobj is self._server:
                     connection, _ = self._server.accept()
@@ -86,6 +93,9 @@ class Hub:
                     assert isinstance(key.fileobj, socket.socket)
                     self._read(key.fileobj)
             self._check_ends()
+        for each in (self._server, *self._peers):
+            each.close()
+        self._selector.close()
 
     def _read(self, connection: socket.socket) -> None:
         peer = self._peers[connection]
@@ -94,24 +104,26 @@ class Hub:
         except OSError:  # reset, or the probes of a lost host were not answered
             received = b""
         if not received:
-            self._selector.unregister(connection)
-            connection.close()
-            del self._peers[connection]
+            self._drop(connection)
             if peer.process is not None and not peer.ended:
                 self._lose(ended_text(peer.process, self.num_processes, "has ended"))
             return
         *lines, peer.unread = (peer.unread + received).split(b"\n")
         for line in lines:
-            self._heard(connection, peer, line.decode().split(" "))
+            if connection in self._peers:
+                self._heard(connection, peer, line.decode(errors="replace").split(" "))
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+        del self._peers[connection]
 
     def _heard(self, connection: socket.socket, peer: _Peer, words: list[str]) -> None:
         if words[0] == "hello" and words[1:2] == [self.token]:
             peer.process = int(words[2])
             connection.sendall(b"hello\n")
         elif peer.process is None:  # a stranger on this port
-            self._selector.unregister(connection)
-            connection.close()
-            del self._peers[connection]
+            self._drop(connection)
         else:
             assert words[0] in ("end", "fail"), words
             peer.ended = True
@@ -166,14 +178,25 @@ class Member:
         self._connection.sendall(f"hello {self.token} {self.process}\n".encode())
         self._lines = self._connection.makefile("r", encoding="utf-8", newline="\n")
         if self._lines.readline() != "hello\n":
+            self._lines.close()
+            self._connection.close()
             raise ConnectionError(f"{self.address[0]}:{self.address[1]} did not answer as process 0 does")
         self._connection.settimeout(None)
-        threading.Thread(target=self._listen, name="raggedmoe-peers", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="raggedmoe-peers", daemon=True)
+        self._thread.start()
 
     def end(self, code: int, *, failed: bool) -> None:
         """This process has ended."""
         with contextlib.suppress(OSError):  # process 0 is gone: the listening thread says so
             self._connection.sendall(f"{'fail' if failed else 'end'} {code}\n".encode())
+
+    def close(self) -> None:
+        """Listen no more; after all have ended."""
+        with contextlib.suppress(OSError):  # closed by process 0 already
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._lines.close()
+        self._connection.close()
 
     def _listen(self) -> None:
         try:

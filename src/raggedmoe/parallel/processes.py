@@ -4,6 +4,7 @@
 leaves the search to JAX (GKE, Slurm, Open MPI). Without them a run is one process, and nothing here does anything.
 """
 
+import contextlib
 import logging
 import os
 import secrets
@@ -30,7 +31,7 @@ AUTO = "auto"
 LOST = 76  # exit code: another process ended; sysexits calls it a remote error in protocol
 # JAX's own limits, for what a closed connection does not tell: a process that is stopped, or hangs in the system.
 # Its default of 100 s would be past the minute that a run may outlive one of its processes.
-HEARTBEAT_SECONDS = 30
+HEARTBEAT_SECONDS = 25
 SHUTDOWN_SECONDS = 60
 LAUNCHER_GRACE = 20.0  # seconds for saving, after the launcher was killed
 
@@ -87,7 +88,7 @@ class _Membership:
     def lost(self, text: str) -> None:
         """Ends this process at once: what it waits for, a collective, will not come. Unless it ends by itself."""
         if not self.failed:
-            os.write(sys.stderr.fileno(), f"raggedmoe: {text}\n".encode())
+            _say(text)
             os._exit(LOST)
 
 
@@ -162,7 +163,9 @@ def leave(code: int, *, failed: bool = False) -> None:
     if peers is not None:
         peers.end(code, failed=failed)
         peers.all_ended.wait(FAILED_PATIENCE + 1 if failed else None)
-        if code != 0:
+        if code == 0:
+            peers.close()
+        else:
             peers.all_gone.wait(FAILED_PATIENCE)  # process 0 takes JAX's service with it
     if code != 0:
         sys.stdout.flush()
@@ -176,6 +179,12 @@ def _unhandled(kind: type[BaseException], error: BaseException, traceback: Trace
         time.sleep(2.0)
     sys.__excepthook__(kind, error, traceback)
     leave(1, failed=True)
+
+
+def _say(text: str) -> None:
+    """Past Python's buffers, which a thread that is stuck may hold; nothing, if there is nobody to read it."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"raggedmoe: {text}\n".encode())
 
 
 def _watch(service: compat.Coordination, lost: Callable[[str], None]) -> Hub | Member | None:
@@ -213,7 +222,7 @@ def _follow_launcher(descriptor: int) -> None:
     def follow() -> None:
         if os.read(descriptor, 1):
             raise AssertionError("the launcher writes nothing")
-        os.write(sys.stderr.fileno(), b"raggedmoe: the launcher has ended; the run stops\n")
+        _say("the launcher has ended; the run stops")
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(LAUNCHER_GRACE)
         os._exit(LOST)

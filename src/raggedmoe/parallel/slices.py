@@ -41,6 +41,10 @@ class Slice:
     chips_per_host: int
 
     @property
+    def name(self) -> str:
+        return f"{self.chip}:{self.layout}"
+
+    @property
     def accelerator(self) -> str:
         return KINDS[self.chip].accelerator
 
