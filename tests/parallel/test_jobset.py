@@ -163,6 +163,10 @@ def test_a_topology_that_is_not_offered_is_refused(name):
         (("launch", "--", "train"), "expected --processes N, or --render jobset; got neither"),
         (("launch", "--processes", "0", "--", "train"), "expected --processes >= 1, got 0"),
         (("launch", "--processes", "2", "--", "bench"), "unknown command to launch, 'bench': expected one of train"),
+        (
+            ("launch", "--processes", "4", "--", "train", "expert_parallelism=2"),
+            "the degrees use 2 devices, which 4 processes cannot share evenly",
+        ),
         (("launch", "--render", "helm", "--", "train"), "unknown form to render, 'helm': expected one of jobset"),
         (("launch", "--render", "jobset", "--", "train"), "expected --topology, such as tpu7x:4x8x8, and --image"),
         ((*RENDER, "--processes", "2", "--", "train"), "expected no --processes"),

@@ -1,5 +1,9 @@
 """What the environment says of a process, and what a process alone does."""
 
+import socket
+import subprocess
+import sys
+
 import pytest
 
 from raggedmoe.parallel import processes
@@ -44,3 +48,16 @@ def test_a_process_alone_joins_nothing_and_decides_for_itself():
     assert processes.agreed_stop(3, wanted=True)
     assert not processes.agreed_stop(3, wanted=False)
     processes.leave(3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_process_whose_others_do_not_come_says_so(number):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    place = f"Place(coordinator='127.0.0.1:{port}', num_processes=2, process_id={number})"
+    code = f"from raggedmoe.parallel import processes as p; p.JOIN_SECONDS = 2.0; p.join(p.{place})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == processes.LOST
+    assert done.stderr.startswith(f"raggedmoe: 2 processes did not come together at 127.0.0.1:{port} within 2 s;")
+    assert done.stderr.count("\n") == 1

@@ -15,6 +15,7 @@ from raggedmoe.parallel.launcher import LocalRun
 from raggedmoe.parallel.launcher import launch as launch_here
 from raggedmoe.parallel.plan import Plan
 from raggedmoe.parallel.slices import slice_named
+from raggedmoe.train.settings import parse_settings
 
 COMMANDS = ("train",)  # those that join the other processes
 FORMS = ("jobset",)
@@ -43,7 +44,7 @@ def launch(
 
     Here: so many processes of `raggedmoe train`, with the same words. Lines of process 0 are shown, and errors of all.
 
-      raggedmoe launch --processes 2 --devices-per-process 4 -- train olmoe-tiny expert_parallelism=4 data_parallelism=2
+      raggedmoe launch --processes 2 -- train olmoe-tiny expert_parallelism=4 data_parallelism=2
 
     If one ends, the others end within a minute (mostly at once), the exit code is its own, and it is said which one it
     was and what it printed last; the same command goes on from the last checkpoint, also with fewer processes. Ctrl-C
@@ -60,7 +61,7 @@ def launch(
     Args:
         command: after --, what each process runs: train, and its settings.
         processes: here: how many.
-        devices_per_process: here: host devices of each.
+        devices_per_process: here: host devices of each; by default their share of those that the degrees ask for.
         grace: here: seconds between SIGTERM and SIGKILL, for those that do not end by themselves when one has failed.
         render: jobset: print a manifest instead.
         topology: of a slice: chips and their layout, such as v6e:4x4 or tpu7x:4x8x8.
@@ -88,7 +89,7 @@ def launch(
             LocalRun(
                 command=(*THIS, *command),
                 num_processes=processes,
-                devices_per_process=devices_per_process,
+                devices_per_process=devices_per_process or _devices_each(command[1:], processes),
                 grace=grace,
             )
         )
@@ -117,19 +118,36 @@ def launch(
     return 0
 
 
+def _devices_each(words: tuple[str, ...], num_processes: int) -> int | None:
+    """Each process's share of the devices that the degrees ask for; None: they do not say how many."""
+    degrees = _degrees(words)
+    if degrees.open or num_processes < 1:
+        return None
+    if degrees.num_devices % num_processes:
+        raise ValueError(
+            f"the degrees use {degrees.num_devices} devices, which {num_processes} processes cannot share evenly; "
+            "use degrees whose product is a multiple of --processes"
+        )
+    return degrees.num_devices // num_processes
+
+
+def _degrees(words: tuple[str, ...]) -> Degrees:
+    values = parse_settings(words).values
+    return Degrees(**{axis: values[f"{axis}_parallelism"] for axis in AXES})
+
+
 def _checked(run: ClusterRun) -> list[str]:
     """Refuse settings that cannot run on these slices, as the pods would; and what the user should be told."""
     try:
         from raggedmoe.models.specs import param_specs
         from raggedmoe.train.config import make_model
-        from raggedmoe.train.settings import parse_settings
     except ImportError as error:
         raise ValueError(
             f"the settings are checked with more packages ({error}): pip install 'raggedmoe[train]'"
         ) from None
     settings = parse_settings(run.command[1:])
     v, num_devices = settings.values, run.slice.num_devices * run.num_slices
-    degrees = resolved(Degrees(**{axis: v[f"{axis}_parallelism"] for axis in AXES}), num_devices)
+    degrees = resolved(_degrees(run.command[1:]), num_devices)
     if degrees.num_devices != num_devices:
         raise ValueError(
             f"the degrees use {degrees.num_devices} devices, but {run.num_slices} × {run.slice.name} has "

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -29,6 +29,7 @@ LAUNCHER = "RAGGEDMOE_LAUNCHER"  # a file descriptor that is at its end when the
 AUTO = "auto"
 
 LOST = 76  # exit code: another process ended; sysexits calls it a remote error in protocol
+JOIN_SECONDS = 300.0  # until all processes have to be there; on a cluster some start minutes later
 # JAX's own limits, for what a closed connection does not tell: a process that is stopped, or hangs in the system.
 # Its default of 100 s would be past the minute that a run may outlive one of its processes.
 HEARTBEAT_SECONDS = 25
@@ -111,17 +112,40 @@ def join(place: Place | None = None, environment: Mapping[str, str] | None = Non
     # JAX's service for preemptions takes SIGTERM away from the trainer, which saves on it.
     jax.config.update("jax_enable_preemption_service", False)
     local = place.coordinator is not None and place.coordinator.startswith("127.0.0.1:")
-    jax.distributed.initialize(
-        coordinator_address=place.coordinator,
-        num_processes=place.num_processes,
-        process_id=place.process_id,
-        cluster_detection_method=None if place.coordinator is None else "deactivate",
-        coordinator_bind_address=place.coordinator if local else None,
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        shutdown_timeout_seconds=SHUTDOWN_SECONDS,
-    )
+    with _limited(place):
+        jax.distributed.initialize(
+            coordinator_address=place.coordinator,
+            num_processes=place.num_processes,
+            process_id=place.process_id,
+            cluster_detection_method=None if place.coordinator is None else "deactivate",
+            coordinator_bind_address=place.coordinator if local else None,
+            initialization_timeout=round(JOIN_SECONDS) + 10,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        )
     _membership = _Membership(compat.coordination())
     sys.excepthook = _unhandled
+
+
+@contextlib.contextmanager
+def _limited(place: Place) -> Iterator[None]:
+    """Joining ends in time or with a sentence: JAX would abort, with a stack."""
+
+    def give_up() -> None:
+        where = place.coordinator or "the place that JAX found"
+        _say(
+            f"{place.num_processes or 'all'} processes did not come together at {where} within {JOIN_SECONDS:.0f} s; "
+            "expected each to be started, and process 0 to be reachable there"
+        )
+        os._exit(LOST)
+
+    timer = threading.Timer(JOIN_SECONDS, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def is_first() -> bool:
