@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raggedmoe.hardware import target_hardware
+from raggedmoe.parallel import processes
 from raggedmoe.train.keys import KEYS, RECIPES, SECTIONS, Key
 
 INTRODUCTION = """usage: raggedmoe train [MODEL] [KEY=VALUE ...]
@@ -30,7 +31,8 @@ or SIGTERM saves first. `raggedmoe report FOLDER` makes a page of it, `raggedmoe
 continues a text.
 
 Exit codes: 0 finished; 2 a setting is wrong, and nothing was done; 3 stopped, as losses or gradients were not finite; \
-74 stopped, as a file could not be written; 75 interrupted and saved: run it again."""
+74 stopped, as a file could not be written; 75 interrupted and saved: run it again; 76 stopped, as another process of \
+the run (`raggedmoe launch`) has ended."""
 
 
 def print_help() -> None:
@@ -75,6 +77,7 @@ def train(
     except ImportError as error:
         raise ValueError(f"training needs more packages ({error}): pip install 'raggedmoe[train]'") from None
     _silence_orbax()
+    processes.join()
     hardware = target_hardware()
     try:
         config = make_config(parse_settings(words), hardware, jax.device_count())
