@@ -7,8 +7,8 @@ import jax
 
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.specs import param_specs
-from raggedmoe.moe.config import is_routed
 from raggedmoe.params import init_params
+from raggedmoe.partition import is_routed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ only (causal, within the window), no recomputation, no norms or softmax.
 
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.specs import param_specs
-from raggedmoe.moe.config import is_routed
+from raggedmoe.partition import is_routed
 
 
 def forward_flops(config: ModelConfig, sequence_length: int, *, mtp_layers: int = 0) -> float:

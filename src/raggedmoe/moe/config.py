@@ -258,8 +258,3 @@ class MoEConfig:
             else None,
         }
         return {name: spec for name, spec in specs.items() if spec is not None}
-
-
-def is_routed(name: str, spec: ParamSpec) -> bool:
-    """Whether a token uses only its own experts' part of a parameter: all that have an expert axis but the router's."""
-    return "expert" in spec.axes and not name.rpartition(".")[2].startswith("router_")
