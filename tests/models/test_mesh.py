@@ -54,9 +54,6 @@ def assert_same_on(degrees, config, params, ids, value, gradients):
     assert_same_gradients(found, gradients, 64)
 
 
-MORE = pytest.mark.slow
-
-
 # Sinks, windows and biases; two key heads that four ranks cannot split; tied embeddings.
 @pytest.mark.parametrize(
     ("model", "degrees", "changes"),
@@ -69,7 +66,7 @@ MORE = pytest.mark.slow
             id="whole-heads",
             marks=pytest.mark.slow,
         ),
-        pytest.param("qwen3-tiny", MESHES["mixed"], {"tied_embeddings": True}, id="tied", marks=MORE),
+        pytest.param("qwen3-tiny", MESHES["mixed"], {"tied_embeddings": True}, id="tied", marks=pytest.mark.slow),
     ],
 )
 def test_scanned_layers_on_a_mesh_are_the_same(model, degrees, changes):

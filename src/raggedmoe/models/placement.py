@@ -4,6 +4,7 @@ A weight is stored in parts, as the plan says. A layer that uses it has it whole
 gathered in the type of the activations just before, one layer at a time, and its gradient goes back in parts.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,29 +16,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from raggedmoe.mesh import GATHERED, TENSOR, TOKEN_AXES
-from raggedmoe.moe.config import is_routed
-from raggedmoe.parallel.degrees import Degrees
-from raggedmoe.parallel.plan import WIDTH_AXES, Plan
 from raggedmoe.params import Specs
+from raggedmoe.partition import WIDTH_AXES, axes_of, is_routed, partition
 
 Weights = dict[str, Any]
-
-
-def degrees_of(mesh: Mesh) -> Degrees:
-    """The degrees of a plan's mesh."""
-    return Degrees(**mesh.shape)
 
 
 def check_rows(num_rows: int, mesh: Mesh | None) -> None:
     """Require sequences that the mesh can split evenly."""
     if mesh is None:
         return
-    degrees = degrees_of(mesh)
-    if num_rows % degrees.num_token_shards:
-        names = " × ".join(f"{axis}_parallelism={degrees.sizes[axis]}" for axis in TOKEN_AXES)
+    num_shards = math.prod(mesh.shape[axis] for axis in TOKEN_AXES)
+    if num_rows % num_shards:
+        names = " × ".join(f"{axis}_parallelism={mesh.shape[axis]}" for axis in TOKEN_AXES)
         raise ValueError(
-            f"{num_rows} sequences cannot be split over {names} = {degrees.num_token_shards} parts; use a multiple of "
-            f"{degrees.num_token_shards} sequences, or smaller degrees"
+            f"{num_rows} sequences cannot be split over {names} = {num_shards} parts; use a multiple of "
+            f"{num_shards} sequences, or smaller degrees"
         )
 
 
@@ -52,12 +46,12 @@ def in_use(weights: Weights, specs: Specs, mesh: Mesh | None, dtype: Any) -> Wei
     """The same, the dense weights of matmuls gathered. Routed experts and routers stay: their stages take them so."""
     if mesh is None:
         return weights
-    plan, found = Plan(degrees=degrees_of(mesh)), dict(weights)
+    found = dict(weights)
     for name, spec in specs.items():
         is_router = name.rpartition(".")[2].startswith("router_")
         if name not in weights or spec.contracts is None or is_router or is_routed(name, spec):
             continue
-        stored = plan.spec(name, spec)
+        stored = partition(name, spec, mesh.shape)
         if any(stored):
             places = (NamedSharding(mesh, _without_width(stored)), NamedSharding(mesh, stored))
             found[name] = checkpoint_name(_gathered(weights[name].astype(dtype), *places), GATHERED)
@@ -71,8 +65,7 @@ def keeps_no_gathered_weight(primitive: Any, *_: Any, **params: Any) -> bool:
 
 def _without_width(spec: PartitionSpec) -> PartitionSpec:
     def whole(entry: Any) -> Any:
-        kept = tuple(axis for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis not in WIDTH_AXES)
-        return kept[0] if len(kept) == 1 else kept or None
+        return tuple(axis for axis in axes_of(entry) if axis not in WIDTH_AXES) or None
 
     return PartitionSpec(*map(whole, spec))
 

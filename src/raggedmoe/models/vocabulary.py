@@ -15,9 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from raggedmoe.kernels.arrays import accumulator, varying_like
 from raggedmoe.mesh import TENSOR, TOKEN_AXES
-from raggedmoe.models.placement import degrees_of
-from raggedmoe.parallel.plan import Plan
 from raggedmoe.params import ParamSpec
+from raggedmoe.partition import axes_of, partition
 
 TOKENS = PartitionSpec(TOKEN_AXES)
 
@@ -36,8 +35,7 @@ class TablePlace:
 
     @property
     def _width_axes(self) -> tuple[str, ...]:
-        entry = self.spec[1]
-        return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        return axes_of(self.spec[1])
 
     def whole_width(self, part: jax.Array) -> jax.Array:
         """This rank's entries ``[V/tensor D]`` from the part that is stored here."""
@@ -59,7 +57,7 @@ class TablePlace:
 def table_place(mesh: Mesh, shape: tuple[int, ...]) -> TablePlace:
     """Where the plan puts a table."""
     spec = ParamSpec(shape=shape, dtype=jnp.float32, axes=("vocab", "model_dim"))
-    return TablePlace(mesh=mesh, spec=Plan(degrees=degrees_of(mesh)).spec("table", spec))
+    return TablePlace(mesh=mesh, spec=partition("table", spec, mesh.shape))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
