@@ -1,5 +1,6 @@
 """Checks of arguments, and the few array facts, that all operations share."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -21,8 +22,15 @@ def matmul_precision(dtype: Any) -> lax.Precision | None:
 
 def varying_like(value: jax.Array, *arrays: Any) -> jax.Array:
     """``value``, typed in `shard_map` as varying over every mesh axis that an array does: a loop's first carry."""
-    axes = {axis for array in arrays for axis in jax.typeof(array).manual_axis_type.varying}
-    missing = axes - jax.typeof(value).manual_axis_type.varying
+    return varying_over(value, {axis for array in arrays for axis in jax.typeof(array).manual_axis_type.varying})
+
+
+def varying_over(value: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """``value``, typed in `shard_map` as each device's own along these mesh axes.
+
+    Backward, the devices' gradients are summed there.
+    """
+    missing = set(axes) - jax.typeof(value).manual_axis_type.varying
     return lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
 
 

@@ -1,5 +1,6 @@
 """What a strategy is, and the two moves that most of them share."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,17 +23,45 @@ class StrategySettings:
     weigh_input: bool  # the weights multiply the rows on the way in, not on the way out
     kernels: KernelChoice
     hardware: Hardware | str | None
-    axis: str | None  # the mesh axis that experts are split over, for "ring"
+    axis: str  # the mesh axis that experts are split over
+    num_ranks: int  # along it
+    buffer_factor: float | None  # rows of the receive buffer, as a multiple of a balanced share; None: the worst case
+    ragged: bool  # the platform has a ragged all-to-all
+
+    def most_rows(self, num_tokens: int, per_token: int) -> int:
+        """Rows that one rank can have for another: every token chooses as many experts there as it can."""
+        return num_tokens * min(per_token, num_held(self))
+
+    def buffer_rows(self, num_tokens: int, per_token: int) -> int:
+        """Rows of the receive buffer, for so many tokens on each rank."""
+        worst = self.num_ranks * self.most_rows(num_tokens, per_token)
+        if self.buffer_factor is None:
+            return worst
+        return min(max(math.ceil(self.buffer_factor * num_tokens * per_token), 1), worst)
+
+
+def num_held(settings: StrategySettings) -> int:
+    """Experts on each rank, G."""
+    if settings.num_experts % settings.num_ranks:
+        fitting = [n for n in range(1, settings.num_experts + 1) if settings.num_experts % n == 0]
+        padded = math.ceil(settings.num_experts / settings.num_ranks) * settings.num_ranks
+        raise ValueError(
+            f"num_experts={settings.num_experts} is not divisible by expert_parallelism={settings.num_ranks}; "
+            f"use one of {fitting}, or pad with num_experts={padded}"
+        )
+    return settings.num_experts // settings.num_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How rows reach the experts and come back. ``x`` may be any columns of the tokens: see width chunks."""
+    """How rows reach the experts and come back, on one device's part of the tokens, in `shard_map` where there are
+    several. ``x`` may be any columns of the tokens: see width chunks.
+    """
 
     prepare: Callable[[RouteOutput], RouteMetadata]
     dispatch: Callable[[Float[Array, "T D"], RouteOutput, RouteMetadata], Float[Array, "R D"]]
     unpermute: Callable[[Float[Array, "R D"], RouteOutput, RouteMetadata], Float[Array, "T D"]]
-    axis: str | None = None  # the mesh axis that tokens are split over, hence the one to reduce losses over
+    may_drop: bool = False  # otherwise no slot is ever dropped, and nobody has to ask the other ranks
 
 
 def gather_rows(x: Float[Array, "T D"], metadata: RouteMetadata, settings: StrategySettings) -> Float[Array, "R D"]:
