@@ -201,7 +201,8 @@ def test_the_report_is_what_happened(whole):
     assert float(report.grad_norm) == pytest.approx(norm, rel=1e-5)
     assert float(report.entropy) == pytest.approx(entropy, rel=1e-5)
     assert float(report.max_violation) == pytest.approx((share.max(1) * share.shape[1]).max() - 1, rel=1e-5)
-    assert float(report.tokens) == BATCH.weights.sum()
+    assert float(report.targets) == BATCH.weights.sum()
+    assert int(report.tokens) == (BATCH.segments >= 0).sum()
     known = [int((BATCH.segments >= 0).sum())] * 2 + [int(knows_further(jnp.asarray(BATCH.segments), 0).sum())]
     assert load.sum(1).tolist() == [WHOLE.model.moe.experts_per_token * tokens for tokens in known]
     assert int(report.losses.dropped) == 0

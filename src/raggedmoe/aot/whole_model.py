@@ -31,8 +31,8 @@ class WholeModel:
 
 def whole_model(outcomes: Sequence[Outcome]) -> WholeModel | None:
     """From the outcomes of some layers of a model and of one fewer; None: these are something else."""
-    layers = [outcome.case.arguments.get("num_layers") for outcome in outcomes]
-    if len(outcomes) != 2 or None in layers or layers[0] != layers[1] + 1:
+    layers = [outcome.case.arguments.get("num_layers") or 0 for outcome in outcomes]
+    if len(outcomes) != 2 or 0 in layers or layers[0] != layers[1] + 1:
         return None
     larger, smaller = (outcome.compiled for outcome in outcomes)
     if larger is None or smaller is None or outcomes[0].available is None:

@@ -277,6 +277,7 @@ def _experts(
         x.reshape(-1, x.shape[-1]),
         MoEParams.from_flat(under("moe.", weights)),
         config,
+        mesh=run.mesh,
         mask=None if run.mask is None else run.mask.reshape(-1),
         key=key,
         token_ids=run.ids.reshape(-1),

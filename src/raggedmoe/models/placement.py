@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import linear_call
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from raggedmoe.mesh import GATHERED, TENSOR, TOKEN_AXES
+from raggedmoe.mesh import FSDP, TENSOR, TOKEN_AXES
 from raggedmoe.params import Specs
 from raggedmoe.partition import WIDTH_AXES, axes_of, is_routed, partition
 
@@ -54,13 +53,20 @@ def in_use(weights: Weights, specs: Specs, mesh: Mesh | None, dtype: Any) -> Wei
         stored = partition(name, spec, mesh.shape)
         if any(stored):
             places = (NamedSharding(mesh, _without_width(stored)), NamedSharding(mesh, stored))
-            found[name] = checkpoint_name(_gathered(weights[name].astype(dtype), *places), GATHERED)
+            found[name] = _gathered(weights[name].astype(dtype), *places)
     return found
+
+
+# What makes a gathered weight, and what only gives it another shape or type, for `jax.checkpoint`: none of that is kept
+# for the backward pass, which gathers again, or every layer's weights would be there whole at once.
+_SHAPING = ("reshape", "transpose", "squeeze", "slice", "dynamic_slice", "broadcast_in_dim", "pvary", "pcast")
 
 
 def keeps_no_gathered_weight(primitive: Any, *_: Any, **params: Any) -> bool:
     """The policy, for `jax.checkpoint`, to keep everything but gathered weights, in whatever shape they are used."""
-    return primitive.name not in ("linear_call", "reshape", "transpose") and params.get("name") != GATHERED
+    if primitive.name.startswith("all_gather"):
+        return FSDP not in params["axis_name"]
+    return primitive.name != "linear_call" and primitive.name not in _SHAPING
 
 
 def _without_width(spec: PartitionSpec) -> PartitionSpec:
