@@ -258,9 +258,9 @@ def _compile(cases: list[Case], timeout: float, json: bool) -> int:
         print(dumps([as_json(outcome) for outcome in outcomes], indent=1))
         return 1 if failed else 0
     topology = cases[0].topology
-    console.print(
-        f"{topology}, one device of it; JAX {compat.JAX_VERSION}, libtpu {libtpu_version()}; compiled, not run"
-    )
+    is_step = "words" in cases[0].arguments
+    where = "its devices as the degrees say" if is_step else "one device of it"
+    console.print(f"{topology}, {where}; JAX {compat.JAX_VERSION}, libtpu {libtpu_version()}; compiled, not run")
     lines = [*outcome_lines(outcomes)]
     if any(outcome.schedule is not None for outcome in outcomes):
         lines += ["", *schedule_table(outcomes), *schedule_lines(outcomes)]
