@@ -29,6 +29,7 @@ from .small_step import (
     small_model,
     sorted_out,
     step_of,
+    tiny,
 )
 
 CUT = dataclasses.replace(WHOLE, micro_batches=4)

@@ -37,14 +37,13 @@ class StateBytes:
 def state_bytes(config: ModelConfig, plan: Plan = ONE_DEVICE) -> StateBytes:
     """Of a model that is trained by AdamW."""
     specs = param_specs(config)
-    trained = sum(
-        spec.num_elements // num_parts(plan.spec(name, spec), plan.degrees.sizes)
-        for name, spec in specs.items()
-        if is_trained(name)
-    )
+    elements = {
+        name: spec.num_elements // num_parts(plan.spec(name, spec), plan.degrees.sizes) for name, spec in specs.items()
+    }
+    trained = sum(num for name, num in elements.items() if is_trained(name))
     return StateBytes(
         num_params=sum(spec.num_elements for spec in specs.values()),
-        params=sum(plan.device_bytes(specs).values()),
+        params=sum(num * jnp.dtype(specs[name].dtype).itemsize for name, num in elements.items()),
         gradients=4 * trained,
         moments=8 * trained,
     )

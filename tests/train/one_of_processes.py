@@ -1,4 +1,4 @@
-"""One process of a run: ``python two_processes.py PORT NUMBER COUNT DEVICES WORD…`` trains as `raggedmoe train WORD…`."""
+"""One process of a run: trains as `raggedmoe train WORD…`. Arguments: PORT NUMBER COUNT DEVICES WORD…"""
 
 import sys
 
