@@ -9,6 +9,7 @@ from raggedmoe.aot.schedule import OpSchedule, Schedule, Section
 from raggedmoe.aot.sparsecore_schedule import SparseCoreProgram
 from raggedmoe.aot.subjects import example_named
 from raggedmoe.aot.topology import chip_named
+from raggedmoe.aot.whole_model import WholeModel
 from raggedmoe.hardware import GIB, MIB
 from raggedmoe.kernels.registry import BACKWARD
 
@@ -50,6 +51,16 @@ def _parts(compiled: Compiled | None) -> str:
     return (
         f": arguments {_size(memory.arguments)}, outputs {_size(fresh)}, temporaries {_size(memory.temporaries)}, "
         f"code {_size(memory.code)}"
+    )
+
+
+def whole_model_line(whole: WholeModel) -> str:
+    """What a model needs of which a few layers were compiled."""
+    fixed, more = whole.arguments, whole.num_layers - whole.compiled_layers
+    return (
+        f"whole model, {whole.num_layers} layers, by the compiled {whole.compiled_layers}: HBM: "
+        f"{_fit(whole.needed, whole.available)}: state and batch {_size(fixed)}, by their shapes; the rest "
+        f"{_size(whole.rest)} + {more} × {_size(whole.rest_per_layer)}, the difference that the last layer made"
     )
 
 
