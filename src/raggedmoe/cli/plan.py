@@ -74,6 +74,7 @@ def plan(
     if not found:
         console.print("an MoE layer sends nothing: its experts, weights and tokens are all on one device")
         return 0
+    console.print("each MoE layer, a micro-batch: bytes of a collective, and what a device sends of them")
     console.print(_collective_table(found, made.degrees.sizes))
     for line in _volume_lines(made, model, step, found):
         console.print(line)
@@ -152,13 +153,7 @@ def _split(made: Plan, name: str, spec: ParamSpec) -> str:
 
 
 def _collective_table(found: list[Collective], sizes: Mapping[str, int]) -> Table:
-    table = Table(
-        title="each MoE layer, a micro-batch: bytes of the collective, and what a device sends of them",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("pass", "what", "collective", "over", "bytes", "sent"):
         table.add_column(title, justify="right" if title in ("bytes", "sent") else "left", no_wrap=title != "over")
     for each in sorted(found, key=lambda each: (each.direction != "forward", -each.sent_bytes)):

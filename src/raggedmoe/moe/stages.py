@@ -149,10 +149,11 @@ def dispatch_part(
     columns: slice,
     on_mesh: bool,
 ) -> Float[Array, "R columns"]:
+    x = x[tokens, columns]
     if on_mesh:
         # Each tensor rank's own from here on: backward their gradients are summed for T tokens, not for R rows.
         x = varying_over(x, (TENSOR,))
-    return strategy.dispatch(x[tokens, columns], RouteOutput(**of_tokens, **of_all).of(tokens), metadata)
+    return strategy.dispatch(x, RouteOutput(**of_tokens, **of_all).of(tokens), metadata)
 
 
 def up_part(
