@@ -78,7 +78,7 @@ def launch(
     """
     if not command:
         raise ValueError(
-            "expected a command after --, as in `raggedmoe launch --processes 2 -- train olmoe-tiny`; got none"
+            "expected a command after --, as in `raggedmoe launch --processes 2 -- train data_parallelism=2`; got none"
         )
     if command[0] not in COMMANDS:
         raise unknown("command to launch,", command[0], COMMANDS)

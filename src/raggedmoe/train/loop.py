@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.parallel.processes import agreed_stop
+from raggedmoe.parallel.processes import agreed_stop, wait_for_all
 from raggedmoe.train import run_folder
 from raggedmoe.train.begin import (
     first_state,
@@ -59,6 +59,7 @@ def train(config: TrainConfig, hardware: Hardware, screen: Screen) -> Outcome:
                 programs = compile_programs(config.step, next(data.train_batches()), example)
                 check_compiled_fit(programs.bytes_needed, available)
                 screen.say(f"compiled in {time.perf_counter() - start:.1f} s")
+                wait_for_all("compiled")
                 run = make_run(config, data, held_out, programs, metrics, checkpoints, screen, hardware)
                 state = first_state(run, restored, given)
                 if restored is None:
