@@ -1,8 +1,8 @@
 """A small program of several processes: sums over all devices, step after step. Arguments: steps, seconds of a step.
 
 SUMMING_EVENT="process step what" makes a process at a step kill itself (kill), stop (stop) or raise (raise). With
-SUMMING_PIDS=folder, every process that has done a step leaves a file with its number there. SUMMING_LATE=seconds lets the
-others wait for process 0.
+SUMMING_PIDS=folder, every process that has done a step leaves a file with its number there. SUMMING_LATE=seconds lets
+the others wait for process 0.
 """
 
 import os
