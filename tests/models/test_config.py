@@ -13,7 +13,6 @@ from .drawn import tiny
 
 GROUPED = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 LATENT = {"num_heads": 2, "q_lora_rank": None, "kv_lora_rank": 8, "nope_dim": 4, "rope_dim": 4, "value_dim": 4}
-RING = dataclasses.replace(model_preset("mixtral-tiny").moe, strategy="ring")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +41,6 @@ RING = dataclasses.replace(model_preset("mixtral-tiny").moe, strategy="ring")
         (lambda: tiny("mixtral-tiny", remat=("kv_a",)), "remat keeps 'kv_a', which this model never computes"),
         (lambda: tiny("deepseek-v2-tiny", remat=("q_a",)), "remat keeps 'q_a', which this model never computes"),
         (lambda: tiny("mixtral-tiny", remat=("mlp_up",)), "remat keeps 'mlp_up', which this model never computes"),
-        (lambda: tiny("mixtral-tiny", moe=RING), "needs a mesh axis"),
         (lambda: model_preset("mixtral-8x9b"), "unknown model 'mixtral-8x9b'.*did you mean 'mixtral-8x"),
     ],
 )

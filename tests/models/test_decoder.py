@@ -27,7 +27,7 @@ def loss_of(config, ids, **options):
         total = optax.softmax_cross_entropy_with_integer_labels(scores, ids[:, 1:]).mean()
         reports = [out.experts]
         if config.mtp_layers:
-            further, more = predict_further(params, out.hidden, ids, config)
+            further, more = predict_further(params, out.hidden, ids, config, mesh=options.get("mesh"))
             for m, hidden in enumerate(further):
                 scores = logits(params, hidden, config)[:, : -2 - m]
                 total += optax.softmax_cross_entropy_with_integer_labels(scores, ids[:, 2 + m :]).mean()

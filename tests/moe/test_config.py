@@ -8,6 +8,7 @@ from flax import nnx
 
 from raggedmoe import ExpertConfig, KernelChoice, MoE, RouterConfig
 from raggedmoe.moe.dispatch import make_strategy
+from raggedmoe.moe.grid import Grid
 
 from .examples import moe_config
 
@@ -189,9 +190,10 @@ def test_tokens_of_another_width_are_refused(shape):
         layer(jnp.ones(shape))
 
 
-def test_ring_without_an_axis_is_refused():
-    with pytest.raises(ValueError, match="strategy='ring' needs the mesh axis that experts are split over, got None"):
-        make_strategy(moe_config(strategy="ring"), 4)
+@pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
+def test_experts_across_ranks_without_a_mesh_are_refused(strategy):
+    with pytest.raises(ValueError, match=f"strategy='{strategy}' needs the mesh that experts are split over, got None"):
+        make_strategy(moe_config(strategy=strategy), 4, Grid())
 
 
 def test_config_can_be_a_static_argument():

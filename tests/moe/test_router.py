@@ -190,7 +190,8 @@ def test_jitter_multiplies_the_routers_input_alone():
     config = einsum_config({"jitter": 0.5})
     x, params = random_tokens(config, 12), random_params(config)
     key = jax.random.key(3)
-    noise = jax.random.uniform(jax.random.fold_in(key, 1), x.shape, x.dtype, minval=0.5, maxval=1.5)
+    keys = [jax.random.fold_in(jax.random.fold_in(key, 1), token) for token in range(12)]
+    noise = [jax.random.uniform(own, x.shape[1:], x.dtype, minval=0.5, maxval=1.5) for own in keys]
     out = run_layer(x, params, config, key=key)
     assert_agrees(out, numpy_layer.layer(x, params, config, noise=np.asarray(noise)))
 

@@ -6,16 +6,11 @@ Every way is compared with the single-device oracles, never with another way: wh
 import functools
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-from raggedmoe import ExpertConfig, KernelChoice, MoEOutput
-from raggedmoe.moe.dispatch import make_strategy, ring
-from raggedmoe.moe.dispatch.strategy import StrategySettings
+from raggedmoe import ExpertConfig, KernelChoice
 
 from . import numpy_layer
 from .examples import (
@@ -23,16 +18,15 @@ from .examples import (
     assert_gradients_close,
     dense_gradients,
     finite_differences,
-    layer,
     layer_gradients,
     moe_config,
     random_experts,
     random_params,
     random_tokens,
-    scalar_loss,
 )
+from .on_mesh import gradients_on_mesh, mesh_of, run_on_mesh
 
-NUM_TOKENS, NUM_EXPERTS, NUM_RANKS, AXIS = 8, 4, 2, "expert"
+NUM_TOKENS, NUM_EXPERTS, NUM_RANKS = 8, 4, 2
 ROUTER = {
     "logit_bias": True,
     "selection_bias": True,
@@ -59,7 +53,7 @@ class Way:
     def config(self, **options):
         sizes = {"num_experts": NUM_EXPERTS, "model_dim": 6, "experts": EXPERTS, "router": ROUTER, **options}
         if self.kernels == "fused":
-            return moe_config(moe_backend="expert_ffn", **sizes)
+            return moe_config(strategy=self.strategy, moe_backend="expert_ffn", **sizes)
         kernel = KERNELS[self.kernels]
         choice = None if kernel is None else KernelChoice(grouped_matmul=kernel)
         return moe_config(strategy=self.strategy, kernels=choice, width_chunks=self.width_chunks, **sizes)
@@ -67,49 +61,14 @@ class Way:
 
 # "auto" takes the kernels of "cpu" on this machine: one of the two names is enough.
 COMPUTATIONS = [(1, "auto"), (2, "cpu"), (1, "ragged_dot"), (2, "ragged_dot"), (1, "fused")]
-WAYS = [Way(strategy, *computation) for strategy in ("local", "ring") for computation in COMPUTATIONS]
+WAYS = [Way("local", *computation) for computation in COMPUTATIONS]
+WAYS += [
+    Way("ring", 1, "auto"),
+    Way("ring", 2, "ragged_dot"),
+    Way("all_to_all", 1, "fused"),
+    Way("all_to_all", 2, "cpu"),
+]
 ROUTINGS = ("random", "skewed", "one_expert_each", "first_rank", "last_rank", "one_token", "some_masked", "all_masked")
-
-
-def param_specs(params):
-    """How a layer's parameters lie on the mesh of experts."""
-    sharded = ("wi_0", "wi_1", "wo", "bias_wi_0", "bias_wi_1", "bias_wo")
-    return {name: P(AXIS) if name in sharded else P() for name in params}
-
-
-def on_ring(function, params, *, num_ranks=NUM_RANKS, out):
-    """`function(x, params, mask, replay)` with tokens and experts split over the ranks."""
-    mesh = Mesh(np.array(jax.devices()[:num_ranks]), (AXIS,))
-    specs = (P(AXIS), param_specs(params), P(AXIS), P(AXIS))
-    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out)
-
-
-def ring_strategy(config, num_tokens):
-    """The ring, also where the configuration's backend is the fused one, which names a strategy of its own."""
-    if config.strategy_name == "ring":
-        return make_strategy(config, num_tokens, axis=AXIS)
-    settings = StrategySettings(
-        num_experts=config.num_experts,
-        capacity=None,
-        weigh_input=config.router.weigh == "input",
-        kernels=config.kernel_choice,
-        hardware=None,
-        axis=AXIS,
-    )
-    return ring.make(settings)
-
-
-def layer_on_ring(config, params, num_ranks=NUM_RANKS):
-    """The layer as a function of global arrays, computed by the ring."""
-
-    def body(x, params, mask, replay):
-        strategy = ring_strategy(config, x.shape[0])
-        return vars(layer(x, params, config, strategy=strategy, mask=mask, replay=replay, axis=AXIS))
-
-    # The tokens' results are split; the losses and statistics are the same on every rank.
-    specs = {name: P(AXIS) if name in ("output", "experts") else P() for name in MoEOutput.__dataclass_fields__}
-    ringed = on_ring(body, params, num_ranks=num_ranks, out=specs)
-    return lambda *arrays: MoEOutput(**ringed(*arrays))
 
 
 @functools.cache
@@ -117,18 +76,10 @@ def compiled(way, per_token):
     """Value and gradients as one compiled function of the arrays, so that all routings share it."""
     config = way.config(experts_per_token=per_token)
 
-    @jax.jit
+    mesh = None if way.strategy == "local" else mesh_of(expert=NUM_RANKS)
+
     def run(x, params, mask, replay, cotangent):
-        if way.strategy == "local":
-            return layer_gradients(x, params, config, cotangent, mask=mask, replay=replay)
-        ringed = layer_on_ring(config, params)
-
-        def loss(x, params):
-            out = ringed(x, params, mask, replay)
-            return scalar_loss(out, cotangent), out
-
-        (_, out), (dx, gradients) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, params)
-        return out, {"x": dx, **gradients}
+        return gradients_on_mesh(x, params, config, mesh, cotangent, mask=mask, replay=replay)
 
     return run
 
@@ -246,39 +197,29 @@ def test_experts_of_every_kind_are_those_of_the_oracle(activation, gated, backen
     assert_gradients_close(gradients, dense_gradients(x, params, config, cotangent, jnp.asarray(replay)))
 
 
+across_ranks = pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
+
+
+@across_ranks
 @pytest.mark.parametrize("num_ranks", [1, 8])
-def test_ring_routes_as_one_device_does_on_any_number_of_ranks(num_ranks):
-    config = moe_config(ROUTER, num_experts=8, experts_per_token=3, strategy="ring")
+def test_routing_is_that_of_one_device_on_any_number_of_ranks(num_ranks, strategy):
+    config = moe_config(ROUTER, num_experts=8, experts_per_token=3, strategy=strategy)
     x, params = random_tokens(config, 16), random_params(config)
     mask = jnp.arange(16) % 5 != 0
-    ringed = layer_on_ring(config, params, num_ranks)
-    assert_agrees(jax.jit(ringed)(x, params, mask, None), numpy_layer.layer(x, params, config, mask=mask))
+    out = run_on_mesh(x, params, config, mesh_of(expert=num_ranks), mask=mask)
+    assert_agrees(out, numpy_layer.layer(x, params, config, mask=mask))
 
 
-def test_ring_weighs_the_input_where_the_router_says_so():
-    config = moe_config({"weigh": "input", "score": "sigmoid"}, num_experts=4, strategy="ring", experts=EXPERTS)
+@across_ranks
+def test_the_input_is_weighed_where_the_router_says_so(strategy):
+    config = moe_config({"weigh": "input", "score": "sigmoid"}, num_experts=4, strategy=strategy, experts=EXPERTS)
     x, params = random_tokens(config, 8), random_params(config)
-    ringed = layer_on_ring(config, params)
-    assert_agrees(jax.jit(ringed)(x, params, None, None), numpy_layer.layer(x, params, config))
+    out = run_on_mesh(x, params, config, mesh_of(expert=NUM_RANKS))
+    assert_agrees(out, numpy_layer.layer(x, params, config))
 
 
 def test_ring_combines_more_slots_than_are_unrolled():
     config = moe_config(num_experts=18, experts_per_token=17, strategy="ring")
     x, params = random_tokens(config, 4), random_params(config)
-    ringed = layer_on_ring(config, params)
-    assert_agrees(jax.jit(ringed)(x, params, None, None), numpy_layer.layer(x, params, config))
-
-
-def test_ring_refuses_experts_that_do_not_divide():
-    config = moe_config(num_experts=5, strategy="ring")
-    x, params = random_tokens(config, 8), random_params(config)
-    refused = jax.shard_map(
-        lambda x, params: layer(x, params, config, strategy=ring_strategy(config, 4), axis=AXIS).output,
-        mesh=Mesh(np.array(jax.devices()[:2]), (AXIS,)),
-        in_specs=P(),
-        out_specs=P(),
-    )
-    with pytest.raises(
-        ValueError, match=r"num_experts=5 is not divisible by the 2 ranks.*use a number of ranks in \[1, 5\]"
-    ):
-        jax.eval_shape(refused, x, params)
+    out = run_on_mesh(x, params, config, mesh_of(expert=NUM_RANKS))
+    assert_agrees(out, numpy_layer.layer(x, params, config))

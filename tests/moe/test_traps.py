@@ -5,16 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from raggedmoe import ExpertConfig, MoE, updated_selection_bias
+from raggedmoe.moe.dispatch import make_strategy
+from raggedmoe.moe.grid import TOKENS, Grid
+from raggedmoe.moe.records import RouteOutput
 
 from . import numpy_layer
 from .examples import (
     assert_close,
     dense_gradients,
     einsum_config,
-    layer,
     layer_gradients,
     moe_config,
     random_experts,
@@ -22,8 +23,8 @@ from .examples import (
     random_tokens,
     run_layer,
 )
+from .on_mesh import mesh_of, run_on_mesh
 from .test_layer import axes_of
-from .test_stages import AXIS, layer_on_ring, on_ring, ring_strategy
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -46,36 +47,37 @@ def two_hundred_routings():
     return [random_experts(rng, NUM_TOKENS, PER_TOKEN, NUM_EXPERTS, skew=rng.choice([0, 1, 4])) for _ in range(200)]
 
 
-def test_trap_04_ring_loses_and_misassigns_no_row():
+@pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
+def test_trap_04_no_row_is_lost_or_misassigned(strategy):
     config = moe_config(
-        num_experts=NUM_EXPERTS, experts_per_token=PER_TOKEN, strategy="ring", model_dim=3, expert_dim=2
+        num_experts=NUM_EXPERTS, experts_per_token=PER_TOKEN, strategy=strategy, model_dim=3, expert_dim=2
     )
-    x, params = random_tokens(config, NUM_TOKENS), random_params(config)
-    run = jax.jit(layer_on_ring(config, params, NUM_RANKS))
+    x, params, mesh = random_tokens(config, NUM_TOKENS), random_params(config), mesh_of(expert=NUM_RANKS)
     for experts in two_hundred_routings():
         expected = numpy_layer.layer(x, params, config, replay=experts)
-        assert_close(run(x, params, None, jnp.asarray(experts)).output, expected.output)
+        out = run_on_mesh(x, params, config, mesh, replay=jnp.asarray(experts))
+        assert_close(out.output, expected.output)
 
 
 def test_trap_04_ring_buffer_holds_the_worst_case_and_no_more():
     config = moe_config(num_experts=NUM_EXPERTS, experts_per_token=PER_TOKEN, strategy="ring")
-    x, params = random_tokens(config, NUM_TOKENS), random_params(config)
-    held = NUM_EXPERTS // NUM_RANKS
+    held, grid = NUM_EXPERTS // NUM_RANKS, Grid(mesh=mesh_of(expert=NUM_RANKS))
+    strategy = make_strategy(config, NUM_TOKENS // NUM_RANKS, grid)
+    none = jnp.zeros(())
 
-    def slots(x, params, mask, replay):
-        seen = []
-        strategy = ring_strategy(config, x.shape[0])
+    @jax.jit
+    def prepared(experts):
+        def stage(experts):
+            weights, mask = jnp.ones(experts.shape), jnp.ones(experts.shape[0], bool)
+            given = {"experts": experts, "tokens": None, "mask": mask, "weights": weights}
+            losses = dict.fromkeys(("aux_loss", "z_loss", "entropy", "max_violation"), none)
+            metadata = strategy.prepare(RouteOutput(**given, **losses, load=jnp.zeros(NUM_EXPERTS, jnp.int32)))
+            return metadata.slot_of_row[None], metadata.group_sizes[None]
 
-        def prepare(routing):
-            seen.append(strategy.prepare(routing))
-            return seen[0]
+        return grid.run(stage, experts, places=(TOKENS,), result=TOKENS)
 
-        layer(x, params, config, strategy=type(strategy)(**{**vars(strategy), "prepare": prepare}), replay=replay)
-        return seen[0].slot_of_row[None], seen[0].group_sizes[None]
-
-    run = jax.jit(on_ring(slots, params, num_ranks=NUM_RANKS, out=P(AXIS)))
     for experts in two_hundred_routings():
-        rows, group_sizes = map(np.asarray, run(x, params, None, jnp.asarray(experts)))
+        rows, group_sizes = map(np.asarray, prepared(jnp.asarray(experts)))
         assert rows.shape == (NUM_RANKS, NUM_TOKENS * min(PER_TOKEN, held))
         for rank in range(NUM_RANKS):
             valid = rows[rank][: group_sizes[rank].sum()]
@@ -107,14 +109,14 @@ def test_trap_08_selection_bias_gets_no_gradient():
 
 
 @pytest.mark.parametrize("aux_loss", ["batch", "sequence"])
-def test_trap_09_losses_on_the_ring_are_those_of_the_global_batch(aux_loss):
+def test_trap_09_losses_on_a_mesh_are_those_of_the_global_batch(aux_loss):
     losses = {"aux_loss": aux_loss, "aux_loss_weight": 1.0, "z_loss_weight": 1.0}
     config = moe_config(losses, num_experts=4, strategy="ring")
     x, params = random_tokens(config, 16), random_params(config)
     # The ranks see unequal numbers of tokens that count and different experts: the mean of their own losses is wrong.
     mask = jnp.arange(16) > 5
     x = jnp.where(jnp.arange(16)[:, None] < 8, x, jnp.abs(x))
-    out = jax.jit(layer_on_ring(config, params))(x, params, mask, None)
+    out = run_on_mesh(x, params, config, mesh_of(expert=2), mask=mask, num_sequences=2)
     expected = numpy_layer.layer(x, params, config, mask=mask, num_sequences=2)
     for name in ("aux_loss", "z_loss", "load", "entropy", "max_violation"):
         np.testing.assert_allclose(getattr(out, name), getattr(expected, name), rtol=1e-12, err_msg=name)

@@ -51,16 +51,17 @@ def curve(run: Path) -> list[dict]:
 
 
 @functools.cache
-def _programs(config, structure, *batches):
+def _programs(config, layout, structure, *batches):
     shaped = [jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves]) for leaves in batches]
-    return compile_programs(config, *shaped)
+    return compile_programs(config, *shaped, layout)
 
 
 def share_programs(monkeypatch):
     """The loop compiles only what it has not compiled before in this process."""
 
-    def compiled(config, *batches):
+    def compiled(config, *batches_and_layout):
+        *batches, layout = batches_and_layout
         shapes = [tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch)) for batch in batches]
-        return _programs(config, jax.tree.structure(batches[0]), *shapes)
+        return _programs(config, layout, jax.tree.structure(batches[0]), *shapes)
 
     monkeypatch.setattr(loop, "compile_programs", compiled)

@@ -1,12 +1,18 @@
 """The chunked cross-entropy against a log-softmax of all logits at once, by NumPy in float64."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
+from raggedmoe.mesh import TENSOR
+from raggedmoe.models.vocabulary import table_place
+from raggedmoe.parallel.degrees import Degrees
+from raggedmoe.parallel.plan import Plan
 from raggedmoe.train import loss as loss_module
 from raggedmoe.train.loss import chunk_tokens, cross_entropy_sum
 
@@ -80,7 +86,10 @@ def drawn(num_tokens=TOKENS, vocab=VOCAB, dtype=np.float32, seed=0):
 
 
 def assert_is_the_oracle(arguments):
-    found = value_and_gradients(*arguments)
+    assert_are_the_oracles(arguments, value_and_gradients(*arguments))
+
+
+def assert_are_the_oracles(arguments, found):
     for what, ours, expected, bound in zip(
         ("value", "d_hidden", "d_head"), found, oracle(*arguments), bounds(arguments[0], arguments[1], arguments[3])
     ):
@@ -201,3 +210,30 @@ def test_only_one_chunk_of_logits_exists_at_a_time(monkeypatch, chunks, least, l
     hidden, head, targets, weights = map(jnp.asarray, drawn(24, 71))
     gradient = jax.value_and_grad(lambda h, w: cross_entropy_sum(h, w, targets, weights), (0, 1))
     assert largest_array(jax.make_jaxpr(gradient)(hidden, head).jaxpr) == largest  # with chunks: the head's gradient
+
+
+# The vocabulary split over two and four ranks, and one that does not divide: every rank has all of it. The width whole,
+# in two and in four parts.
+ON_MESHES = [
+    (Degrees(fsdp=2, expert=2, tensor=2), VOCAB - 1),
+    (Degrees(data=2, tensor=4), VOCAB + 1),
+    (Degrees(data=2, fsdp=2, tensor=2), VOCAB),
+]
+
+
+@pytest.mark.parametrize(("degrees", "vocab"), ON_MESHES, ids=["fsdp-expert-tensor", "data-tensor", "whole-vocabulary"])
+def test_on_a_mesh_it_is_the_same_and_no_token_or_logit_leaves_its_device(degrees, vocab):
+    plan = Plan(degrees=degrees)
+    mesh, arguments = plan.mesh(), drawn(32, vocab)
+    table = NamedSharding(mesh, table_place(mesh, (vocab, D)).spec)
+    places = (plan.tokens(mesh), table, plan.tokens(mesh), plan.tokens(mesh))
+    gradient = jax.value_and_grad(lambda *a: cross_entropy_sum(*a, mesh), (0, 1))
+    compiled = jax.jit(gradient, in_shardings=places).lower(*arguments).compile()
+    value, gradients = compiled(*jax.device_put(arguments, places))
+    assert [g.sharding.is_equivalent_to(place, 2) for g, place in zip(gradients, places)] == [True, True]
+    assert_are_the_oracles(arguments, (value, *gradients))
+    gathered = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", compiled.as_text())
+    entries = vocab // mesh.shape[TENSOR] if table.spec[0] else vocab
+    assert set(gathered) <= {f"{entries},{D}"}, "only the head's parts are gathered"
+    assert "all-to-all" not in compiled.as_text()
+    assert "collective-permute" not in compiled.as_text()

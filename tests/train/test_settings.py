@@ -9,7 +9,8 @@ from raggedmoe.hardware import HARDWARE
 from raggedmoe.interop.maxtext import MAXTEXT
 from raggedmoe.models.presets import model_preset
 from raggedmoe.moe.config import MoEConfig
-from raggedmoe.train.config import make_config
+from raggedmoe.parallel.degrees import Degrees
+from raggedmoe.train.config import make_config, on_one_device
 from raggedmoe.train.keys import KEYS, KINDS, RECIPES
 from raggedmoe.train.settings import changed, in_keys, parse_settings, plain
 
@@ -70,8 +71,7 @@ def test_every_setting_has_a_known_kind_and_a_default_that_it_would_accept(key):
         (["quantization=int8"], "quantised experts are not built"),
         (["use_qwix_quantization=true"], "quantised experts are not built"),
         (["use_gather_mosaic_kernel=true"], "not built yet"),
-        (["ragged_buffer_factor=0"], r"expected -1 \(never too small\) or a factor > 0, got 0"),
-        (["ragged_buffer_factor=much"], "expected a number, got 'much'"),
+        (["ragged_buffer_factor=much"], "ragged_buffer_factor: expected a finite number, got 'much'"),
         (["use_random_routing=perhaps"], "use_random_routing: expected true or false, got 'perhaps'"),
         (["ici_pipeline_parallelism=4"], "there is no pipeline axis"),
         (["attention=cudnn_flash_te"], "cuDNN's attention is not built"),
@@ -86,8 +86,8 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
     ("words", "message"),
     [
         (["model_name=gpt5"], "unknown model 'gpt5'"),
-        (["ici_expert_parallelism=8"], "ici_expert_parallelism=8: training on several devices is not built yet"),
-        (["tensor_parallelism=2"], "tensor_parallelism=2: training on several devices is not built yet"),
+        (["ici_expert_parallelism=8"], "expert_parallelism=8 = 8 devices, but there are 1"),
+        (["tensor_parallelism=0"], "expected tensor_parallelism >= 1, or -1 for the devices that are left, got 0"),
         (["moe_backend=jax", "sparse_matmul=true"], "sparse_matmul=true and moe_backend=jax contradict each other"),
         (["moe_backend=cpu", "sparse_matmul=false"], "sparse_matmul=false and moe_backend=cpu contradict each other"),
         (["moe_backend=fast"], "unknown moe_backend 'fast'"),
@@ -154,7 +154,7 @@ def test_each_fallback_names_xla_for_its_own_kernel_alone(gather, reduce):
     assert config.step.model.moe.router.selection == "random"
     assert config.run.profile is not None
     notes = " ".join(config.notes)
-    assert "use_ring_of_experts=true: changes nothing here" in notes
+    assert "use_ring_of_experts=true: changes nothing: no row leaves its device" in notes
     assert "enable_tpu_profiling_options=true: ignored" in notes
 
 
@@ -234,12 +234,52 @@ def test_a_setting_that_this_run_does_not_read_says_so(words):
     assert any(note.startswith(f"{words[-1]}: changes nothing: ") for note in configured(*words).notes)
 
 
-def test_devices_that_stay_idle_are_mentioned_and_all_of_them_cannot_be_asked_for():
-    settings = parse_settings(["demo"])
-    assert "one of 4 devices is used" in " ".join(make_config(settings, CPU, 4).notes)
-    with pytest.raises(ValueError, match="not built yet, expected fsdp_parallelism=1, got 4"):
-        make_config(parse_settings(["fsdp_parallelism=-1"]), CPU, 4)
-    assert make_config(parse_settings(["fsdp_parallelism=-1"]), CPU, 1)
+def test_devices_that_stay_idle_are_mentioned():
+    assert "1 of 4 devices used" in " ".join(make_config(parse_settings(["demo"]), CPU, 4).notes)
+    assert "devices used" not in " ".join(make_config(parse_settings(["fsdp_parallelism=-1"]), CPU, 4).notes)
+
+
+def test_degrees_make_the_plan_and_every_device_brings_its_sequences():
+    words = ["deepseek-v3-tiny", "ici_fsdp_parallelism=-1", "tensor_parallelism=2", "per_device_batch_size=3"]
+    config = make_config(parse_settings([*words, "gradient_accumulation_steps=2"]), CPU, 8)
+    assert config.plan.degrees == Degrees(fsdp=4, tensor=2)
+    assert (config.run.micro_batch_size, config.data.batch_size) == (24, 48)
+    assert config.step.model.moe.strategy_name == "local"
+
+
+@pytest.mark.parametrize(
+    ("words", "strategy"),
+    [([], "all_to_all"), (["use_ring_of_experts=true"], "ring"), (["expert_strategy=all_to_all"], "all_to_all")],
+)
+def test_experts_on_several_devices_have_a_strategy_and_a_buffer(words, strategy):
+    words = ["deepseek-v3-tiny", "expert_parallelism=4", "ragged_buffer_factor=1.5", "token_chunks=2", *words]
+    config = make_config(parse_settings(words), CPU, 4)
+    moe = config.step.model.moe
+    assert (moe.strategy_name, moe.ragged_buffer_factor, moe.token_chunks) == (strategy, 1.5, 2)
+    assert not any("ragged_buffer_factor" in note for note in config.notes)
+    worst = make_config(parse_settings([*words[:2], "ragged_buffer_factor=-1"]), CPU, 4).step.model.moe
+    assert worst.ragged_buffer_factor is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["expert_parallelism=5"], r"expert=16 is not divisible by expert_parallelism=5"),
+        (["fsdp_parallelism=3"], r"model_dim=64 is not divisible by fsdp_parallelism=3"),
+        (["tensor_parallelism=3"], r"expert_dim=32 is not divisible by tensor_parallelism=3"),
+        (["fsdp_parallelism=-1", "expert_parallelism=-1"], "expected one degree of -1 at most"),
+        (["fsdp_parallelism=4", "data_parallelism=4"], "= 16 devices, but there are 8"),
+    ],
+)
+def test_degrees_that_do_not_divide_are_refused_with_what_would(words, message):
+    with pytest.raises(ValueError, match=message):
+        make_config(parse_settings(["deepseek-v3-tiny", *words]), CPU, 8)
+
+
+def test_a_trained_model_is_one_for_one_device():
+    words = ["deepseek-v3-tiny", "expert_parallelism=4", "ragged_buffer_factor=1.5"]
+    model = make_config(parse_settings(words), CPU, 4).step.model
+    assert on_one_device(model).moe == make_config(parse_settings(words[:1]), CPU, 1).step.model.moe
 
 
 def test_auto_computes_in_float32_on_a_cpu_and_in_bfloat16_on_a_tpu():
@@ -283,9 +323,7 @@ def test_what_every_maxtext_name_stands_for_is_a_setting_of_ours():
             pytest.fail(f"{name} accepts none of {tried}")
 
 
-@pytest.mark.parametrize(
-    "name", ["wi_tile_fwd_batch_seq", "wo_tile_drhs_mlp_dim", "ragged_buffer_factor", "enable_goodput_recording"]
-)
+@pytest.mark.parametrize("name", ["wi_tile_fwd_batch_seq", "wo_tile_drhs_mlp_dim", "enable_goodput_recording"])
 def test_a_setting_that_changes_nothing_says_so(name):
     settings = parse_settings([f"{name}=2"])
     assert len(settings.notes) == 1

@@ -29,6 +29,7 @@ from .small_step import (
     small_model,
     sorted_out,
     step_of,
+    tiny,
 )
 
 CUT = dataclasses.replace(WHOLE, micro_batches=4)
@@ -201,7 +202,8 @@ def test_the_report_is_what_happened(whole):
     assert float(report.grad_norm) == pytest.approx(norm, rel=1e-5)
     assert float(report.entropy) == pytest.approx(entropy, rel=1e-5)
     assert float(report.max_violation) == pytest.approx((share.max(1) * share.shape[1]).max() - 1, rel=1e-5)
-    assert float(report.tokens) == BATCH.weights.sum()
+    assert float(report.targets) == BATCH.weights.sum()
+    assert int(report.tokens) == (BATCH.segments >= 0).sum()
     known = [int((BATCH.segments >= 0).sum())] * 2 + [int(knows_further(jnp.asarray(BATCH.segments), 0).sum())]
     assert load.sum(1).tolist() == [WHOLE.model.moe.experts_per_token * tokens for tokens in known]
     assert int(report.losses.dropped) == 0
@@ -291,3 +293,23 @@ def test_each_bias_moves_by_the_rate_against_its_own_layers_load(start, whole):
         expected = np.asarray(start.params[name])[repeat] + np.float32(RATE) * direction
         np.testing.assert_array_equal(np.asarray(whole[0].params[name])[repeat], expected, err_msg=name)
     assert directions >= {-1.0, 1.0}
+
+
+# --- Steps that are run again
+
+
+@pytest.mark.parametrize("factor", [0.5, 8.0], ids=["drops", "has-room"])
+def test_a_step_that_drops_rows_and_will_be_run_again_changes_nothing(factor):
+    preset = tiny("mixtral-tiny", vocab_size=61)
+    moe = dataclasses.replace(preset.moe, strategy="capacity", capacity_factor=factor)
+    config = dataclasses.replace(
+        WHOLE, model=dataclasses.replace(preset, moe=moe, num_layers=1), rerun_on_overflow=True
+    )
+    before = first_state(config)
+    after, report = step_of(config)(before, BATCH)
+    if factor < 1:
+        assert int(report.losses.dropped) > 0
+        assert_same_bits(after, before)
+    else:
+        assert int(report.losses.dropped) == 0
+        assert int(after.step) == int(before.step) + 1

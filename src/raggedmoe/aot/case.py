@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from jax.sharding import Mesh
+
 from raggedmoe.aot.compiled import ChosenKernel, Compiled, Cost, Memory
 from raggedmoe.aot.schedule import Schedule, schedule_from_json, schedule_to_json
 
@@ -16,6 +18,7 @@ class Program:
     function: Callable[..., Any]
     args: tuple[Any, ...]  # arrays or `jax.ShapeDtypeStruct`
     donate: tuple[int, ...] = ()
+    mesh: Mesh | None = None  # of the topology's devices; None: it is for one of them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,13 @@ import numpy as np
 
 from raggedmoe.aot.case import Program
 from raggedmoe.aot.shapes import example_of_shape
+from raggedmoe.aot.topology import find_topology
 from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels import registry
 from raggedmoe.kernels.catalog import operation as operation_named
 from raggedmoe.kernels.example import Example
 from raggedmoe.kernels.registry import BACKWARD, FORWARD
+from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.presets import ALIASES, model_preset
 from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.moe.config import MoEConfig
@@ -47,16 +49,17 @@ def operation_call(
     dtype: str = "bfloat16",
     implementation: str = "auto",
     direction: str = FORWARD,
+    gradient: str | None = None,
     without_guard: bool = False,
 ) -> Program:
-    """One direction of an operation on an example call.
+    """One direction of an operation on an example call; or, backward, the gradient of one argument alone.
 
     ``without_guard`` has the implementation tried although its `why_not` says no: to see whether that is so.
     """
     if without_guard:
         _lift_guard(operation, implementation)
     example = example_named(operation, call, dtype)
-    return example_program(operation_named(operation).function, example, implementation, direction)
+    return example_program(operation_named(operation).function, example, implementation, direction, gradient)
 
 
 def _lift_guard(operation: str, name: str) -> None:
@@ -65,20 +68,29 @@ def _lift_guard(operation: str, name: str) -> None:
     known[name] = replace(known[name], why_not=lambda call, hardware: None)
 
 
-def example_program(function: Any, example: Example, implementation: str, direction: str) -> Program:
-    """A call's value, or its gradients alone."""
+def example_program(
+    function: Any, example: Example, implementation: str, direction: str, gradient: str | None = None
+) -> Program:
+    """A call's value, or its gradients alone, or that of one argument."""
     call = functools.partial(function, **example.options, implementation=implementation)
     arrays = with_integers(dict(example.arrays))
     if direction == FORWARD:
         return Program(function=lambda arrays: call(**arrays), args=(arrays,))
     if direction != BACKWARD:
         raise unknown("direction", direction, (FORWARD, BACKWARD))
-    return Program(function=functools.partial(gradients, call), args=(arrays, with_integers(example.cotangent)))
+    wanted = functools.partial(gradients, call, of=gradient)
+    return Program(function=wanted, args=(arrays, with_integers(example.cotangent)))
 
 
-def gradients(function: Any, arrays: Mapping[str, Any], cotangent: Any) -> Any:
-    """Of every floating argument. The value is not asked for, so the compiler leaves out what only it needs."""
-    floating = {name: array for name, array in arrays.items() if array is not None and _is_floating(array)}
+def differentiable(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The floating ones among a call's arguments."""
+    return {name: array for name, array in arrays.items() if array is not None and _is_floating(array)}
+
+
+def gradients(function: Any, arrays: Mapping[str, Any], cotangent: Any, of: str | None = None) -> Any:
+    """Of every floating argument, or of one. The value is not asked for, nor the other gradients: the compiler leaves
+    out what only they need."""
+    floating = {name: array for name, array in differentiable(arrays).items() if of in (None, name)}
     rest = {name: array for name, array in arrays.items() if name not in floating}
     value, vjp = jax.vjp(lambda floating: function(**floating, **rest), floating)
     return vjp(cotangent.astype(value.dtype))[0]
@@ -126,25 +138,41 @@ def moe_layer(preset: str, *, tokens: int, dtype: str = "bfloat16", moe_backend:
     return Program(function=value_and_gradients, args=(x, params, x))
 
 
-def training_step(words: Sequence[str], *, num_layers: int | None = None) -> Program:
-    """The whole step that `raggedmoe train WORDS` would run, forward, backward and optimizer, on one device.
+def training_step(words: Sequence[str], *, num_layers: int | None = None, topology: str | None = None) -> Program:
+    """The whole step that `raggedmoe train WORDS` would run, forward, backward and optimizer.
 
     ``num_layers``: so many layers, one of them dense if the model has dense ones and there is room for both kinds.
+    ``topology``: whose devices the degrees of parallelism split; None: one device.
     """
     try:
         from raggedmoe.train.config import make_config
-        from raggedmoe.train.programs import state_template
+        from raggedmoe.train.layout import make_layout
+        from raggedmoe.train.programs import places_of, state_template
         from raggedmoe.train.rows import Batch
         from raggedmoe.train.settings import parse_settings
         from raggedmoe.train.step import train_step
     except ImportError as error:
         raise ValueError(f"a training step needs more packages ({error}): pip install 'raggedmoe[train]'") from None
-    config = make_config(parse_settings(words), target_hardware())
-    step = config.step
+    devices = None if topology is None else find_topology(topology).devices
+    config = make_config(parse_settings(words), target_hardware(), 1 if devices is None else len(devices))
+    layout, step = make_layout(config.plan, devices), config.step
     if num_layers is not None:
-        dense = (0,) if step.model.dense_layers and num_layers > 1 else ()
-        step = replace(step, model=replace(step.model, num_layers=num_layers, dense_layers=dense))
+        step = replace(step, model=with_layers(step.model, num_layers))
     shape = (config.data.batch_size, config.data.sequence_length)
     tokens, weights = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
     batch = Batch(ids=tokens, targets=tokens, segments=tokens, positions=tokens, weights=weights)
-    return Program(function=functools.partial(train_step, config=step), args=(state_template(step), batch), donate=(0,))
+    template = state_template(step, layout)
+
+    def stepped(state: Any, batch: Any) -> Any:
+        state, report = train_step(state, batch, step, layout.mesh)
+        if layout.mesh is not None:  # where the old one was, whose memory it takes
+            state = jax.tree.map(jax.lax.with_sharding_constraint, state, places_of(template))
+        return state, report
+
+    args = (template, layout.batch(batch, step.micro_batches))
+    return Program(function=stepped, args=args, donate=(0,), mesh=layout.mesh)
+
+
+def with_layers(model: ModelConfig, num_layers: int) -> ModelConfig:
+    """So many layers of a model, one of them dense if it has dense ones and there is room for both kinds."""
+    return replace(model, num_layers=num_layers, dense_layers=(0,) if model.dense_layers and num_layers > 1 else ())

@@ -189,7 +189,12 @@ def compiled_here(case: Case) -> Outcome:
         with targeting(topology):
             program = case.program()
         compiled = compile_for(
-            program.function, program.args, topology, donate=program.donate, options=dict(case.options) or None
+            program.function,
+            program.args,
+            topology,
+            mesh=program.mesh,
+            donate=program.donate,
+            options=dict(case.options) or None,
         )
         schedule = _schedule(case, topology.hardware, program, compiled) if case.scheduled else None
     except CannotRunError as error:

@@ -16,14 +16,24 @@ from raggedmoe.aot import peers, subjects
 from raggedmoe.aot.case import Case, Outcome, as_json
 from raggedmoe.aot.lowered import lower_here
 from raggedmoe.aot.shapes import FORMS
-from raggedmoe.aot.subjects import example_named, layer_config
+from raggedmoe.aot.subjects import differentiable, example_named, layer_config
 from raggedmoe.aot.topology import HOST, check_compiler, check_topology_name
+from raggedmoe.aot.whole_model import whole_model
 from raggedmoe.aot.worker import compile_cases
-from raggedmoe.cli.compile_report import lowered_lines, outcome_lines, schedule_lines, schedule_table
+from raggedmoe.cli.compile_report import (
+    lowered_lines,
+    outcome_lines,
+    schedule_lines,
+    schedule_table,
+    whole_model_line,
+)
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.catalog import operation as operation_named
 from raggedmoe.kernels.proof import libtpu_version
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, OPERATIONS, implementations
+from raggedmoe.mesh import AXES
+from raggedmoe.models.presets import ALIASES
+from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.names import unknown
 from raggedmoe.train.settings import parse_settings
 
@@ -38,6 +48,7 @@ def compile_(
     shape: str | None = None,
     implementation: str = "auto",
     direction: str = "both",
+    gradient: str | None = None,
     moe_backend: str = "auto",
     tokens: int = 4096,
     layers: int | None = None,
@@ -54,8 +65,9 @@ def compile_(
 
       OPERATION …          calls of one or several operations: grouped_matmul, expert_ffn, ragged_gather, …
       layer PRESET         a model's MoE layer, forward and backward, on --tokens tokens
-      model PRESET KEY=VALUE …   a whole training step (forward, backward, optimizer), with the settings of `raggedmoe
-                           train`, on one device of the topology
+      [model] PRESET KEY=VALUE …   a whole training step (forward, backward, optimizer), with the settings of
+                           `raggedmoe train`, on the topology's devices: split by the degrees among the settings, or
+                           by fsdp_parallelism=-1 if there is none
 
     Try:
 
@@ -64,6 +76,8 @@ def compile_(
       raggedmoe compile ragged_gather --shape width-2880 --implementation all
       raggedmoe compile layer deepseek-v3 --tokens 4096
       raggedmoe compile model deepseek-v3-tiny per_device_batch_size=4 --topology v6e:2x2
+      raggedmoe compile deepseek2-16b remat=full --topology v6e:4x4
+      raggedmoe compile deepseek-v3 expert_parallelism=4 fsdp_parallelism=128 --topology tpu7x:4x8x8 --layers 4
       raggedmoe compile model deepseek-v3 max_target_length=4096 --layers 2 --topology cpu
 
     Each case is compiled in a process of its own, as the compiler may abort. Nothing is allocated or run. The exit code
@@ -78,9 +92,11 @@ def compile_(
             the example calls of a real model's size.
         implementation: of an operation: auto, a name, or all: every one there is.
         direction: of an operation: forward, backward or both.
+        gradient: of an operation: of its backward pass the gradient of this argument alone, such as rhs.
         moe_backend: of a layer: the bundle of strategy and kernels.
         tokens: of a layer.
-        layers: of a model: so many, one of them dense if the model has dense ones.
+        layers: of a model: so many, one of them dense if the model has dense ones; for a TPU with one fewer as well,
+            from which follows what the whole model needs.
         schedule: read the compiler's schedule: loops, utilisation, spills, cycles; all compiler-predicted.
         against: peers to put beside an operation's schedule: other implementations by name, and for grouped_matmul
             dense (one matmul of the same size, the limit) and ragged_dot (JAX's own).
@@ -96,7 +112,15 @@ def compile_(
         check_topology_name(topology)
         check_compiler()
     against = tuple(peer for text in against for peer in text.split(",") if peer)
-    cases = _cases(subject, topology, dtype, shape, implementation, direction, moe_backend, tokens, layers, against)
+    cases = [
+        _of_gradient(case, gradient)
+        for case in _cases(
+            subject, topology, dtype, shape, implementation, direction, moe_backend, tokens, layers, against
+        )
+        if gradient is None or case.arguments.get("direction") != FORWARD
+    ]
+    if not cases:
+        raise ValueError(f"--gradient {gradient} is of the backward pass, got --direction {direction}; leave one out")
     if topology == HOST:
         return _lower(cases, json)
     steered = [
@@ -128,8 +152,10 @@ def _cases(
         raise ValueError(f"expected {', '.join(OPERATIONS)}, layer PRESET or model PRESET; got nothing to compile")
     if subject[0] == "layer":
         return [_layer(subject[1:], topology, dtype, moe_backend, tokens)]
-    if subject[0] == "model":
-        return [_model(subject[1:], topology, dtype, moe_backend, layers)]
+    if subject[0] == "model" or subject[0] in (*MODELS, *ALIASES):
+        words = subject[1:] if subject[0] == "model" else subject
+        fewer = [layers - 1] if layers is not None and layers > 1 and topology != HOST else []
+        return [_model(words, topology, dtype, moe_backend, num) for num in (layers, *fewer)]
     if direction not in DIRECTIONS:
         raise unknown("direction", direction, DIRECTIONS)
     return [
@@ -154,15 +180,20 @@ def _layer(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, 
 def _model(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, layers: int | None) -> Case:
     if not words:
         raise ValueError("expected model PRESET, such as model deepseek-v3-tiny; `raggedmoe models` lists them")
-    parse_settings(words)
-    given = [word.partition("=")[0] for word in words]
+    given = parse_settings(words).given
+    if topology != HOST and not any(f"{axis}_parallelism" in given for axis in AXES):
+        words = (*words, "fsdp_parallelism=-1")
     brought = [
         f"{name}={value}" for name, value in (("dtype", dtype), ("moe_backend", moe_backend)) if name not in given
     ]
     return Case(
         title=f"training step of {' '.join(words)}{'' if layers is None else f', {layers} layers'}",
         build=f"{subjects.__name__}:training_step",
-        arguments={"words": [*words, *brought], "num_layers": layers},
+        arguments={
+            "words": [*words, *brought],
+            "num_layers": layers,
+            "topology": None if topology == HOST else topology,
+        },
         topology=topology,
     )
 
@@ -177,7 +208,7 @@ def _operation_cases(
     against: tuple[str, ...],
 ) -> Iterator[Case]:
     if name not in OPERATIONS:
-        raise unknown("subject", name, (*OPERATIONS, "layer", "model"))
+        raise unknown("subject", name, (*OPERATIONS, "layer", "model", *MODELS, *ALIASES))
     known = [each for each in implementations(name) if each != "reference"]
     chosen = known if implementation == "all" else [implementation]
     for each in chosen:
@@ -214,6 +245,20 @@ def _operation_cases(
                     )
 
 
+def _of_gradient(case: Case, gradient: str | None) -> Case:
+    """The case, with its backward pass cut down to one gradient."""
+    if gradient is None:
+        return case
+    if "call" not in case.arguments:
+        raise ValueError(f"--gradient is of an operation's backward pass, got {case.title}; leave it out")
+    operation = case.arguments.get("operation", peers.OPERATION)
+    known = differentiable(example_named(operation, case.arguments["call"], case.arguments["dtype"]).arrays)
+    if gradient not in known:
+        raise unknown(f"differentiable argument of {operation},", gradient, known)
+    title = f"{case.title}, d{gradient}"
+    return dataclasses.replace(case, title=title, arguments={**case.arguments, "gradient": gradient})
+
+
 def _pairs(option: str, texts: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     for text in texts:
         region, equals, value = text.partition("=")
@@ -237,17 +282,18 @@ def _compile(cases: list[Case], timeout: float, json: bool) -> int:
         print(dumps([as_json(outcome) for outcome in outcomes], indent=1))
         return 1 if failed else 0
     topology = cases[0].topology
-    console.print(
-        f"{topology}, one device of it; JAX {compat.JAX_VERSION}, libtpu {libtpu_version()}; compiled, not run"
-    )
+    is_step = "words" in cases[0].arguments
+    where = "its devices as the degrees say" if is_step else "one device of it"
+    console.print(f"{topology}, {where}; JAX {compat.JAX_VERSION}, libtpu {libtpu_version()}; compiled, not run")
     lines = [*outcome_lines(outcomes)]
     if any(outcome.schedule is not None for outcome in outcomes):
         lines += ["", *schedule_table(outcomes), *schedule_lines(outcomes)]
+    whole = whole_model(outcomes)
+    if whole is not None:
+        lines.append(whole_model_line(whole))
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
-    if any(case.build.endswith("training_step") for case in cases):
-        console.print("On one device: training on several is not built yet.")
-    return 1 if failed else 0
+    return 1 if failed or (whole is not None and whole.needed > whole.available) else 0
 
 
 def _lower(cases: list[Case], json: bool) -> int:

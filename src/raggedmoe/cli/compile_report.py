@@ -9,6 +9,7 @@ from raggedmoe.aot.schedule import OpSchedule, Schedule, Section
 from raggedmoe.aot.sparsecore_schedule import SparseCoreProgram
 from raggedmoe.aot.subjects import example_named
 from raggedmoe.aot.topology import chip_named
+from raggedmoe.aot.whole_model import WholeModel
 from raggedmoe.hardware import GIB, MIB
 from raggedmoe.kernels.registry import BACKWARD
 
@@ -53,6 +54,16 @@ def _parts(compiled: Compiled | None) -> str:
     )
 
 
+def whole_model_line(whole: WholeModel) -> str:
+    """What a model needs of which a few layers were compiled."""
+    fixed, more = whole.arguments, whole.num_layers - whole.compiled_layers
+    return (
+        f"whole model, {whole.num_layers} layers, by the compiled {whole.compiled_layers}: HBM: "
+        f"{_fit(whole.needed, whole.available)}: state and batch {_size(fixed)}, by their shapes; the rest "
+        f"{_size(whole.rest)} + {more} × {_size(whole.rest_per_layer)}, the difference that the last layer made"
+    )
+
+
 def _kernels(kernels: tuple[ChosenKernel, ...], direction: str | None) -> str:
     """Each operation's implementation; of a single direction's program that direction's alone."""
     names: dict[str, list[str]] = {}
@@ -87,7 +98,10 @@ def schedule_table(outcomes: list[Outcome]) -> Iterator[str]:
 def _label(case: Case) -> str:
     """A case's name beside others of one operation."""
     who = case.arguments.get("peer") or case.arguments.get("implementation")
-    return case.title if who is None else f"{who} {case.arguments['direction']}"
+    if who is None:
+        return case.title
+    gradient = case.arguments.get("gradient")
+    return f"{who} {case.arguments['direction'] if gradient is None else f'd{gradient}'}"
 
 
 def _schedule_cells(case: Case, schedule: Schedule, main: OpSchedule) -> tuple[str, ...]:
@@ -108,12 +122,14 @@ def _schedule_cells(case: Case, schedule: Schedule, main: OpSchedule) -> tuple[s
 
 
 def _useful_flops(case: Case) -> int:
-    """Of an operation's call; twice as many in its backward pass. 0: not known for other cases."""
+    """Of an operation's call; twice as many in its backward pass, unless one gradient alone is asked for. 0: not known
+    for other cases."""
     if "call" not in case.arguments:
         return 0
     operation = case.arguments.get("operation", "grouped_matmul")
     example = example_named(operation, case.arguments["call"], case.arguments["dtype"])
-    return example.flops * (2 if case.arguments["direction"] == BACKWARD else 1)
+    both = case.arguments["direction"] == BACKWARD and case.arguments.get("gradient") is None
+    return example.flops * (2 if both else 1)
 
 
 ASSUMPTIONS = (

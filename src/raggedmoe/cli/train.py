@@ -1,7 +1,10 @@
 """`raggedmoe train`: the main job."""
 
 import logging
+import math
+import os
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import jax
@@ -11,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raggedmoe.hardware import target_hardware
+from raggedmoe.mesh import AXES
 from raggedmoe.parallel import processes
 from raggedmoe.train.keys import KEYS, RECIPES, SECTIONS, Key
 
@@ -77,15 +81,38 @@ def train(
     except ImportError as error:
         raise ValueError(f"training needs more packages ({error}): pip install 'raggedmoe[train]'") from None
     _silence_orbax()
-    processes.join()
-    hardware = target_hardware()
     try:
-        config = make_config(parse_settings(words), hardware, jax.device_count())
-        outcome = run(config, hardware, Screen(config.step.optimizer.steps, config.run.log_period))
+        settings = parse_settings(words)
+        processes.join()
+        made = make_host_devices(settings.values)
+        hardware = target_hardware()
+        config = make_config(settings, hardware, jax.device_count())
+        console = None if jax.process_index() == 0 else Console(quiet=True)  # of several processes one talks
+        screen = Screen(config.step.optimizer.steps, config.run.log_period, console)
+        if made and hardware.platform == "cpu":
+            screen.say(f"made {made} host devices of this CPU, as the degrees ask for so many")
+        outcome = run(config, hardware, screen)
     except ValueError as error:
         raise ValueError(in_keys(str(error))) from error
-    print(outcome.text, file=sys.stdout if outcome.code == FINISHED else sys.stderr)
+    if jax.process_index() == 0:
+        print(outcome.text, file=sys.stdout if outcome.code == FINISHED else sys.stderr)
     return outcome.code
+
+
+def make_host_devices(values: Mapping[str, Any]) -> int:
+    """Have the CPU's backend, if it has not started, start with the devices that the degrees ask for; how many.
+
+    Other backends are not changed by it. 0: nothing was done, as there are as many as were made before.
+    """
+    wanted = math.prod(max(values[f"{axis}_parallelism"], 1) for axis in AXES)
+    counted = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if wanted == 1 or counted or jax.config.values["jax_num_cpu_devices"] > 0:
+        return 0
+    try:
+        jax.config.update("jax_num_cpu_devices", wanted)
+    except RuntimeError:  # it has started
+        return 0
+    return wanted
 
 
 def _silence_orbax() -> None:

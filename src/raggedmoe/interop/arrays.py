@@ -24,8 +24,10 @@ def to_device(buffer: np.ndarray) -> jax.Array:
     return jax.device_put(buffer, may_alias=True)
 
 
-def on_host(array: jax.Array, at: tuple[int | slice, ...]) -> np.ndarray:
+def on_host(array: jax.Array | np.ndarray, at: tuple[int | slice, ...]) -> np.ndarray:
     """Some of an array. What is whole in a CPU's memory is not copied; of others, no more is fetched than asked for."""
+    if isinstance(array, np.ndarray):
+        return array[at]
     devices = array.devices()
     if len(devices) == 1 and next(iter(devices)).platform == "cpu":
         return np.asarray(array)[at]

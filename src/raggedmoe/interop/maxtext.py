@@ -62,16 +62,6 @@ def _refused_unless(name: str, harmless: tuple[str, ...], reason: str) -> Entry:
     return entry
 
 
-def _buffer_factor(text: str) -> Meaning:
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(f"ragged_buffer_factor: expected a number, got {text!r}") from None
-    if not (value == -1 or value > 0):
-        raise ValueError(f"ragged_buffer_factor: expected -1 (never too small) or a factor > 0, got {text}")
-    return Meaning(settings={}, note="ignored: it bounds the receive buffer of expert parallelism; one device has none")
-
-
 def _unless_minus_one(name: str, otherwise: str | None) -> Entry:
     """Theirs is -1 for "off"."""
 
@@ -105,7 +95,6 @@ def _attention(text: str) -> Meaning:
 
 AXES = ("data", "fsdp", "expert", "tensor")
 _TILES = "tile sizes come from a table for each chip, made by a tuner"
-_RING = "of one device a ring has nothing to pass on; it is the local strategy"
 _PLATFORM = "JAX picks the platform; set JAX_PLATFORMS to force one"
 
 MAXTEXT: dict[str, Entry] = {
@@ -126,7 +115,9 @@ MAXTEXT: dict[str, Entry] = {
     # the experts
     "megablox": _switch("megablox", on={"moe_backend": "megablox"}, off={"grouped_matmul": "xla"}),
     "use_random_routing": _switch("use_random_routing", on={"routing": "random"}, off={}),
-    "use_ring_of_experts": _switch("use_ring_of_experts", on=None, off={}, note=f"changes nothing here: {_RING}"),
+    "use_ring_of_experts": _switch(
+        "use_ring_of_experts", on={"expert_strategy": "ring"}, off={"expert_strategy": "auto"}
+    ),
     "use_ragged_sort": _switch(
         "use_ragged_sort",
         on={},
@@ -140,7 +131,7 @@ MAXTEXT: dict[str, Entry] = {
     "use_gather_mosaic_kernel": _refused_unless(
         "use_gather_mosaic_kernel", FALSE, "a TensorCore gather is not built yet"
     ),
-    "ragged_buffer_factor": _buffer_factor,
+    "ragged_buffer_factor": _unless_minus_one("ragged_buffer_factor", "none"),
     "capacity_factor": _unless_minus_one("capacity_factor", "none"),
     "load_balance_loss_weight": _renamed("aux_loss_weight"),
     "routed_bias_update_rate": _renamed("bias_update_rate"),
@@ -181,20 +172,20 @@ MAXTEXT: dict[str, Entry] = {
     "reuse_example_batch": _refused_unless("reuse_example_batch", ("0",), "every step has a batch of its own"),
     # the run
     "profiler": lambda text: Meaning(settings={"profiler": text or "none"}),
-    "allow_split_physical_axes": _ignored("there is one device"),
-    "shard_mode": _ignored("there is one device"),
+    "allow_split_physical_axes": _ignored("the mesh takes devices in JAX's order"),
+    "shard_mode": _ignored("axes of the mesh are always of JAX's type Auto"),
     "max_num_checkpoints_to_keep": _renamed("keep_last"),
     "enable_tensorboard": _renamed("tensorboard"),
     "hardware": _ignored(_PLATFORM),
-    "debug_sharding": _switch("debug_sharding", on=None, off={}, note="ignored: one device shards nothing"),
+    "debug_sharding": _switch("debug_sharding", on=None, off={}, note="ignored: raggedmoe plan shows who holds what"),
     "enable_tpu_profiling_options": _switch(
         "enable_tpu_profiling_options", on=None, off={}, note="ignored: the trace has what JAX records by default"
     ),
-    "upload_all_profiler_results": _ignored("there is one process"),
+    "upload_all_profiler_results": _ignored("every process writes its own trace"),
     "log_config": _ignored("the settings are in run.json and in the report"),
     "enable_goodput_recording": _ignored("metrics.jsonl has every step's time"),
     "monitor_goodput": _ignored("metrics.jsonl has every step's time"),
-    "skip_jax_distributed_system": _ignored("there is one process"),
+    "skip_jax_distributed_system": _ignored("processes join each other where raggedmoe launch starts them"),
     "jax_cache_dir": _ignored("set JAX_COMPILATION_CACHE_DIR"),
     # parallelism: theirs within a slice (ici) and between slices (dcn)
     **{f"ici_{axis}_parallelism": _renamed(f"{axis}_parallelism") for axis in AXES},

@@ -55,7 +55,7 @@ def save(
             copy_companions(companions, partial)
 
 
-def _pieces(array: jax.Array) -> Iterator[np.ndarray]:
+def _pieces(array: jax.Array | np.ndarray) -> Iterator[np.ndarray]:
     """A parameter, some of its first dimension at a time."""
     step = max(1, PIECE_BYTES * array.shape[0] // max(array.nbytes, 1))
     for start in range(0, array.shape[0], step):

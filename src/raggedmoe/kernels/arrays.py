@@ -1,5 +1,7 @@
 """Checks of arguments, and the few array facts, that all operations share."""
 
+import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -19,10 +21,28 @@ def matmul_precision(dtype: Any) -> lax.Precision | None:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
+def full_precision(dtype: Any) -> contextlib.AbstractContextManager[Any]:
+    """The same inside a ``with``, for others' kernels, whose matmuls say no precision."""
+    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else contextlib.nullcontext()
+
+
+def padded_rows(array: jax.Array, multiple: int) -> jax.Array:
+    """The array with zero rows after it, up to a multiple."""
+    spare = -array.shape[0] % multiple
+    return jnp.pad(array, ((0, spare), (0, 0))) if spare else array
+
+
 def varying_like(value: jax.Array, *arrays: Any) -> jax.Array:
     """``value``, typed in `shard_map` as varying over every mesh axis that an array does: a loop's first carry."""
-    axes = {axis for array in arrays for axis in jax.typeof(array).manual_axis_type.varying}
-    missing = axes - jax.typeof(value).manual_axis_type.varying
+    return varying_over(value, {axis for array in arrays for axis in jax.typeof(array).manual_axis_type.varying})
+
+
+def varying_over(value: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """``value``, typed in `shard_map` as each device's own along these mesh axes.
+
+    Backward, the devices' gradients are summed there.
+    """
+    missing = set(axes) - jax.typeof(value).manual_axis_type.varying
     return lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
 
 

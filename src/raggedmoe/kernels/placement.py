@@ -36,9 +36,13 @@ def unchecked_why_not(call: Call) -> str | None:
     return None
 
 
-def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """The arrays, each typed in `shard_map` as varying over every mesh axis that one of them does."""
-    return [varying_like(array, *arrays) for array in arrays]
+def varying_alike(*arrays: Any) -> tuple[Any, ...]:
+    """The arrays, or trees of them, each typed in `shard_map` as varying over every mesh axis that one of them does.
+
+    A `custom_vjp` wants gradients of its arguments' types, and a gradient varies as any of the others does.
+    """
+    leaves = jax.tree.leaves(arrays)
+    return jax.tree.map(lambda array: varying_like(array, *leaves), arrays)
 
 
 def result(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:

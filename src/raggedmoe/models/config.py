@@ -200,8 +200,6 @@ class ModelConfig:
             raise ValueError(f"expected at least one window, each None or >= 1, got {self.windows}")
         if self.mtp_layers < 0:
             raise ValueError(f"expected mtp_layers >= 0, got {self.mtp_layers}")
-        if self.moe.strategy_name == "ring":
-            raise ValueError("strategy='ring' needs a mesh axis, which this decoder does not have; use another")
         names = () if self.remat in ("none", "full") else self.remat
         if isinstance(names, str):
             raise ValueError(f"expected remat 'none', 'full' or a tuple of names to keep, got {names!r}")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from raggedmoe import compat
@@ -16,8 +17,10 @@ from raggedmoe.models.config import LayerKind, ModelConfig, Stack
 from raggedmoe.models.matmul import project, wide_project
 from raggedmoe.models.mixer import Memory, Sight
 from raggedmoe.models.norm import rms_norm
+from raggedmoe.models.placement import by_sequence, check_rows, in_use, keeps_no_gathered_weight
 from raggedmoe.models.rope import Turns, turns
-from raggedmoe.models.specs import mixer_of, under
+from raggedmoe.models.specs import layer_specs, mixer_of, mtp_specs, under
+from raggedmoe.models.vocabulary import looked_up, table_place
 from raggedmoe.moe.experts import shared_experts
 from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.moe.records import MoEParams, SharedParams
@@ -60,6 +63,7 @@ def decode(
     cache_is_empty: bool = False,
     key: jax.Array | None = None,
     hardware: str | None = None,
+    mesh: Mesh | None = None,
 ) -> DecoderOutput:
     """Hidden states of every token.
 
@@ -76,7 +80,9 @@ def decode(
       cache_is_empty: the caller knows it, so that attention reads these tokens and not all of the cache.
       key: for random routing and jitter.
       hardware: the chip to choose kernels for; None: that of the mesh or the arrays.
+      mesh: a plan's, over which sequences, weights and experts are split; None: all on one device.
     """
+    check_rows(ids.shape[0], mesh)
     _check(ids, mask, segments, positions, cache)
     slots = None if cache is None else _slots(cache, mask, ids.shape)
     attends_to_cache = cache is not None and not cache_is_empty
@@ -93,8 +99,9 @@ def decode(
         segments=segments,
         mask=mask,
         hardware=hardware,
+        mesh=mesh,
     )
-    x = embed(params, ids, config)
+    x = embed(params, ids, config, mesh)
     memory, reports = {}, []
     for s, stack in enumerate(config.stacks):
         old = None if cache is None else under(f"stacks.{s}.", cache.memory)
@@ -115,9 +122,14 @@ def decode(
     )
 
 
-def embed(params: Params, ids: Int[Array, "B S"], config: ModelConfig) -> Float[Array, "B S D"]:
+def embed(
+    params: Params, ids: Int[Array, "B S"], config: ModelConfig, mesh: Mesh | None = None
+) -> Float[Array, "B S D"]:
     """The tokens' vectors."""
-    return jnp.take(params["embedding"], ids, axis=0, mode="clip").astype(config.dtype)
+    table = params["embedding"]
+    if mesh is not None:
+        return looked_up(table, ids, config.dtype, table_place(mesh, table.shape))
+    return jnp.take(table, ids, axis=0, mode="clip").astype(config.dtype)
 
 
 def logits(params: Params, hidden: Float[Array, "B S D"], config: ModelConfig) -> Float[Array, "B S V"]:
@@ -137,6 +149,7 @@ class _Run:
     segments: jax.Array | None
     mask: jax.Array | None
     hardware: str | None
+    mesh: Mesh | None
 
 
 def run_stack(
@@ -150,7 +163,7 @@ def run_stack(
     """The layers of a stack: the result, the memory with these tokens, and what its MoE layers said."""
     has_experts = any(kind.moe for kind in stack.kinds)
     in_place: Params = {}
-    if memory is not None and reads_experts_in_place(run.config, run.hardware, x):
+    if memory is not None and run.mesh is None and reads_experts_in_place(run.config, run.hardware, x):
         in_place = {name: v.reshape(-1, *v.shape[2:]) for name, v in params.items() if name.endswith(EXPERT_WEIGHTS)}
         params = {name: value for name, value in params.items() if name not in in_place}
 
@@ -161,12 +174,13 @@ def run_stack(
         for p, kind in enumerate(stack.kinds):
             layer_key = None if key is None else jax.random.fold_in(key, repeat * len(stack.kinds) + p)
             own = under(f"{p}.", {**weights, **in_place})
+            own = in_use(own, layer_specs(run.config, kind), run.mesh, run.config.dtype)
             x, memory, report = run_layer(run, kind, x, own, memory, f"{p}.", repeat, layer_key)
             reports += [] if report is None else [report]
         return (x, memory), jax.tree.map(lambda *parts: jnp.stack(parts), *reports) if has_experts else None
 
     repeats = jnp.arange(stack.repeats, dtype=jnp.int32)
-    carry, step = (x, memory), _rematerialized(body, run.config, scanned=run.config.scan_layers)
+    carry, step = (x, memory), _rematerialized(body, run)
     if run.config.scan_layers:
         (x, memory), reports = lax.scan(step, carry, (repeats, params))
     else:
@@ -220,6 +234,7 @@ def run_layer(
         window=kind.window,
         implementation=config.attention_implementation,
         hardware=run.hardware,
+        mesh=run.mesh,
     )
     with jax.named_scope("attention"):
         own = under("attention.", weights)
@@ -232,14 +247,15 @@ def run_layer(
             updated, all_visible = remembered(under(prefix, memory), repeat, visible, run.slots)
             visible = all_visible if run.attends_to_cache else visible
             memory = {**memory, **{f"{prefix}{what}": value for what, value in updated.items()}}
-        x = x + checkpoint_name(mixer.attend(query, visible, own, config.attention, sight), "attn_proj_out")
+        attended = by_sequence(mixer.attend(query, visible, own, config.attention, sight), run.mesh)
+        x = x + checkpoint_name(attended, "attn_proj_out")
     with jax.named_scope("moe" if kind.moe else "mlp"):
         normed = rms_norm(x, weights["mlp_norm"], eps)
         if kind.moe:
             out, report = _experts(run, normed, weights, repeat, key)
         else:
             out, report = _mlp(config, normed, weights), None
-    return x + out, memory, report
+    return by_sequence(x + out, run.mesh), memory, report
 
 
 def _mlp(config: ModelConfig, x: Float[Array, "B S D"], weights: Params) -> Float[Array, "B S D"]:
@@ -261,6 +277,7 @@ def _experts(
         x.reshape(-1, x.shape[-1]),
         MoEParams.from_flat(under("moe.", weights)),
         config,
+        mesh=run.mesh,
         mask=None if run.mask is None else run.mask.reshape(-1),
         key=key,
         token_ids=run.ids.reshape(-1),
@@ -271,13 +288,17 @@ def _experts(
     return out.output.reshape(x.shape), report
 
 
-def _rematerialized(body: Any, config: ModelConfig, *, scanned: bool) -> Any:
+def _rematerialized(body: Any, run: _Run) -> Any:
     """The body of a stack that keeps for the backward pass only what the configuration names."""
-    if config.remat == "none":
+    config = run.config
+    if config.remat == "none" and run.mesh is None:
         return body
     names = () if config.remat == "full" else config.remat
     policy = jax.checkpoint_policies.save_only_these_names(*names)
-    return jax.checkpoint(body, policy=policy, prevent_cse=not scanned)  # a scan already keeps the two passes apart
+    if config.remat == "none":
+        policy = keeps_no_gathered_weight
+    # A scan already keeps the two passes apart.
+    return jax.checkpoint(body, policy=policy, prevent_cse=not config.scan_layers)
 
 
 def knows_further(documents: Int[Array, "B S"], module: int) -> Bool[Array, "B S"]:
@@ -298,6 +319,7 @@ def predict_further(
     positions: Int[Array, "B S"] | None = None,
     key: jax.Array | None = None,
     hardware: str | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[list[Float[Array, "B S D"]], list[ExpertReport]]:
     """Multi-token prediction: hidden states from which `logits` predicts the token after the next, and so on.
 
@@ -308,6 +330,7 @@ def predict_further(
     Args:
       hidden: `DecoderOutput.hidden` of the same tokens, which module 0 starts from; the others as for `decode`.
     """
+    check_rows(ids.shape[0], mesh)
     if positions is None:
         positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     turned = turns(config.attention.rope, config.attention.rope_dim, positions, config.dtype)
@@ -317,6 +340,7 @@ def predict_further(
     found, reports = [], []
     for m in range(config.mtp_layers):
         own = under(f"mtp.{m}.", params)
+        projection = in_use({"projection": own["projection"]}, mtp_specs(config), mesh, config.dtype)["projection"]
         next_ids = jnp.roll(ids, -(m + 1), axis=1)
         run = _Run(
             config=config,
@@ -327,8 +351,9 @@ def predict_further(
             segments=None if segments is None and mask is None else documents,
             mask=knows_further(documents, m),
             hardware=hardware,
+            mesh=mesh,
         )
-        further = embed(params, next_ids, config)
+        further = embed(params, next_ids, config, mesh)
         joined = jnp.concatenate(
             [
                 rms_norm(further, own["embedding_norm"], config.norm_epsilon),
@@ -338,7 +363,7 @@ def predict_further(
         )
         module_key = None if key is None else jax.random.fold_in(key, len(config.stacks) + m)
         layer = {f"0.{name}": value[None] for name, value in own.items()}
-        x, _, report = run_stack(run, stack, project(joined, own["projection"]), layer, None, module_key)
+        x, _, report = run_stack(run, stack, project(joined, projection), layer, None, module_key)
         hidden = rms_norm(x, own["final_norm"], config.norm_epsilon)
         found.append(hidden)
         reports += report

@@ -6,10 +6,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from raggedmoe.kernels.attention.api import attention
 from raggedmoe.models.config import GroupedQueryConfig
 from raggedmoe.models.matmul import project, project_back
-from raggedmoe.models.mixer import Memory, Mixer, Sight, Weights
+from raggedmoe.models.mixer import Memory, Mixer, Sight, Weights, attended
 from raggedmoe.models.norm import rms_norm
 from raggedmoe.models.rope import Turns, rotated
 from raggedmoe.params import ParamSpec
@@ -84,18 +83,8 @@ def remember(x: Float[Array, "B S D"], weights: Weights, config: GroupedQueryCon
 def attend(
     query: Float[Array, "B S N H"], memory: Memory, weights: Weights, config: GroupedQueryConfig, sight: Sight
 ) -> Float[Array, "B S D"]:
-    out = attention(
-        query,
-        memory["key"],
-        memory["value"],
-        scale=config.softmax_scale,
-        positions=sight.slots,
-        segments=sight.segments,
-        window=sight.window,
-        sinks=weights["sinks"] if config.sinks else None,
-        implementation=sight.implementation,
-        hardware=sight.hardware,
-    )
+    sinks = weights["sinks"] if config.sinks else None
+    out = attended(query, memory["key"], memory["value"], sight, scale=config.softmax_scale, sinks=sinks)
     out = project_back(out, weights["wo"])
     return out + weights["bo"].astype(out.dtype)[None, None] if config.biases else out
 

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from raggedmoe.kernels.attention.api import attention
 from raggedmoe.models.config import LatentConfig
 from raggedmoe.models.matmul import per_head, project, project_back
-from raggedmoe.models.mixer import Memory, Mixer, Sight, Weights
+from raggedmoe.models.mixer import Memory, Mixer, Sight, Weights, attended
 from raggedmoe.models.norm import rms_norm
 from raggedmoe.models.rope import Turns, rotated
 from raggedmoe.params import ParamSpec
@@ -79,17 +78,7 @@ def attend(
         rope = jnp.broadcast_to(rope_key[:, :, None], (*nope.shape[:3], config.rope_dim))
         key = checkpoint_name(jnp.concatenate([nope, rope], axis=-1), "key")
         value = checkpoint_name(project(latent, weights["v_b"]), "value")
-    out = attention(
-        query,
-        key,
-        value,
-        scale=config.softmax_scale,
-        positions=sight.slots,
-        segments=sight.segments,
-        window=sight.window,
-        implementation=sight.implementation,
-        hardware=sight.hardware,
-    )
+    out = attended(query, key, value, sight, scale=config.softmax_scale)
     if on_latents:
         out = per_head(out, weights["v_b"])
     return project_back(out, weights["wo"])

@@ -1,13 +1,17 @@
 """The contract of attention variants: what one is asked for, and what it is told about the sequence."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from raggedmoe.kernels.attention.api import attention
 from raggedmoe.kernels.registry import Choice
+from raggedmoe.models.placement import divided_attention
 from raggedmoe.models.rope import Turns
 from raggedmoe.params import ParamSpec
 
@@ -24,6 +28,30 @@ class Sight:
     window: int | None
     implementation: Choice
     hardware: Any = None
+    mesh: Mesh | None = None
+
+
+def attended(
+    query: Float[Array, "B S N H"],
+    key: Float[Array, "B L M H"],
+    value: Float[Array, "B L M W"],
+    sight: Sight,
+    *,
+    scale: float | None,
+    sinks: Float[Array, " N"] | None = None,
+) -> Float[Array, "B S N W"]:
+    """Attention to the keys that are in sight."""
+    compute: Any = functools.partial(
+        attention,
+        scale=scale,
+        window=sight.window,
+        implementation=sight.implementation,
+        hardware=sight.hardware,
+    )
+    given: dict[str, Any] = {"positions": sight.slots, "segments": sight.segments, "sinks": sinks}
+    if sight.mesh is None:
+        return compute(query, key, value, **given)
+    return divided_attention(compute, sight.mesh, query, key, value, **given)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,14 @@ def total(value: jax.Array, axis: Axis) -> jax.Array:
     return value if axis is None else lax.psum(value, axis)
 
 
+def tokens_before(mask: Bool[Array, " T"], axis: Axis) -> Int[Array, ""]:
+    """How many tokens count on the devices before this one, along the mesh axes over which tokens are split."""
+    if axis is None:
+        return jnp.zeros((), jnp.int32)
+    counts = lax.all_gather(mask.sum(dtype=jnp.int32), axis)
+    return jnp.where(jnp.arange(counts.shape[0]) < lax.axis_index(axis), counts, 0).sum(dtype=jnp.int32)
+
+
 def expert_counts(experts: Int[Array, "T K"], num_experts: int) -> Int[Array, " E"]:
     """How many slots each expert got; slots of no expert (E) are left out."""
     return jnp.zeros(num_experts, jnp.int32).at[experts.reshape(-1)].add(1, mode="drop")

@@ -11,11 +11,13 @@ from raggedmoe.kernels.registry import KernelChoice
 from raggedmoe.moe.backends import Backend, backend_named
 from raggedmoe.names import unknown
 from raggedmoe.params import ParamSpec
+from raggedmoe.partition import SPLITS
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus", "logits")
 SELECTIONS = ("learned", "random", "hash", "balanced", "expert_choice")
 NORMALIZATIONS = ("none", "sum", "softmax")
-STRATEGIES = ("local", "capacity", "dense", "ring")
+STRATEGIES = ("local", "capacity", "dense", "ring", "all_to_all")
+ACROSS_RANKS = ("ring", "all_to_all")  # strategies for experts on several devices
 
 
 def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
@@ -113,12 +115,15 @@ class MoEConfig:
     strategy: str | None = None  # how rows reach their experts; None: the backend's
     kernels: KernelChoice | None = None  # None: the backend's
     capacity_factor: float | None = None  # strategy "capacity": slots of each expert, as a multiple of T·K/E
+    ragged_buffer_factor: float | None = None  # receive buffer, as a multiple of T·K rows; None: never too small
+    token_chunks: int = 1  # the tokens in this many parts, so that moving one overlaps with computing another
     width_chunks: int = 1  # the model width in this many parts, so that moving one overlaps with multiplying another
+    tensor_split: str = "expert_dim"  # what the tensor axis of a mesh splits of the experts: F, or D ("model_dim")
     hardware: str | None = None  # the chip to choose kernels for; None: that of the mesh or the arrays
     param_dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "experts_per_token", "model_dim", "expert_dim", "width_chunks"):
+        for name in ("num_experts", "experts_per_token", "model_dim", "expert_dim", "token_chunks", "width_chunks"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"expected {name} to be a positive integer, got {value!r}")
@@ -127,8 +132,10 @@ class MoEConfig:
                 f"experts_per_token={self.experts_per_token} is more than num_experts={self.num_experts}; "
                 f"a token uses an expert at most once: use at most {self.num_experts}"
             )
+        _one_of("tensor_split", self.tensor_split, SPLITS)
         self._check_groups()
         self._check_strategy()
+        self._check_chunks()
 
     def _check_groups(self) -> None:
         router, experts = self.router, self.num_experts
@@ -172,19 +179,37 @@ class MoEConfig:
             raise ValueError(
                 f"selection='expert_choice' has no fixed K and needs strategy='capacity', got {strategy!r}"
             )
-        if backend.fused and self.width_chunks > 1:
-            raise ValueError(
-                "moe_backend='expert_ffn' fuses the activation, which needs the sums over the whole width; "
-                f"it cannot be used with width_chunks={self.width_chunks}: use width_chunks=1 or another backend"
-            )
+        if self.ragged_buffer_factor is not None:
+            if strategy not in ACROSS_RANKS:
+                raise ValueError(
+                    f"ragged_buffer_factor belongs to strategies {' and '.join(ACROSS_RANKS)}, got "
+                    f"{self.ragged_buffer_factor} with {strategy!r}; leave it out"
+                )
+            if not 0 < self.ragged_buffer_factor < math.inf:
+                raise ValueError(f"expected ragged_buffer_factor > 0, or None, got {self.ragged_buffer_factor}")
         for operation, reason in self._unread(backend, strategy).items():
             if getattr(self.kernel_choice, operation) != "auto":
                 raise ValueError(
                     f"the kernel choice for {operation} would never be read with moe_backend={self.moe_backend!r} and "
                     f"strategy={strategy!r}: {reason}; leave it out"
                 )
+
+    def _check_chunks(self) -> None:
+        fused = f"moe_backend={self.moe_backend!r} fuses the activation, which needs the sums over the whole width"
+        if self.backend.fused and self.width_chunks > 1:
+            raise ValueError(
+                f"{fused}; it cannot be used with width_chunks={self.width_chunks}: use width_chunks=1 or another "
+                "backend"
+            )
+        if self.backend.fused and self.tensor_split == "model_dim":
+            raise ValueError(f"{fused}; it cannot be used with tensor_split='model_dim': use 'expert_dim'")
         if self.model_dim % self.width_chunks:
             raise ValueError(f"model_dim={self.model_dim} is not divisible by width_chunks={self.width_chunks}")
+        if self.token_chunks > 1 and self.strategy_name == "capacity":
+            raise ValueError(
+                f"strategy='capacity' gives each expert slots for all tokens; it cannot be used with "
+                f"token_chunks={self.token_chunks}: use token_chunks=1 or another strategy"
+            )
 
     def _unread(self, backend: Backend, strategy: str) -> dict[str, str]:
         """The operations that this layer never calls, and why."""

@@ -40,17 +40,17 @@ def gmm_up(
 def activate(
     gate: Float[Array, "R F"],
     up: Float[Array, "R F"] | None,
-    biases: ExpertBiases | None,
+    gate_bias: Float[Array, "G F"] | None,
+    up_bias: Float[Array, "G F"] | None,
     group_sizes: GroupSizes,
-    num_groups: int,
     activation: str,
     dtype: jnp.dtype,
 ) -> Float[Array, "R F"]:
     """The hidden rows, from complete sums."""
-    if biases is not None:
-        bounds = _bounds(group_sizes, num_groups, gate.shape[0])
-        gate = add_bias(gate, biases.wi_0, bounds)
-        up = None if up is None else add_bias(up, biases.wi_1, bounds)
+    if gate_bias is not None:
+        bounds = _bounds(group_sizes, gate_bias.shape[0], gate.shape[0])
+        gate = add_bias(gate, gate_bias, bounds)
+        up = None if up is None else add_bias(up, up_bias, bounds)
     return ACTIVATIONS[activation](gate, up).astype(dtype)
 
 

@@ -1,18 +1,23 @@
 """The MoE layer as a function: route → dispatch → gmm_up → gmm_down → unpermute."""
 
+import functools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from raggedmoe.moe.balance import Axis, total
+from raggedmoe.moe.balance import Axis
 from raggedmoe.moe.config import MoEConfig
-from raggedmoe.moe.dispatch import Strategy, make_strategy
-from raggedmoe.moe.experts import fused_experts, shared_experts
-from raggedmoe.moe.overlap import experts_by_width
-from raggedmoe.moe.records import MoEOutput, MoEParams, RouteMetadata, RouteOutput
+from raggedmoe.moe.dispatch import make_strategy
+from raggedmoe.moe.experts import shared_experts
+from raggedmoe.moe.gathering import gathered_experts, gathered_router
+from raggedmoe.moe.grid import EACH, TOKENS, WHOLE, Grid
+from raggedmoe.moe.overlap import experts_in_parts
+from raggedmoe.moe.records import MoEOutput, MoEParams, RouteMetadata, RouteOutput, RouterParams
 from raggedmoe.moe.router import route
 
 
@@ -20,45 +25,44 @@ def moe_route_and_compute(
     x: Float[Array, "T D"],
     params: MoEParams,
     config: MoEConfig,
-    strategy: Strategy | None = None,
     *,
+    mesh: Mesh | AbstractMesh | None = None,
     mask: Bool[Array, " T"] | None = None,
     key: jax.Array | None = None,
     token_ids: Int[Array, " T"] | None = None,
     replay: Int[Array, "T K"] | None = None,
     num_sequences: int = 1,
-    axis: Axis = None,
     first_expert: Int[Array, ""] | None = None,
 ) -> MoEOutput:
     """The layer on a batch of tokens. `raggedmoe.moe.router.route` describes the optional arguments.
 
-    Inside `shard_map`, ``axis`` is the mesh axis over which tokens (and, for "ring", experts) are split.
+    ``mesh``: devices to compute it on, with the axes of `raggedmoe.mesh`; arrays are global, and the result does not
+    depend on the mesh. Tokens are split over all axes but "tensor", parameters as `raggedmoe.partition` says.
     ``first_expert``: where this layer's experts begin in weights that hold several layers', one after the other.
     """
-    strategy = strategy or make_strategy(config, x.shape[0], axis if isinstance(axis, str) else None)
-    axis = strategy.axis if axis is None else axis
+    grid = Grid(mesh=mesh)
+    num_tokens = tokens_of_device(x.shape[0], grid)
+    strategy = make_strategy(config, num_tokens, grid)
     if mask is not None:
         # What a masked token holds, NaN too, reaches nothing: neither the router's gradient nor a sum.
         x = jnp.where(mask[:, None], x, 0)
     with jax.named_scope("route"):
-        routing = route(
-            x,
-            params.router,
-            config.router,
-            config.experts_per_token,
-            mask=mask,
-            key=key,
-            token_ids=token_ids,
-            replay=replay,
-            num_sequences=num_sequences,
-            capacity=config.capacity(x.shape[0]) if config.strategy_name == "capacity" else None,
-            axis=axis,
+        stage = functools.partial(
+            route_part,
+            config=config,
+            num_sequences=sequences_of_device(num_sequences, config, grid),
+            capacity=config.capacity(num_tokens) if config.strategy_name == "capacity" else None,
+            axis=grid.token_axes,
         )
-        metadata = strategy.prepare(routing)
-        if first_expert is not None:
-            metadata = among_all_layers(metadata, first_expert, params.wi_0.shape[0])
+        router = gathered_router(params.router, config, grid)
+        places = (TOKENS, EACH, TOKENS, WHOLE, TOKENS, TOKENS)
+        found = grid.run(stage, x, router, mask, key, token_ids, replay, places=places, result=(TOKENS, WHOLE))
+        routing = RouteOutput(**found[0], **found[1])
     with jax.named_scope("experts"):
-        output = compute_experts(x, params, routing, metadata, strategy, config)
+        held = gathered_experts(params, config, grid, x.dtype)
+        adjust = functools.partial(among_all_layers, first_expert=first_expert, num_experts=params.wi_0.shape[0])
+        output, dropped = experts_in_parts(x, held, routing, strategy, config, grid, adjust=adjust)
+        output = grid.constrained(output, TOKENS)
     if params.shared is not None:
         with jax.named_scope("shared_experts"):
             shared = shared_experts(x, params.shared, config.experts.activation)
@@ -70,38 +74,73 @@ def moe_route_and_compute(
         load=routing.load,
         entropy=routing.entropy,
         max_violation=routing.max_violation,
-        dropped=total(metadata.dropped, axis),
+        dropped=dropped,
         experts=routing.experts,
     )
 
 
-def among_all_layers(metadata: RouteMetadata, first_expert: Int[Array, ""], num_experts: int) -> RouteMetadata:
+def route_part(
+    x: Float[Array, "T D"],
+    router: RouterParams | dict[str, Any],
+    mask: Bool[Array, " T"] | None,
+    key: jax.Array | None,
+    token_ids: Int[Array, " T"] | None,
+    replay: Int[Array, "T K"] | None,
+    *,
+    config: MoEConfig,
+    num_sequences: int,
+    capacity: int | None,
+    axis: Axis,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`route` as a device sees it: what it decides for its tokens, and what all devices agree on."""
+    if not isinstance(router, RouterParams):
+        router = RouterParams(**{name.removeprefix("router_"): value for name, value in router.items()})
+    return route(
+        x,
+        router,
+        config.router,
+        config.experts_per_token,
+        mask=mask,
+        key=key,
+        token_ids=token_ids,
+        replay=replay,
+        num_sequences=num_sequences,
+        capacity=capacity,
+        axis=axis,
+    ).parts()
+
+
+def tokens_of_device(num_tokens: int, grid: Grid) -> int:
+    """How many of the tokens are on each device."""
+    shards = grid.num_token_shards
+    if num_tokens % shards:
+        raise ValueError(
+            f"expected tokens that can be split over data × fsdp × expert = {shards} devices, got {num_tokens}; "
+            f"use a multiple of {shards}"
+        )
+    return num_tokens // shards
+
+
+def sequences_of_device(num_sequences: int, config: MoEConfig, grid: Grid) -> int:
+    """How many whole sequences are on each device, where the balance loss is taken of each sequence."""
+    shards = grid.num_token_shards
+    if config.router.aux_loss != "sequence" or not config.router.aux_loss_weight:
+        return 1
+    if num_sequences % shards:
+        raise ValueError(
+            f"aux_loss='sequence' is taken of whole sequences, got {num_sequences} for {shards} devices; use a "
+            f"multiple of {shards} sequences, fewer devices, or aux_loss='batch'"
+        )
+    return num_sequences // shards
+
+
+def among_all_layers(metadata: RouteMetadata, first_expert: Int[Array, ""] | None, num_experts: int) -> RouteMetadata:
     """The rows' groups among the experts of all layers: those of the other layers have no rows, and cost nothing."""
+    if first_expert is None:
+        return metadata
     if metadata.group_sizes is None:
         raise ValueError(
             "expected a strategy with ragged groups for weights of several layers, got one with equal ones"
         )
     sizes = lax.dynamic_update_slice(jnp.zeros(num_experts, jnp.int32), metadata.group_sizes, (first_expert,))
     return replace(metadata, group_sizes=sizes)
-
-
-def compute_experts(
-    x: Float[Array, "T D"],
-    params: MoEParams,
-    routing: RouteOutput,
-    metadata: RouteMetadata,
-    strategy: Strategy,
-    config: MoEConfig,
-) -> Float[Array, "T D"]:
-    """The routed experts' weighted sum: split into grouped matmuls, or fused where the backend says so."""
-    if not config.backend.fused:
-        return experts_by_width(x, params, routing, metadata, strategy, config)
-    weights = (params.wi_0, params.wi_1, params.wo, params.biases)
-    wi_0, wi_1, wo, biases = jax.tree.map(lambda weight: weight.astype(x.dtype), weights)
-    with jax.named_scope("dispatch"):
-        rows = strategy.dispatch(x, routing, metadata)
-    activation, kernels = config.experts.activation, config.kernel_choice
-    with jax.named_scope("expert_ffn"):
-        out = fused_experts(rows, wi_0, wi_1, wo, biases, metadata.group_sizes, activation, kernels, config.hardware)
-    with jax.named_scope("unpermute"):
-        return strategy.unpermute(out, routing, metadata)

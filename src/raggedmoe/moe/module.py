@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from raggedmoe.moe.config import MoEConfig
+from raggedmoe.moe.config import ACROSS_RANKS, MoEConfig
 from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.moe.records import MoEOutput, MoEParams
 from raggedmoe.params import check_param, check_params, init_params
@@ -31,20 +32,29 @@ class MoE(nnx.Module):
     ((2, 5, 16), 20, 0)
     """
 
-    def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs) -> None:
-        if config.strategy_name == "ring":
+    def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs, mesh: Mesh | None = None) -> None:
+        """``mesh``: devices to compute on, of `raggedmoe.parallel.plan.Plan`; the tokens are split over them."""
+        if config.strategy_name in ACROSS_RANKS and mesh is None:
             raise ValueError(
-                "MoE runs on one device's tokens and has no mesh axis, which strategy='ring' needs; inside shard_map "
-                "call raggedmoe.moe.layer.moe_route_and_compute(..., axis=...)"
+                f"strategy={config.strategy_name!r} needs the mesh that experts are split over, got None; pass "
+                "mesh=..., or use strategy='local'"
             )
-        self.config = config
+        self.config, self.mesh = config, mesh
         self._set(init_params(config.param_specs(), rngs.params()))
 
     @classmethod
-    def from_arrays(cls, config: MoEConfig, arrays: Mapping[str, Any], axes: Mapping[str, tuple[str, ...]]) -> "MoE":
+    def from_arrays(
+        cls,
+        config: MoEConfig,
+        arrays: Mapping[str, Any],
+        axes: Mapping[str, tuple[str, ...]],
+        mesh: Mesh | None = None,
+    ) -> "MoE":
         """A layer with given weights. ``axes`` names each one's dimensions, as in ``config.param_specs()``."""
         check_params(config.param_specs(), arrays, axes)
-        layer = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0)))  # the structure alone: no weights are made
+        layer = nnx.eval_shape(
+            lambda: cls(config, rngs=nnx.Rngs(0), mesh=mesh)
+        )  # the structure alone: no weights are made
         layer._set({name: jnp.asarray(array) for name, array in arrays.items()})
         return layer
 
@@ -95,6 +105,7 @@ class MoE(nnx.Module):
             flat,
             self.params,
             self.config,
+            mesh=self.mesh,
             mask=None if mask is None else mask.reshape(-1),
             key=key,
             token_ids=None if token_ids is None else token_ids.reshape(-1),

@@ -1,8 +1,8 @@
 """What the stages hand to each other: named, frozen, and pytrees."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
@@ -90,6 +90,40 @@ class RouteOutput:
     entropy: Float[Array, ""]  # of the load, in nats; log(E) is perfect balance
     max_violation: Float[Array, ""]  # busiest expert's load over the mean, minus 1
 
+    def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What there is of each token (expert choice: of each device's tokens), and what is of all."""
+        of_tokens = {name: getattr(self, name) for name in ("experts", "tokens", "mask", "weights")}
+        return of_tokens, {name: value for name, value in vars(self).items() if name not in of_tokens}
+
+    def of(self, tokens: slice) -> "RouteOutput":
+        """What was decided for some of the tokens. Losses and statistics stay those of all."""
+        if self.experts is None:
+            assert tokens == slice(0, self.mask.shape[0]), "expert choice decides for all tokens at once"
+            return self
+        return replace(self, experts=self.experts[tokens], weights=self.weights[tokens], mask=self.mask[tokens])
+
+
+class Moves(NamedTuple):
+    """Which rows go to which rank, and where they lie on both sides. P: ranks."""
+
+    sent: Int[Array, " P"]  # rows for each rank, of those that have room there
+    sent_from: Int[Array, " P"]  # where they begin in this rank's rows
+    sent_to: Int[Array, " P"]  # and in the receiver's buffer
+    received: Int[Array, " P"]  # rows from each rank
+    received_from: Int[Array, " P"]  # where they began there
+    received_at: Int[Array, " P"]  # and where they begin in this rank's buffer
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """How the rows of a rank reach their experts on other ranks."""
+
+    moves: Moves
+    grouped: Int[Array, " R"]  # the received row of each row in the order of the experts; out of range: none
+    ungrouped: Int[Array, " R"]  # its inverse
+    num_received: Int[Array, ""]
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +137,7 @@ class RouteMetadata:
     group_sizes: Int[Array, " G"] | None  # rows of each expert held here, in order; None: R/G each
     num_rows: Int[Array, ""]  # valid rows, at the front of the buffer
     dropped: Int[Array, ""]  # routed slots (expert choice: tokens that count) that have no row anywhere
+    exchange: Exchange | None = None  # the rows above are sent to other ranks, whose groups they are in
 
 
 @jax.tree_util.register_dataclass

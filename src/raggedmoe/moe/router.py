@@ -4,6 +4,8 @@ NaN in the logits is neither hidden nor spread: the token's experts are still K 
 (hence its output, and the losses) are NaN, and every other token's result is what it would be without it.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,10 +44,12 @@ def route(
         entry that is no expert's number is nowhere, as a masked token's are.
       num_sequences: equal parts of the tokens, for the sequence-wise loss.
       capacity: tokens that each expert takes, for expert choice.
-      axis: the mesh axis over which losses and statistics are reduced, inside `shard_map`.
+      axis: the mesh axes over which tokens are split, inside `shard_map`: losses and statistics are those of all
+        tokens, and what is drawn or counted for a token does not depend on how they are split.
     """
     mask = jnp.ones(x.shape[0], bool) if mask is None else mask
-    logits = router_logits(x, params, config, key)
+    first_token = 0 if axis is None else lax.axis_index(axis) * x.shape[0]
+    logits = router_logits(x, params, config, key, first_token)
     scores = SCORES[config.score](logits)
     num_experts = logits.shape[1]
     z_loss = config.z_loss_weight * balance.router_z_loss(logits, mask, axis)
@@ -56,7 +60,9 @@ def route(
     if replay is not None:
         experts = _checked_replay(replay, x.shape[0], experts_per_token, num_experts)
     else:
-        experts = select_experts(scores, params, config, experts_per_token, mask, key, token_ids)
+        experts = select_experts(
+            scores, params, config, experts_per_token, mask, key, token_ids, first_token=first_token, axis=axis
+        )
     weights = combine_weights(scores, experts, params, config)
     routed = mask[:, None] & (experts >= 0) & (experts < num_experts)
     experts = jnp.where(routed, experts, num_experts)
@@ -78,18 +84,29 @@ def route(
 
 
 def router_logits(
-    x: Float[Array, "T D"], params: RouterParams, config: RouterConfig, key: jax.Array | None
+    x: Float[Array, "T D"],
+    params: RouterParams,
+    config: RouterConfig,
+    key: jax.Array | None,
+    first_token: int | Int[Array, ""] = 0,
 ) -> Float[Array, "T E"]:
     """One logit for each token and expert, in float32 at least."""
     wide = accumulator(x.dtype)
     x = x.astype(wide)
     if config.jitter and key is not None:
-        noise = jax.random.uniform(
-            jax.random.fold_in(key, 1), x.shape, wide, minval=1 - config.jitter, maxval=1 + config.jitter
-        )
-        x = x * noise
+        noise = uniform_of_tokens(jax.random.fold_in(key, 1), first_token, x.shape[0], x.shape[1], wide)
+        x = x * (1 - config.jitter + 2 * config.jitter * noise)
     logits = jnp.matmul(x, params.kernel.astype(wide).T, precision=lax.Precision.HIGHEST)
     return logits if params.logit_bias is None else logits + params.logit_bias.astype(wide)[None, :]
+
+
+def uniform_of_tokens(
+    key: jax.Array, first_token: int | Int[Array, ""], num_tokens: int, num: int, dtype: Any = jnp.float32
+) -> Float[Array, "T N"]:
+    """Numbers in [0, 1) for each token: from a key of its own, so that they are the same however tokens are split."""
+    tokens = first_token + jnp.arange(num_tokens, dtype=jnp.int32)
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, tokens)
+    return jax.vmap(lambda own: jax.random.uniform(own, (num,), dtype))(keys)
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:
@@ -129,6 +146,9 @@ def select_experts(
     mask: Bool[Array, " T"],
     key: jax.Array | None = None,
     token_ids: Int[Array, " T"] | None = None,
+    *,
+    first_token: int | Int[Array, ""] = 0,
+    axis: Axis = None,
 ) -> Int[Array, "T K"]:
     """K different experts for every token. No gradient flows through who is chosen."""
     num_tokens, num_experts = scores.shape
@@ -141,7 +161,7 @@ def select_experts(
         if key is None:
             raise ValueError("selection='random' needs a key, got None; pass key=jax.random.key(seed)")
         # The K largest of E independent numbers: a uniform draw without replacement.
-        numbers = jax.random.uniform(jax.random.fold_in(key, 0), (num_tokens, num_experts))
+        numbers = uniform_of_tokens(jax.random.fold_in(key, 0), first_token, num_tokens, num_experts)
         return lax.top_k(numbers, experts_per_token)[1]
     if config.selection == "hash":
         if token_ids is None:
@@ -150,7 +170,7 @@ def select_experts(
         first = ((token_ids.astype(jnp.uint32) * jnp.uint32(2654435769)) >> 7) % jnp.uint32(num_experts)
         first = first.astype(jnp.int32)
     else:  # balanced: a round robin over the tokens that count
-        first = (jnp.cumsum(mask, dtype=jnp.int32) - 1) * experts_per_token
+        first = (balance.tokens_before(mask, axis) + jnp.cumsum(mask, dtype=jnp.int32) - 1) * experts_per_token
     return (first[:, None] + jnp.arange(experts_per_token, dtype=jnp.int32)[None, :]) % num_experts
 
 

@@ -17,9 +17,10 @@ from raggedmoe.train import run_folder
 from raggedmoe.train.checkpoint import Checkpoints, Restored
 from raggedmoe.train.config import TrainConfig
 from raggedmoe.train.data import Data
-from raggedmoe.train.metrics import METRICS, MetricsWriter
+from raggedmoe.train.layout import Layout
+from raggedmoe.train.metrics import METRICS, MetricsWriter, NoMetrics
 from raggedmoe.train.optimizer import make_optimizer
-from raggedmoe.train.programs import Programs, state_template
+from raggedmoe.train.programs import Programs, places_of, state_template
 from raggedmoe.train.rows import Batch
 from raggedmoe.train.run import Run
 from raggedmoe.train.screen import Screen
@@ -32,10 +33,12 @@ from raggedmoe.version import __version__
 def headline(config: TrainConfig, data: Data, hardware: Hardware) -> str:
     """What is about to happen."""
     model, count = config.step.model, count_params(config.step.model)
+    degrees = ", ".join(f"{axis} {size}" for axis, size in config.plan.degrees.sizes.items() if size > 1)
+    devices = f"{hardware.name} × {config.plan.degrees.num_devices} ({degrees})" if degrees else hardware.name
     return (
         f"{config.settings.values['model_name']}: {count.total / 1e6:.2f}M parameters, {count.active / 1e6:.2f}M active"
         f", {model.moe.experts_per_token} of {model.moe.num_experts} experts in {len(model.moe_layers)} of "
-        f"{model.num_layers} layers; {np.dtype(model.dtype).name} on {hardware.name}, JAX {compat.JAX_VERSION}\n"
+        f"{model.num_layers} layers; {np.dtype(model.dtype).name} on {devices}, JAX {compat.JAX_VERSION}\n"
         f"{data.describe()}; {config.data.batch_size} × {config.data.sequence_length} tokens a step, "
         f"{config.step.optimizer.steps} steps into {config.run.folder}"
     )
@@ -43,7 +46,10 @@ def headline(config: TrainConfig, data: Data, hardware: Hardware) -> str:
 
 def check_same_run(config: TrainConfig, data: Data, earlier: Mapping[str, Any], where: str) -> None:
     """Refuse settings and data that what an earlier run computed does not allow to change."""
-    different = changed(earlier.get("settings", {}), plain(config.settings.values))
+    different = [
+        *changed(earlier.get("settings", {}), plain(config.settings.values)),
+        *_changed_batch(config, earlier),
+    ]
     if different:
         raise ValueError(
             f"{where} is of a run with other settings: {'; '.join(different)}. Use those to resume it, or another "
@@ -56,12 +62,22 @@ def check_same_run(config: TrainConfig, data: Data, earlier: Mapping[str, Any], 
         )
 
 
+def _changed_batch(config: TrainConfig, earlier: Mapping[str, Any]) -> list[str]:
+    """A run may go on on another mesh, with the same number of sequences in a micro-batch."""
+    old = earlier.get("settings", {}).get("per_device_batch_size", 0) * earlier.get("devices", 1)
+    new, num = config.run.micro_batch_size, config.plan.degrees.num_devices
+    if old in (0, new):
+        return []
+    use = f"per_device_batch_size={old // num}" if old % num == 0 else f"a number of devices that divides {old}"
+    return [f"per_device_batch_size × devices={old} is now {new}: on {num} use {use}"]
+
+
 def opened_checkpoints(config: TrainConfig) -> Any:
     """A context with the run's checkpoints, or with None."""
     return contextlib.nullcontext() if config.checkpoints is None else Checkpoints(config.checkpoints)
 
 
-def restored_state(config: TrainConfig, data: Data, checkpoints: Checkpoints | None) -> Restored | None:
+def restored_state(config: TrainConfig, data: Data, checkpoints: Checkpoints | None, layout: Layout) -> Restored | None:
     """What the newest good checkpoint holds, if there is one and it is this run's."""
     if checkpoints is None or not checkpoints.steps():
         return None
@@ -69,7 +85,7 @@ def restored_state(config: TrainConfig, data: Data, checkpoints: Checkpoints | N
     earlier = run_folder.described(folder)
     if earlier is not None:  # before its arrays are read, whose shapes may differ
         check_same_run(config, data, earlier, f"{folder / run_folder.RUN}")
-    restored = checkpoints.restore(state_template(config.step))
+    restored = checkpoints.restore(state_template(config.step, layout))
     assert restored is not None
     check_same_run(config, data, restored.extra, str(restored.path))
     steps = config.step.optimizer.steps
@@ -78,8 +94,10 @@ def restored_state(config: TrainConfig, data: Data, checkpoints: Checkpoints | N
     return restored
 
 
-def opened_metrics(config: TrainConfig, restored: Restored | None, screen: Screen) -> MetricsWriter:
+def opened_metrics(config: TrainConfig, restored: Restored | None, screen: Screen) -> MetricsWriter | NoMetrics:
     """The files to go on with. What another run left is moved aside, not overwritten."""
+    if jax.process_index() != 0:
+        return NoMetrics()
     folder = config.run.folder
     if restored is None:
         earlier = run_folder.described(folder)
@@ -98,10 +116,11 @@ def make_run(
     data: Data,
     held_out: list[Batch],
     programs: Programs,
-    metrics: MetricsWriter,
+    metrics: MetricsWriter | NoMetrics,
     checkpoints: Checkpoints | None,
     screen: Screen,
     hardware: Hardware,
+    layout: Layout,
 ) -> Run:
     """All parts together, described in run.json."""
     model, mtp_layers = config.step.model, config.step.mtp_layers
@@ -114,9 +133,10 @@ def make_run(
         metrics=metrics,
         checkpoints=checkpoints,
         screen=screen,
-        batches=data.train_batches(),
+        layout=layout,
+        batches=data.train_batches(layout.own_rows(config.data.batch_size, config.step.micro_batches)),
         flops_per_token=train_flops(model, config.data.sequence_length, mtp_layers=mtp_layers),
-        peak_flops=peak_flops(hardware, model.dtype),
+        peak_flops=peak_flops(hardware, model.dtype, config.plan.degrees.num_devices),
         load=np.zeros((len(layers), model.moe.num_experts), np.int64),
     )
     count = count_params(model)
@@ -125,7 +145,8 @@ def make_run(
         "raggedmoe": __version__,
         "jax": compat.JAX_VERSION,
         "hardware": hardware.name,
-        "devices": 1,
+        "devices": config.plan.degrees.num_devices,
+        "degrees": config.plan.degrees.sizes,
         "model": {
             "name": config.settings.values["model_name"],
             "total": count.total,
@@ -142,11 +163,12 @@ def make_run(
         "flops_per_token": run.flops_per_token,
         "peak_flops": run.peak_flops,
     }
-    run_folder.describe(config.run.folder, description)
+    if jax.process_index() == 0:
+        run_folder.describe(config.run.folder, description)
     return run
 
 
-def first_state(run: Run, restored: Restored | None, given: Params | None) -> TrainState:
+def first_state(run: Run, restored: Restored | None, given: Params | None, layout: Layout) -> TrainState:
     """The state to go on from, with the data at its place."""
     if restored is not None:
         run.batches.set_state(restored.extra["data"])
@@ -158,7 +180,11 @@ def first_state(run: Run, restored: Restored | None, given: Params | None) -> Tr
     if given is None:
         return run.programs.init(key)
     optimizer = make_optimizer(run.config.step.optimizer, param_specs(run.config.step.model))
-    return jax.jit(lambda params: state_of(params, optimizer, jax.random.split(key)[1]))(given)
+    template = state_template(run.config.step, layout)
+    begin = jax.jit(
+        lambda params: state_of(params, optimizer, jax.random.split(key)[1]), out_shardings=places_of(template)
+    )
+    return begin(layout.put_params(given, template.params))
 
 
 def given_params(config: TrainConfig) -> Params | None:

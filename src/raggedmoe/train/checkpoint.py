@@ -3,6 +3,9 @@
 One checkpoint is one folder, ``step_00000123``: orbax writes the arrays to ``state``, the manifest has all the rest and
 a checksum of every file. It is written as ``step_00000123.partial``, forced to the disk and renamed, so that a folder
 with the final name is whole. What is damaged afterwards is seen by its checksums, named, passed over and never deleted.
+
+Of several processes each writes its own parts of the arrays, into a folder that all of them see; what is done once, all
+but the writing, process 0 does.
 """
 
 import logging
@@ -16,7 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from raggedmoe.train.manifest import (
     STATE,
@@ -64,7 +70,7 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Only one process may write to the folder at a time.
+    """The checkpoints of one run. Only one run may write to the folder at a time, with all its processes.
 
     Use it in a ``with``, or call ``wait`` at the end: orbax cannot finish a save while Python shuts down.
     """
@@ -75,6 +81,9 @@ class Checkpoints:
         self._damaged: set[int] = set()  # found so, and still at their place
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._is_first = jax.process_index() == 0
+        if not self._is_first:
+            return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self._folder).close()
@@ -100,7 +109,7 @@ class Checkpoints:
     def save(self, step: int, state: Any, extra: dict[str, Any], *, metric: float | None = None) -> None:
         """Save a state. When this returns it is out of the caller's hands: its buffers may be donated.
 
-        Waits for an earlier save first, and raises what went wrong there.
+        Waits for an earlier save first, and raises what went wrong there. All processes must call it.
 
         Args:
           step: its number, greater than that of every good checkpoint in the folder.
@@ -109,7 +118,8 @@ class Checkpoints:
           metric: the lower the better; without one, or if it is not finite, this checkpoint cannot be the best.
         """
         self.wait()
-        self._check_is_next(step)
+        if self._is_first:
+            self._check_is_next(step)
         leaves = named_leaves(state)
         manifest = Manifest(
             step=step,
@@ -118,13 +128,14 @@ class Checkpoints:
             leaves={name: described(name, leaf) for name, leaf in leaves.items()},
             files={},
         )
-        self._remove_leftovers()  # orbax may go on writing for a moment after it has failed
         partial = self._path(step).with_name(f"{self._path(step).name}.partial")
-        partial.mkdir()
+        if self._is_first:
+            self._remove_leftovers()  # orbax may go on writing for a moment after it has failed
+            partial.mkdir()
         try:
-            writing = start_writing(partial / STATE, leaves)
+            writing = start_writing(partial / STATE, leaves)  # where the others wait for process 0's folder
         except BaseException:
-            _remove(partial)
+            self._discard(partial)
             raise
         if self._config.asynchronous:
             self._thread = threading.Thread(
@@ -152,19 +163,31 @@ class Checkpoints:
             template; where that is not committed to any, neither is the array.
         """
         self.wait()
+        step = self._newest_good() if self._is_first else None
+        if jax.process_count() > 1:  # what the first finds is what all read
+            found = multihost_utils.broadcast_one_to_all(np.int32(-1 if step is None else step))
+            step = None if int(found) < 0 else int(found)
+        if step is None:
+            return None
+        path = self._path(step)
+        manifest = read_manifest(path)
+        state = read_state(path / STATE, template, manifest.leaves)
+        return Restored(step=step, state=state, extra=manifest.extra, path=path)
+
+    def _newest_good(self) -> int | None:
+        """The step of the newest checkpoint that is as it was written; None if there are none at all."""
         problems = []
         for step in reversed(self._steps_on_disk()):
             path = self._path(step)
             try:
-                manifest = verified_manifest(path)
+                verified_manifest(path)
             except Damaged as damage:
                 self._damaged.add(step)
                 problems.append(f"{path}: {damage}")
                 logger.warning("%s is damaged; it stays there but is not used: %s", path, damage)
                 continue
             self._damaged.discard(step)
-            state = read_state(path / STATE, template, manifest.leaves)
-            return Restored(step=step, state=state, extra=manifest.extra, path=path)
+            return step
         if problems:
             raise ValueError(
                 f"{self._folder}: expected a checkpoint to resume from, but all {len(problems)} are damaged; put a "
@@ -215,7 +238,9 @@ class Checkpoints:
         try:
             if writing is not None:
                 with writing:
-                    writing.wait_until_finished()
+                    writing.wait_until_finished()  # for all processes' parts
+            if not self._is_first:
+                return
             write_manifest(partial, replace(manifest, files=stored_files(partial / STATE)))
             sync_to_disk(partial)
             if path.exists():
@@ -223,13 +248,17 @@ class Checkpoints:
             partial.rename(path)
             sync(self._folder)
         except ValueError as error:  # what orbax's storage says when it cannot write
-            _remove(partial)
+            self._discard(partial)
             raise OSError(f"{path}: could not be saved: {error}") from error
         except BaseException as error:
-            _remove(partial)
+            self._discard(partial)
             error.add_note(f"raggedmoe was saving {path}")
             raise
         self._prune()
+
+    def _discard(self, partial: Path) -> None:
+        if self._is_first:
+            _remove(partial)
 
     def _set_aside(self, step: int) -> None:
         """Make room at the place of a damaged checkpoint, and keep it."""

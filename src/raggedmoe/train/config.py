@@ -11,7 +11,11 @@ from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.registry import KernelChoice
 from raggedmoe.models.config import ModelConfig, first_layers
 from raggedmoe.models.presets import model_preset
-from raggedmoe.moe.config import MoEConfig, RouterConfig
+from raggedmoe.models.specs import param_specs
+from raggedmoe.moe.config import ACROSS_RANKS, MoEConfig, RouterConfig
+from raggedmoe.parallel.degrees import Degrees, resolved
+from raggedmoe.parallel.plan import Plan
+from raggedmoe.partition import SPLITS
 from raggedmoe.train.checkpoint import CheckpointConfig
 from raggedmoe.train.data import TEXT_SUFFIXES, DataConfig
 from raggedmoe.train.optimizer import OptimizerConfig
@@ -26,7 +30,7 @@ class RunConfig:
 
     folder: Path
     seed: int
-    micro_batch_size: int  # sequences that are held at once, in training and in evaluation
+    micro_batch_size: int  # sequences that all devices together hold at once, in training and in evaluation
     log_period: int
     load_period: int
     eval_interval: int
@@ -55,6 +59,7 @@ class TrainConfig:
 
     settings: Settings
     notes: tuple[str, ...]  # what the user should be told of them
+    plan: Plan
     step: StepConfig
     data: DataConfig
     run: RunConfig
@@ -62,19 +67,22 @@ class TrainConfig:
 
 
 def make_config(settings: Settings, hardware: Hardware, num_devices: int = 1) -> TrainConfig:
-    """The configurations of a run on that hardware."""
+    """The configurations of a run on that hardware, of which there are so many devices."""
     v = settings.values
-    _check_degrees(settings, num_devices)
+    plan = make_plan(settings, num_devices)
     for name in ("base_output_directory", "load_parameters_path", "tokenizer_path"):
         if "://" in (v[name] or ""):
             raise ValueError(f"{name}: expected a place on this machine, got {v[name]!r}; mount it, or copy it")
-    model = make_model(settings, hardware)
+    model = make_model(settings, hardware, plan)
+    for name, spec in param_specs(model).items():
+        plan.spec(name, spec)  # what does not divide is found here
     step = StepConfig(
         model=model,
         optimizer=make_optimizer_config(settings),
         micro_batches=v["gradient_accumulation_steps"],
         bias_update_rate=v["bias_update_rate"],
         mtp_loss_weight=v["mtp_loss_weight"],
+        rerun_on_overflow=v["rerun_on_overflow"] and model.moe.ragged_buffer_factor is not None,
     )
     if v["per_device_batch_size"] < 1:
         raise ValueError(f"expected per_device_batch_size >= 1, got {v['per_device_batch_size']}")
@@ -84,7 +92,7 @@ def make_config(settings: Settings, hardware: Hardware, num_devices: int = 1) ->
         suffixes=v["dataset_suffixes"] or TEXT_SUFFIXES,
         tokenizer=v["tokenizer_path"],
         sequence_length=v["max_target_length"],
-        batch_size=v["per_device_batch_size"] * v["gradient_accumulation_steps"],
+        batch_size=v["per_device_batch_size"] * plan.degrees.num_devices * v["gradient_accumulation_steps"],
         packing=v["packing"],
         held_out=v["held_out"],
         seed=v["data_seed"],
@@ -100,10 +108,11 @@ def make_config(settings: Settings, hardware: Hardware, num_devices: int = 1) ->
         )
     return TrainConfig(
         settings=settings,
-        notes=(*settings.notes, *unread_settings(settings, step), *_remarks(settings, num_devices)),
+        notes=(*settings.notes, *unread_settings(settings, step), *_remarks(settings, plan, num_devices)),
+        plan=plan,
         step=step,
         data=data,
-        run=make_run_config(settings, folder),
+        run=make_run_config(settings, folder, plan),
         checkpoints=checkpoints,
     )
 
@@ -131,7 +140,7 @@ def make_optimizer_config(settings: Settings) -> OptimizerConfig:
     )
 
 
-def make_run_config(settings: Settings, folder: Path) -> RunConfig:
+def make_run_config(settings: Settings, folder: Path, plan: Plan) -> RunConfig:
     """The run around the steps."""
     v = settings.values
     profile = None
@@ -145,7 +154,7 @@ def make_run_config(settings: Settings, folder: Path) -> RunConfig:
     return RunConfig(
         folder=folder,
         **{name: v[name] for name in ("seed", "log_period", "load_period", "eval_interval", "eval_steps")},
-        micro_batch_size=v["per_device_batch_size"],
+        micro_batch_size=v["per_device_batch_size"] * plan.degrees.num_devices,
         checkpoint_period=v["checkpoint_period"],
         max_skipped_steps=v["max_skipped_steps"],
         tensorboard=v["tensorboard"],
@@ -161,24 +170,18 @@ def _run_name(values: Mapping[str, Any]) -> str:
     return name
 
 
-def _check_degrees(settings: Settings, num_devices: int) -> None:
-    for name in ("data", "fsdp", "expert", "tensor"):
-        degree = settings.values[f"{name}_parallelism"]
-        if degree == -1:
-            degree = num_devices
-        if degree != 1:
-            word = settings.given[f"{name}_parallelism"]
-            raise ValueError(
-                f"{word}: training on several devices is not built yet, expected {name}_parallelism=1, got {degree}; "
-                "with 1 the same model trains on one device"
-            )
+def make_plan(settings: Settings, num_devices: int) -> Plan:
+    """The mesh that the degrees ask for, of so many devices."""
+    v = settings.values
+    degrees = Degrees(**{name: v[f"{name}_parallelism"] for name in ("data", "fsdp", "expert", "tensor")})
+    return Plan(degrees=resolved(degrees, num_devices), tensor_split=v["tensor_split"])
 
 
-def _remarks(settings: Settings, num_devices: int) -> list[str]:
+def _remarks(settings: Settings, plan: Plan, num_devices: int) -> list[str]:
     """What a user may not expect."""
     v, found = settings.values, []
-    if num_devices > 1:
-        found.append(f"one of {num_devices} devices is used: training on several is not built yet")
+    if plan.degrees.num_devices < num_devices:
+        found.append(f"{plan.degrees.num_devices} of {num_devices} devices used; fsdp_parallelism=-1 takes them all")
     saves = v["enable_checkpointing"] and v["keep_best"] and v["held_out"]
     if saves and (not v["eval_interval"] or v["checkpoint_period"] % v["eval_interval"]):
         found.append(
@@ -186,6 +189,10 @@ def _remarks(settings: Settings, num_devices: int) -> list[str]:
             f"{v['eval_interval']} steps; make checkpoint_period a multiple of eval_interval"
         )
     return found
+
+
+def _moves_rows(step: StepConfig) -> bool:
+    return step.model.moe.strategy_name in ACROSS_RANKS
 
 
 # Settings that are read only if something else is so: the condition, and what to say.
@@ -205,6 +212,9 @@ READ_ONLY_IF: dict[str, tuple[Callable[[Mapping[str, Any], StepConfig], bool], s
     "async_checkpointing": (lambda v, step: v["enable_checkpointing"], "there are no checkpoints"),
     "eval_interval": (lambda v, step: v["held_out"] > 0, "nothing is held out"),
     "eval_steps": (lambda v, step: v["held_out"] > 0, "nothing is held out"),
+    "expert_strategy": (lambda v, step: _moves_rows(step), "no row leaves its device: expert_parallelism is 1"),
+    "ragged_buffer_factor": (lambda v, step: _moves_rows(step), "no row leaves its device: expert_parallelism is 1"),
+    "rerun_on_overflow": (lambda v, step: step.model.moe.ragged_buffer_factor is not None, "no row can be dropped"),
     "aux_loss": (lambda v, step: step.model.moe.router.aux_loss_weight > 0, "its weight is 0"),
 }
 
@@ -218,7 +228,7 @@ def unread_settings(settings: Settings, step: StepConfig) -> list[str]:
     ]
 
 
-def make_model(settings: Settings, hardware: Hardware) -> ModelConfig:
+def make_model(settings: Settings, hardware: Hardware, plan: Plan) -> ModelConfig:
     """The model with what the settings change."""
     v = settings.values
     model = model_preset(v["model_name"])
@@ -235,7 +245,7 @@ def make_model(settings: Settings, hardware: Hardware) -> ModelConfig:
     remat = v["remat"]
     return replace(
         model,
-        moe=make_moe(settings, model.moe),
+        moe=make_moe(settings, model.moe, plan),
         dtype=jnp.dtype(auto if v["dtype"] == "auto" else v["dtype"]),
         param_dtype=jnp.dtype(v["weight_dtype"]),
         attention_implementation=v["attention"],
@@ -244,7 +254,7 @@ def make_model(settings: Settings, hardware: Hardware) -> ModelConfig:
     )
 
 
-def make_moe(settings: Settings, moe: MoEConfig) -> MoEConfig:
+def make_moe(settings: Settings, moe: MoEConfig, plan: Plan) -> MoEConfig:
     """The MoE layers with what the settings change."""
     v, given = settings.values, settings.given
     backend, factor = v["moe_backend"], v["capacity_factor"]
@@ -267,15 +277,39 @@ def make_moe(settings: Settings, moe: MoEConfig) -> MoEConfig:
     if v["sparse_matmul"] is False and given.get("grouped_matmul", "").startswith("megablox"):
         choices["grouped_matmul"] = "auto"  # megablox=False names a sparse kernel, of which there is none here
     named = any(choice != "auto" for choice in choices.values())
+    strategy = None
+    if plan.degrees.expert > 1:
+        strategy = "all_to_all" if v["expert_strategy"] == "auto" else v["expert_strategy"]
     return replace(
         moe,
         router=make_router(settings, moe.router),
         moe_backend=backend,
         kernels=KernelChoice(**choices) if named else None,
-        strategy="capacity" if factor is not None else moe.strategy,
+        strategy="capacity" if factor is not None else strategy or moe.strategy,
         capacity_factor=factor,
+        ragged_buffer_factor=None if strategy is None else v["ragged_buffer_factor"],
+        token_chunks=v["token_chunks"],
         width_chunks=v["width_chunks"],
+        tensor_split=v["tensor_split"],
     )
+
+
+def on_one_device(model: ModelConfig) -> ModelConfig:
+    """The same model without what belongs to the mesh that trained it."""
+    strategy = None if model.moe.strategy in ACROSS_RANKS else model.moe.strategy
+    moe = replace(model.moe, strategy=strategy, ragged_buffer_factor=None, token_chunks=1, tensor_split=SPLITS[0])
+    return replace(model, moe=moe)
+
+
+def with_more_room(step: StepConfig, expert_parallelism: int) -> StepConfig:
+    """The same step with twice the room for rows, or with room for all where that is no more than twice."""
+    moe = step.model.moe
+    assert moe.ragged_buffer_factor is not None
+    factor: float | None = 2 * moe.ragged_buffer_factor
+    if factor is not None and factor >= expert_parallelism:  # no rank can be sent more
+        factor = None
+    model = replace(step.model, moe=replace(moe, ragged_buffer_factor=factor))
+    return replace(step, model=model, rerun_on_overflow=factor is not None)
 
 
 def make_router(settings: Settings, router: RouterConfig) -> RouterConfig:

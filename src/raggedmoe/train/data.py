@@ -93,16 +93,22 @@ class Data:
         """The tokenizer.json to store beside the trained model. None: the tokens are no text."""
         return self.tokenizer_text
 
-    def train_batches(self) -> Batches:
+    def train_batches(self, own: Sequence[int] | None = None) -> Batches:
         """Batches from the first on, every epoch in another order; `set_state` goes to where `get_state` was called.
 
         A batch goes on into the next epoch where one ends, so no row is left out, however few there are.
+
+        ``own``: of each batch's rows, which are the same whoever asks, make only those at these places.
         """
         import grain  # takes a second, which a command that only shows its options has not
 
         rows = grain.MapDataset.range(self.train.num_rows)
         shuffled = rows.shuffle(_number("order", self.config.seed) % 2**32).repeat()
-        batches = shuffled.batch(self.config.batch_size, drop_remainder=True, batch_fn=self.train.batch)
+
+        def made(numbers: Sequence[int]) -> Batch:
+            return self.train.batch(numbers if own is None else [numbers[place] for place in own])
+
+        batches = shuffled.batch(self.config.batch_size, drop_remainder=True, batch_fn=made)
         # One thread makes the next two batches while the step runs. A row's number costs grain about 10 us.
         return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 

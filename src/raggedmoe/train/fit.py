@@ -13,13 +13,18 @@ from raggedmoe.hardware import GB, HARDWARE, Hardware
 from raggedmoe.models.config import ModelConfig, first_layers
 from raggedmoe.models.presets import PRESETS
 from raggedmoe.models.specs import is_trained, param_specs
+from raggedmoe.parallel.degrees import Degrees
+from raggedmoe.parallel.plan import Plan
+from raggedmoe.partition import num_parts
+
+ONE_DEVICE = Plan(degrees=Degrees())
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """What training holds for as long as it runs. Activations come on top."""
+    """What each device holds for as long as training runs. Activations come on top."""
 
-    num_params: int
+    num_params: int  # of the whole model
     params: int
     gradients: int  # in float32
     moments: int  # Adam's two, in float32
@@ -29,13 +34,16 @@ class StateBytes:
         return self.params + self.gradients + self.moments
 
 
-def state_bytes(config: ModelConfig) -> StateBytes:
+def state_bytes(config: ModelConfig, plan: Plan = ONE_DEVICE) -> StateBytes:
     """Of a model that is trained by AdamW."""
     specs = param_specs(config)
-    trained = sum(spec.num_elements for name, spec in specs.items() if is_trained(name))
+    elements = {
+        name: spec.num_elements // num_parts(plan.spec(name, spec), plan.degrees.sizes) for name, spec in specs.items()
+    }
+    trained = sum(num for name, num in elements.items() if is_trained(name))
     return StateBytes(
         num_params=sum(spec.num_elements for spec in specs.values()),
-        params=sum(spec.num_elements * jnp.dtype(spec.dtype).itemsize for spec in specs.values()),
+        params=sum(num * jnp.dtype(specs[name].dtype).itemsize for name, num in elements.items()),
         gradients=4 * trained,
         moments=8 * trained,
     )
@@ -46,10 +54,11 @@ def least_activation_bytes(config: ModelConfig, tokens: int) -> int:
     return config.num_layers * tokens * config.model_dim * jnp.dtype(config.dtype).itemsize
 
 
-def memory_bytes(hardware: Hardware) -> int | None:
-    """What one device of this machine can hold; None: nobody says."""
+def memory_bytes(hardware: Hardware, num_devices: int = 1) -> int | None:
+    """What one of so many devices of this machine can hold; None: nobody says."""
     if hardware.platform == "cpu":
-        return _host_memory()
+        host = _host_memory()
+        return None if host is None else host // num_devices
     stats: dict[str, Any] = jax.local_devices()[0].memory_stats() or {}
     return stats.get("bytes_limit") or hardware.hbm_bytes
 
@@ -70,66 +79,73 @@ def _host_memory() -> int | None:
     return min(found, default=None)
 
 
-def check_fit(name: str, config: ModelConfig, tokens: int, available: int | None) -> None:
+def check_fit(name: str, config: ModelConfig, tokens: int, available: int | None, plan: Plan = ONE_DEVICE) -> None:
     """Refuse a run whose state alone is more than the memory; say by how much, and what would fit.
 
-    ``tokens``: of a micro-batch, whose activations must fit as well.
+    ``tokens``: of one device's part of a micro-batch, whose activations must fit as well.
     """
     if available is None:
         return
-    needed, least = state_bytes(config), least_activation_bytes(config, tokens)
+    needed, least = state_bytes(config, plan), least_activation_bytes(config, tokens)
+    who = _who(plan)
     if needed.total > available:
-        here = "; ".join(_here(config, available)) or "nothing of it"
+        here = "; ".join(_here(config, available, plan)) or "nothing of it"
         raise ValueError(
             f"{name}: {needed.num_params / 1e9:.1f}B parameters do not fit: training holds {_gb(needed.total)} "
             f"(parameters {_gb(needed.params)}, gradients {_gb(needed.gradients)}, Adam's moments "
-            f"{_gb(needed.moments)}), this machine has {_gb(available)}: {_gb(needed.total - available)} too little, "
-            f"activations not counted. It would fit {_elsewhere(needed.total)}. Here would fit: {here}"
+            f"{_gb(needed.moments)}), {who} {_gb(available)}: {_gb(needed.total - available)} too little, "
+            f"activations not counted. It would fit {_elsewhere(config)}. Here would fit: {here}"
         )
     if needed.total + least > available:
         raise ValueError(
             f"{name}: {tokens:,} tokens at once do not fit: the layers' inputs alone are {_gb(least)}, the state "
-            f"{_gb(needed.total)}, this machine has {_gb(available)}; use a smaller per_device_batch_size or "
+            f"{_gb(needed.total)}, {who} {_gb(available)}; use a smaller per_device_batch_size or "
             "max_target_length"
         )
 
 
-def check_compiled_fit(needed: int | None, available: int | None) -> None:
+def check_compiled_fit(needed: int | None, available: int | None, plan: Plan = ONE_DEVICE) -> None:
     """Refuse a step that needs more memory than there is, by the compiler's count, before the state is made."""
     if needed is None or available is None or needed <= available:
         return
     raise ValueError(
-        f"a step needs {_gb(needed)}, by the compiler's count, this machine has {_gb(available)}: "
+        f"a step needs {_gb(needed)}, by the compiler's count, {_who(plan)} {_gb(available)}: "
         f"{_gb(needed - available)} too little; use a smaller per_device_batch_size with gradient_accumulation_steps, "
         "a smaller max_target_length, or remat=full"
     )
+
+
+def _who(plan: Plan) -> str:
+    num = plan.degrees.num_devices
+    return "this machine has" if num == 1 else f"each of {num} devices has"
 
 
 def _gb(num_bytes: int) -> str:
     return f"{num_bytes / GB:.1f} GB"
 
 
-def _elsewhere(needed: int) -> str:
+def _elsewhere(config: ModelConfig) -> str:
     """The number of chips of each kind that together hold the state, a quarter left for activations."""
+    needed = state_bytes(config).total
     chips = [
         f"{math.ceil(needed / (0.75 * chip.hbm_bytes))} × {chip.name}"
         for chip in HARDWARE.values()
         if chip.hbm_bytes is not None
     ]
-    return f"on {', '.join(chips)}, once training on several devices is built"
+    return f"on {', '.join(chips)}, split by fsdp_parallelism and expert_parallelism"
 
 
-def _here(config: ModelConfig, available: int) -> list[str]:
+def _here(config: ModelConfig, available: int, plan: Plan) -> list[str]:
     """What of the model would fit: fewer layers, or smaller models of the family."""
     found = []
     cut = (first_layers(config, layers) for layers in range(1, config.num_layers))
-    fitting = [c.num_layers for c in cut if c.moe_layers and state_bytes(c).total <= 0.75 * available]
+    fitting = [c.num_layers for c in cut if c.moe_layers and state_bytes(c, plan).total <= 0.75 * available]
     if fitting:
         found.append(f"num_layers={fitting[-1]} of its {config.num_layers}")
     smaller = [
         name
         for name, other in PRESETS.items()
-        if other.family == config.family and state_bytes(other).total <= 0.75 * available
+        if other.family == config.family and state_bytes(other).total <= 0.75 * available  # on one device alone
     ]
     if smaller:
         found.append(f"model_name={' or '.join(smaller)}")

@@ -11,6 +11,7 @@ from typing import Any
 from raggedmoe.interop.maxtext import FALSE, TRUE
 from raggedmoe.models.config import SAVED_NAMES
 from raggedmoe.moe.backends import BACKENDS
+from raggedmoe.partition import SPLITS
 
 SCHEDULES = ("cosine", "wsd", "constant")
 BOOLS = {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}
@@ -181,7 +182,7 @@ KEYS: dict[str, Key] = {
             ("dataset_suffixes", "names", (), "of text: endings of the files in folders; none: the usual ones"),
             ("tokenizer_path", "str", None, "of text: a tokenizer.json; none: bytes"),
             ("max_target_length", "int", 256, "tokens of a sequence"),
-            ("per_device_batch_size", "int", 16, "sequences of a micro-batch on each device"),
+            ("per_device_batch_size", "int", 16, "sequences of a micro-batch for each device of the mesh", _FREE),
             ("gradient_accumulation_steps", "int", 1, "micro-batches of a step, whose gradients are added up"),
             ("packing", "bool", True, "documents one after the other in a row; false: one a row, padded"),
             ("held_out", "float", 0.05, "share of the documents that is never trained on"),
@@ -245,10 +246,34 @@ KEYS: dict[str, Key] = {
         ),
         *_section(
             "parallel",
-            ("data_parallelism", "int", 1, _DEGREE),
-            ("fsdp_parallelism", "int", 1, _DEGREE),
-            ("expert_parallelism", "int", 1, _DEGREE),
-            ("tensor_parallelism", "int", 1, _DEGREE),
+            ("data_parallelism", "int", 1, _DEGREE, _FREE),
+            ("fsdp_parallelism", "int", 1, _DEGREE, _FREE),
+            ("expert_parallelism", "int", 1, _DEGREE, _FREE),
+            ("tensor_parallelism", "int", 1, _DEGREE, _FREE),
+            (
+                "expert_strategy",
+                "str",
+                "auto",
+                "how rows reach experts on other devices; auto: all_to_all where there are such",
+                {"choices": ("auto", "all_to_all", "ring"), **_FREE},
+            ),
+            ("token_chunks", "int", 1, "a device's tokens in so many parts, moved while others are multiplied", _FREE),
+            (
+                "ragged_buffer_factor",
+                "float",
+                None,
+                "rows that a device has room for, as a multiple of an even share; those beyond are dropped and "
+                "counted; none: as many as can come",
+                _FREE,
+            ),
+            ("rerun_on_overflow", "bool", False, "a step that drops rows is run again with twice the room", _FREE),
+            (
+                "tensor_split",
+                "str",
+                "expert_dim",
+                "what tensor parallelism splits of the experts: their width F, or the model's D",
+                {"choices": SPLITS, **_FREE},
+            ),
         ),
     ]
 }

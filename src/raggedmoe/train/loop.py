@@ -1,10 +1,10 @@
 """The run, read top to bottom: check → resume or begin → compile → steps → the trained model."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
+import jax
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.parallel.processes import agreed_stop, wait_for_all
@@ -18,10 +18,11 @@ from raggedmoe.train.begin import (
     opened_metrics,
     restored_state,
 )
-from raggedmoe.train.config import TrainConfig
+from raggedmoe.train.config import TrainConfig, with_more_room
 from raggedmoe.train.data import open_data
 from raggedmoe.train.fit import check_compiled_fit, check_fit, memory_bytes
 from raggedmoe.train.interruption import Interruption
+from raggedmoe.train.layout import make_layout
 from raggedmoe.train.profile import Trace
 from raggedmoe.train.programs import compile_programs
 from raggedmoe.train.run import Run, evaluate, finish, log_step, save
@@ -41,27 +42,29 @@ class Outcome:
 
 def train(config: TrainConfig, hardware: Hardware, screen: Screen) -> Outcome:
     """Train, from the newest checkpoint if there is one. All that can be refused is refused before it is compiled."""
-    model, available = config.step.model, memory_bytes(hardware)
-    micro_tokens = config.run.micro_batch_size * config.data.sequence_length
-    check_fit(config.settings.values["model_name"], model, micro_tokens, available)
+    model, plan = config.step.model, config.plan
+    available = memory_bytes(hardware, -(-plan.degrees.num_devices // jax.process_count()))
+    device_tokens = config.run.micro_batch_size * config.data.sequence_length // plan.degrees.num_token_shards
+    check_fit(config.settings.values["model_name"], model, device_tokens, available, plan)
+    layout = make_layout(plan)
     data = open_data(config.data, model.vocab_size)
     with run_folder.locked(config.run.folder):
         screen.say(headline(config, data, hardware))
         for note in config.notes:
             screen.say(f"  {note}")
         with opened_checkpoints(config) as checkpoints:
-            restored = restored_state(config, data, checkpoints)
+            restored = restored_state(config, data, checkpoints, layout)
             given = given_params(config) if restored is None else None
             with opened_metrics(config, restored, screen) as metrics:
                 held_out = data.held_out_batches(config.run.eval_steps, config.run.micro_batch_size)
                 start = time.perf_counter()
                 example = held_out[0] if held_out else None
-                programs = compile_programs(config.step, next(data.train_batches()), example)
-                check_compiled_fit(programs.bytes_needed, available)
+                programs = compile_programs(config.step, next(data.train_batches()), example, layout)
+                check_compiled_fit(programs.bytes_needed, available, plan)
                 screen.say(f"compiled in {time.perf_counter() - start:.1f} s")
                 wait_for_all("compiled")
-                run = make_run(config, data, held_out, programs, metrics, checkpoints, screen, hardware)
-                state = first_state(run, restored, given)
+                run = make_run(config, data, held_out, programs, metrics, checkpoints, screen, hardware, layout)
+                state = first_state(run, restored, given, layout)
                 if restored is None:
                     evaluate(run, state, 0)
                 return _steps(run, state)
@@ -93,9 +96,12 @@ def _step_by_step(run: Run, state: TrainState, interruption: Interruption, trace
     for done in range(int(state.step) + 1, steps + 1):
         batch = next(run.batches)
         state, report = run.programs.step(state, batch)
+        while run.config.step.rerun_on_overflow and int(report.losses.dropped) > 0:
+            _make_more_room(run, done, int(report.losses.dropped))
+            state, report = run.programs.step(state, batch)
         if pending is not None:
             log_step(run, *pending)
-        pending = (done, report, int(np.count_nonzero(batch.segments >= 0)))
+        pending = (done, report)
         trace.step_done(report)
         last, stopped = done == steps, agreed_stop(done, interruption.signal is not None)
         evaluates = last or (config.eval_interval > 0 and done % config.eval_interval == 0)
@@ -115,6 +121,19 @@ def _step_by_step(run: Run, state: TrainState, interruption: Interruption, trace
         if stopped and not last:
             return _interrupted(run, done, interruption.reason)
     return Outcome(code=FINISHED, text=finish(run, state))
+
+
+def _make_more_room(run: Run, step: int, dropped: int) -> None:
+    """From here on the steps have a larger buffer: the one that dropped rows is run again, and left no trace."""
+    before = run.config.step.model.moe.ragged_buffer_factor
+    larger = with_more_room(run.config.step, run.config.plan.degrees.expert)
+    factor = larger.model.moe.ragged_buffer_factor
+    text = f"{dropped} rows dropped with ragged_buffer_factor={before}: run again with {factor or 'room for all'}"
+    run.metrics.event(step, "rerun", text)
+    run.screen.say(f"step {step}: {text}")
+    programs = compile_programs(larger, next(run.data.train_batches()), None, run.layout)
+    run.config = replace(run.config, step=larger)
+    run.programs = replace(programs, held_out=run.programs.held_out)
 
 
 def _interrupted(run: Run, step: int, signal: str) -> Outcome:

@@ -101,6 +101,27 @@ class MetricsWriter:
             self._events.scalars(int(step), {f"{group}/{k}": v for k, v in numbers.items() if v is not None})
 
 
+class NoMetrics:
+    """The same, of the processes of a run that are not the first: it writes nothing."""
+
+    def train(self, step: int, values: Mapping[str, SupportsFloat | None]) -> None: ...
+
+    def held_out(self, step: int, values: Mapping[str, SupportsFloat | None]) -> None: ...
+
+    def event(self, step: int, what: str, text: str = "") -> None: ...
+
+    def load(self, step: int, load: Sequence[Sequence[int]] | np.ndarray) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def __enter__(self) -> "NoMetrics":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a file, one a line. A last line that was cut off is left out: a killed run leaves one.
 

@@ -2,13 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from raggedmoe.kernels.registry import Selection, recorded_selections
 from raggedmoe.models.specs import param_specs
+from raggedmoe.parallel.degrees import Degrees
+from raggedmoe.parallel.plan import Plan
+from raggedmoe.train.layout import Layout, make_layout
 from raggedmoe.train.optimizer import make_optimizer
 from raggedmoe.train.rows import Batch
 from raggedmoe.train.state import TrainState, new_state
@@ -26,9 +29,17 @@ class Programs:
     bytes_needed: int | None  # at a step's fullest; None: the compiler does not say
 
 
-def state_template(config: StepConfig) -> TrainState:
-    """The shapes of a run's state."""
-    return jax.eval_shape(_init(config), jax.random.key(0))
+ONE_DEVICE = make_layout(Plan(degrees=Degrees()))
+
+
+def state_template(config: StepConfig, layout: Layout = ONE_DEVICE) -> TrainState:
+    """The shapes of a run's state, and where each part is."""
+    return layout.state(jax.eval_shape(_init(config), jax.random.key(0)), param_specs(config.model))
+
+
+def make_init(config: StepConfig, layout: Layout = ONE_DEVICE) -> Callable[[jax.Array], TrainState]:
+    """The start of a run from its key, each part of it made where it belongs, and none whole on one device."""
+    return jax.jit(_init(config), out_shardings=places_of(state_template(config, layout)))
 
 
 def _init(config: StepConfig) -> Callable[[jax.Array], TrainState]:
@@ -36,28 +47,39 @@ def _init(config: StepConfig) -> Callable[[jax.Array], TrainState]:
     return lambda key: new_state(config.model, optimizer, key)
 
 
-def compile_programs(config: StepConfig, batch: Batch, held_out_batch: Batch | None) -> Programs:
-    """Trace and compile for batches like these; without one that is held out, nothing is evaluated."""
-    template = state_template(config)
-    step = jax.jit(functools.partial(train_step, config=config), donate_argnums=0)
+def places_of(template: TrainState) -> Any:
+    """What `jax.jit` takes as out_shardings; None: one device."""
+    return None if template.step.sharding is None else jax.tree.map(lambda leaf: leaf.sharding, template)
+
+
+def compile_programs(
+    config: StepConfig, batch: Batch, held_out_batch: Batch | None, layout: Layout = ONE_DEVICE
+) -> Programs:
+    """Trace and compile for batches like these; without one that is held out, nothing is evaluated.
+
+    The step is given a batch, or of several processes' each its own rows of it, and puts it where it belongs.
+    """
+    template, shapes = state_template(config, layout), layout.batch(batch, config.micro_batches)
+    step = functools.partial(train_step, config=config, mesh=layout.mesh)
     with recorded_selections() as selections:
-        lowered = step.lower(template, _shapes(batch))
+        lowered = jax.jit(step, donate_argnums=0, out_shardings=(places_of(template), None)).lower(template, shapes)
     held_out = None
     if held_out_batch is not None:
-        evaluate = jax.jit(functools.partial(held_out_loss, config=config.model))
-        held_out = evaluate.lower(template.params, _shapes(held_out_batch)).compile()
+        held_out_shapes = layout.batch(held_out_batch)
+        # The loss of the model, whatever room its training has.
+        model = replace(config.model, moe=replace(config.model.moe, ragged_buffer_factor=None))
+        evaluate = jax.jit(functools.partial(held_out_loss, config=model, mesh=layout.mesh))
+        evaluated = evaluate.lower(template.params, held_out_shapes).compile()
+        held_out = lambda params, batch: evaluated(params, layout.put(batch, held_out_shapes))  # noqa: E731
     compiled = lowered.compile()
+    rows = layout.own_rows(batch.ids.shape[0], config.micro_batches)
     return Programs(
-        init=jax.jit(_init(config)),
-        step=compiled,
+        init=make_init(config, layout),
+        step=lambda state, batch: compiled(state, layout.put(batch, shapes, rows)),
         held_out=held_out,
         kernels=described_kernels(selections),
         bytes_needed=_bytes_needed(compiled),
     )
-
-
-def _shapes(batch: Batch) -> Batch:
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
 
 
 def _bytes_needed(compiled: Any) -> int | None:

@@ -11,9 +11,10 @@ import numpy as np
 from raggedmoe.models.module import Decoder
 from raggedmoe.train import run_folder
 from raggedmoe.train.checkpoint import Checkpoints
-from raggedmoe.train.config import TrainConfig
+from raggedmoe.train.config import TrainConfig, on_one_device
 from raggedmoe.train.data import Batches, Data
-from raggedmoe.train.metrics import MetricsWriter
+from raggedmoe.train.layout import Layout, on_this_host
+from raggedmoe.train.metrics import MetricsWriter, NoMetrics
 from raggedmoe.train.programs import Programs
 from raggedmoe.train.record import read_run
 from raggedmoe.train.rows import Batch
@@ -31,9 +32,10 @@ class Run:
     data: Data
     held_out: list[Batch]
     programs: Programs
-    metrics: MetricsWriter
+    metrics: MetricsWriter | NoMetrics
     checkpoints: Checkpoints | None
     screen: Screen
+    layout: Layout
     batches: Batches
     flops_per_token: float
     peak_flops: float
@@ -43,11 +45,11 @@ class Run:
     since: float = field(default_factory=time.perf_counter)  # when the step before was seen to end
 
 
-def log_step(run: Run, step: int, report: StepReport, tokens: int) -> None:
-    """Wait for a step on so many tokens, and write down what it was like."""
+def log_step(run: Run, step: int, report: StepReport) -> None:
+    """Wait for a step, and write down what it was like."""
     fetched = jax.device_get({**vars(report), **vars(report.losses), "losses": None})
     now = time.perf_counter()
-    seconds, run.since = max(now - run.since, 1e-9), now
+    seconds, run.since, tokens = max(now - run.since, 1e-9), now, int(fetched["tokens"])
     values: dict[str, Any] = {
         "loss": _finite(fetched["loss"]),
         "aux_loss": _finite(fetched["aux_loss"]),
@@ -56,7 +58,7 @@ def log_step(run: Run, step: int, report: StepReport, tokens: int) -> None:
         "learning_rate": float(fetched["learning_rate"]),
         "skipped": int(not fetched["finite"]),
         "tokens": tokens,
-        "targets": int(fetched["tokens"]),
+        "targets": int(fetched["targets"]),
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "mfu": tokens / seconds * run.flops_per_token / run.peak_flops,
@@ -114,14 +116,18 @@ def save(run: Run, state: TrainState, step: int, metric: float | None) -> None:
         "load": run.load.tolist(),
         "settings": plain(run.config.settings.values),
         "data_fingerprint": run.data.fingerprint,
+        "devices": run.config.plan.degrees.num_devices,
     }
     run.checkpoints.save(step, state, extra, metric=metric)
     run.since = time.perf_counter()
 
 
 def finish(run: Run, state: TrainState) -> str:
-    """Write the trained model, and say how it went."""
-    model = Decoder(run.config.step.model, params=state.params)
+    """Write the trained model, and say how it went. Of several processes the first does; all take part."""
+    params = on_this_host(state.params)
+    if jax.process_index() != 0:
+        return ""
+    model = Decoder(on_one_device(run.config.step.model), params=params)
     folder = run_folder.save_model(run.config.run.folder, model, run.data.tokenizer_json())
     run.metrics.flush()
     record = read_run(run.config.run.folder)

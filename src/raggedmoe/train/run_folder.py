@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.native import save
 from raggedmoe.models.module import Decoder
@@ -24,7 +26,13 @@ MODEL, PROFILE, CHECKPOINTS = "model", "profile", "checkpoints"
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Makes the folder if needed, and keeps other processes from training into it. The lock ends with the process."""
+    """Makes the folder if needed, and keeps other runs from training into it. The lock ends with the process.
+
+    Of the processes of one run the first holds it.
+    """
+    if jax.process_index() != 0:
+        yield
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("a")

@@ -10,13 +10,14 @@ from raggedmoe.hardware import Hardware
 SIDE, TURNS = 1536, 5
 
 
-def peak_flops(hardware: Hardware, dtype: jnp.dtype) -> float:
-    """Operations a second of one device: the table's figure, or on a CPU what a dense matmul reaches here.
+def peak_flops(hardware: Hardware, dtype: jnp.dtype, num_devices: int = 1) -> float:
+    """Operations a second of so many devices: the table's figure, or on a CPU what a dense matmul reaches here.
 
-    The table has none for float32, which is taken for half as fast as bfloat16.
+    The table has none for float32, which is taken for half as fast as bfloat16. Host devices share one processor.
     """
     if hardware.bf16_flops is not None:
-        return hardware.bf16_flops / hardware.devices_per_chip / (1 if jnp.dtype(dtype).itemsize <= 2 else 2)
+        one = hardware.bf16_flops / hardware.devices_per_chip / (1 if jnp.dtype(dtype).itemsize <= 2 else 2)
+        return one * num_devices
     return measured_peak(dtype)
 
 

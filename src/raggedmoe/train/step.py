@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from raggedmoe.models.config import ModelConfig
@@ -28,6 +29,7 @@ class StepConfig:
     micro_batches: int = 1  # the batch in this many parts, one after the other: gradients are added up
     bias_update_rate: float = 1e-3  # of the loss-free rule; 0: the biases stay
     mtp_loss_weight: float = 0.3  # of multi-token prediction, shared by its modules; 0: they are not trained
+    rerun_on_overflow: bool = False  # a step that drops rows changes nothing: it will be run again with more room
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:
@@ -68,7 +70,8 @@ class StepReport:
     learning_rate: Float[Array, ""]
     entropy: Float[Array, ""]  # of the load, mean over the layers, in nats
     max_violation: Float[Array, ""]  # of the worst layer
-    tokens: Float[Array, ""]  # targets that were learned from
+    tokens: Int[Array, ""]  # that are no padding
+    targets: Float[Array, ""]  # that were learned from
     finite: Bool[Array, ""]  # otherwise the step was skipped: nothing moved
     skipped_in_a_row: Int[Array, ""]
 
@@ -86,12 +89,18 @@ class Shares:
     of_sequences: Float[Array, "*parts M"]
 
 
-def train_step(state: TrainState, batch: Batch, config: StepConfig) -> tuple[TrainState, StepReport]:
-    """The next state. Where the loss or the gradient is not finite, the old one with the step counted as skipped."""
+def train_step(
+    state: TrainState, batch: Batch, config: StepConfig, mesh: Mesh | None = None
+) -> tuple[TrainState, StepReport]:
+    """The next state. Where the loss or the gradient is not finite, the old one with the step counted as skipped.
+
+    Where rows were dropped and it is to be run again, the old one as it was, whatever the loss.
+    The batch is ``[B S]``, or ``[parts B/parts S]`` with the micro-batches apart, as they must be on a mesh.
+    """
     key = jax.random.fold_in(state.key, state.step)
     trained = {name: value for name, value in state.params.items() if is_trained(name)}
     biases = {name: value for name, value in state.params.items() if not is_trained(name)}
-    gradients, losses = batch_gradients(trained, biases, batch, config, key)
+    gradients, losses = batch_gradients(trained, biases, batch, config, key, mesh)
     norm = optax.tree.norm(gradients)
 
     with jax.named_scope("optimizer"):
@@ -107,17 +116,19 @@ def train_step(state: TrainState, batch: Batch, config: StepConfig) -> tuple[Tra
     total = losses.loss + losses.mtp_loss + losses.aux_loss + losses.z_loss
     finite = jnp.isfinite(norm) & jnp.isfinite(total) & jnp.isfinite(optax.tree.norm(updates))
 
-    def if_finite(new: Any, old: Any) -> Any:
-        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+    counts = losses.dropped == 0 if config.rerun_on_overflow else jnp.ones((), bool)
+
+    def if_good(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda new, old: jnp.where(finite & counts, new, old), new, old)
 
     bad = (~finite).astype(jnp.int32)
     next_state = replace(
         state,
-        step=state.step + 1,
-        params=if_finite(moved, state.params),
-        optimizer=if_finite(optimizer_state, state.optimizer),
-        skipped=state.skipped + bad,
-        skipped_in_a_row=(state.skipped_in_a_row + bad) * bad,
+        step=state.step + counts.astype(jnp.int32),
+        params=if_good(moved, state.params),
+        optimizer=if_good(optimizer_state, state.optimizer),
+        skipped=jnp.where(counts, state.skipped + bad, state.skipped),
+        skipped_in_a_row=jnp.where(counts, (state.skipped_in_a_row + bad) * bad, state.skipped_in_a_row),
     )
     has_experts = losses.load.shape[0] > 0
     none = jnp.zeros((), jnp.float32)
@@ -127,7 +138,8 @@ def train_step(state: TrainState, batch: Batch, config: StepConfig) -> tuple[Tra
         learning_rate=jnp.asarray(learning_rate_schedule(config.optimizer)(_updates_made(state)), jnp.float32),
         entropy=jax.vmap(load_entropy)(losses.load).mean() if has_experts else none,
         max_violation=jax.vmap(max_violation)(losses.load).max() if has_experts else none,
-        tokens=batch.weights.sum(),
+        tokens=(batch.segments >= 0).sum(dtype=jnp.int32),
+        targets=batch.weights.sum(),
         finite=finite,
         skipped_in_a_row=next_state.skipped_in_a_row,
     )
@@ -140,7 +152,7 @@ def _updates_made(state: TrainState) -> Int[Array, ""]:
 
 
 def batch_gradients(
-    trained: Params, biases: Params, batch: Batch, config: StepConfig, key: jax.Array
+    trained: Params, biases: Params, batch: Batch, config: StepConfig, key: jax.Array, mesh: Mesh | None = None
 ) -> tuple[Params, Losses]:
     """Gradients and losses of the whole batch, in float32 at least, however many micro-batches it is cut into.
 
@@ -148,15 +160,13 @@ def batch_gradients(
     depend on the cut. The batch-wise auxiliary loss is not additive: its mean over the micro-batches is taken.
     """
     parts = config.micro_batches
-    if batch.ids.shape[0] % parts:
-        raise ValueError(f"a batch of {batch.ids.shape[0]} sequences cannot be cut into {parts} equal micro-batches")
-    micro = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), batch)
+    micro = batch if batch.ids.ndim == 3 else _in_micro_batches(batch, parts)
     shares = batch_shares(micro, config)
     take = jax.value_and_grad(objective, has_aux=True)
 
     def body(number: Any, batch: Batch, shares: Shares) -> tuple[Params, Losses]:
         own_key = jax.random.fold_in(key, number)
-        (_, losses), gradients = take(trained, biases, batch, shares, config, own_key)
+        (_, losses), gradients = take(trained, biases, batch, shares, config, own_key, mesh)
         return {name: wide(gradient) for name, gradient in gradients.items()}, losses
 
     if parts == 1:
@@ -173,26 +183,41 @@ def batch_gradients(
     return total
 
 
+def _in_micro_batches(batch: Batch, parts: int) -> Batch:
+    if batch.ids.shape[0] % parts:
+        raise ValueError(f"a batch of {batch.ids.shape[0]} sequences cannot be cut into {parts} equal micro-batches")
+    return jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), batch)
+
+
 def objective(
-    trained: Params, biases: Params, batch: Batch, shares: Shares, config: StepConfig, key: jax.Array
+    trained: Params,
+    biases: Params,
+    batch: Batch,
+    shares: Shares,
+    config: StepConfig,
+    key: jax.Array,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, ""], Losses]:
     """What a micro-batch adds to what is minimised, and its parts."""
     model, params = config.model, {**trained, **biases}
-    mask = batch.segments >= 0
-    out = decode(params, batch.ids, model, mask=mask, segments=batch.segments, positions=batch.positions, key=key)
+    given: dict[str, Any] = {
+        "mask": batch.segments >= 0,
+        "segments": batch.segments,
+        "positions": batch.positions,
+        "mesh": mesh,
+    }
+    out = decode(params, batch.ids, model, **given, key=key)
     reports = [] if out.experts is None else [out.experts]
-    loss = _cross_entropy(params, out.hidden, batch.targets, batch.weights, model) * shares.per_target[0]
+    loss = _cross_entropy(params, out.hidden, batch.targets, batch.weights, model, mesh) * shares.per_target[0]
     aux, z = _router_losses(out.experts, shares, 0)
     mtp_loss = jnp.zeros_like(loss)
     if config.mtp_layers:
-        further, more = predict_further(
-            params, out.hidden, batch.ids, model, mask=mask, segments=batch.segments, positions=batch.positions, key=key
-        )
+        further, more = predict_further(params, out.hidden, batch.ids, model, **given, key=key)
         reports += more
         for m, hidden in enumerate(further):
             targets, weights = jnp.roll(batch.targets, -(m + 1), axis=1), mtp_weights(batch, m)
             share = shares.per_target[m + 1] * config.mtp_loss_weight / config.mtp_layers
-            mtp_loss += _cross_entropy(params, hidden, targets, weights, model) * share
+            mtp_loss += _cross_entropy(params, hidden, targets, weights, model, mesh) * share
             more_aux, more_z = _router_losses(more[m], shares, m + 1)
             aux, z = aux + more_aux, z + more_z
     losses = Losses(
@@ -206,7 +231,9 @@ def objective(
     return loss + mtp_loss + aux + z, losses
 
 
-def held_out_loss(params: Params, batch: Batch, config: ModelConfig) -> tuple[Float[Array, ""], Float[Array, ""]]:
+def held_out_loss(
+    params: Params, batch: Batch, config: ModelConfig, mesh: Mesh | None = None
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The sum of the cross-entropy of a batch, and the number of its targets."""
     out = decode(
         params,
@@ -216,17 +243,23 @@ def held_out_loss(params: Params, batch: Batch, config: ModelConfig) -> tuple[Fl
         segments=batch.segments,
         positions=batch.positions,
         key=jax.random.key(0) if config.moe.router.selection == "random" else None,
+        mesh=mesh,
     )
-    return _cross_entropy(params, out.hidden, batch.targets, batch.weights, config), batch.weights.sum()
+    return _cross_entropy(params, out.hidden, batch.targets, batch.weights, config, mesh), batch.weights.sum()
 
 
 def _cross_entropy(
-    params: Params, hidden: jax.Array, targets: jax.Array, weights: jax.Array, config: ModelConfig
+    params: Params,
+    hidden: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    config: ModelConfig,
+    mesh: Mesh | None,
 ) -> Any:
     head = params["embedding" if config.tied_embeddings else "head"]
     rows = hidden.reshape(-1, hidden.shape[-1])
     with jax.named_scope("cross_entropy"):
-        return cross_entropy_sum(rows, head, targets.reshape(-1), weights.reshape(-1))
+        return cross_entropy_sum(rows, head, targets.reshape(-1), weights.reshape(-1), mesh)
 
 
 def _router_losses(report: ExpertReport | None, shares: Shares, index: int) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import check_array, check_size, check_sizes_fit, structs
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
-from raggedmoe.kernels.placement import placement
+from raggedmoe.kernels.placement import placement, varying_alike
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
 from raggedmoe.names import unknown
 
@@ -84,7 +84,8 @@ def expert_ffn(
     forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
     backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
     plan = _Plan(forward.function, backward.function, activation)
-    return _expert_ffn(plan, rows, weights, group_bounds(group_sizes, wi_0.shape[0], rows.shape[0]))
+    bounds = group_bounds(group_sizes, wi_0.shape[0], rows.shape[0])
+    return _expert_ffn(plan, *varying_alike(rows, weights, bounds))
 
 
 def check_activation(name: str) -> None:

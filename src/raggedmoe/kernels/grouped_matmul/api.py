@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import FLOATS, check_array, check_size, check_sizes_fit, scalar, structs
-from raggedmoe.kernels.placement import placement
+from raggedmoe.kernels.placement import placement, varying_alike
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
 
 NAME = "grouped_matmul"
@@ -71,7 +71,8 @@ def grouped_matmul(
     forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
     backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
     plan = _Plan(forward.function, backward.function, transpose_rhs, out_dtype)
-    return _grouped_matmul(plan, lhs, rhs, group_bounds(group_sizes, rhs.shape[0], lhs.shape[0], group_offset))
+    bounds = group_bounds(group_sizes, rhs.shape[0], lhs.shape[0], group_offset)
+    return _grouped_matmul(plan, *varying_alike(lhs, rhs, bounds))
 
 
 def group_bounds(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import check_array, check_size, scalar, structs
-from raggedmoe.kernels.placement import placement
+from raggedmoe.kernels.placement import placement, varying_alike
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
 
 NAME = "ragged_gather"
@@ -68,6 +68,7 @@ def ragged_gather(
     backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
     plan = _Plan(forward.function, backward.function, jax.ShapeDtypeStruct(x.shape, x.dtype))
     start_row, end_row = scalar(start, 0), scalar(end, indices.shape[0])
+    x, indices, weights, inverse = varying_alike(x, indices, weights, inverse)
     return _ragged_gather(plan, x, indices, start_row, end_row, weights, inverse)
 
 

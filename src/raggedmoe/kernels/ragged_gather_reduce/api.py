@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import check_array, check_size, scalar, structs
-from raggedmoe.kernels.placement import placement
+from raggedmoe.kernels.placement import placement, varying_alike
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
 
 NAME = "ragged_gather_reduce"
@@ -73,6 +73,7 @@ def ragged_gather_reduce(
     backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
     plan = _Plan(forward.function, backward.function, jax.ShapeDtypeStruct(rows.shape, rows.dtype))
     start_row, end_row = scalar(start, 0), scalar(end, rows.shape[0])
+    rows, indices, weights, inverse = varying_alike(rows, indices, weights, inverse)
     return _ragged_gather_reduce(plan, rows, indices, start_row, end_row, weights, inverse)
 
 

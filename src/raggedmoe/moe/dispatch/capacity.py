@@ -28,6 +28,7 @@ def make(settings: StrategySettings) -> Strategy:
         ),
         dispatch=lambda x, routing, metadata: gather_rows(x, metadata, settings),
         unpermute=unpermute,
+        may_drop=True,
     )
 
 

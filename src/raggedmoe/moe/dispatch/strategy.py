@@ -1,5 +1,6 @@
 """What a strategy is, and the two moves that most of them share."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.arrays import varying_like
 from raggedmoe.kernels.ragged_gather.api import ragged_gather
 from raggedmoe.kernels.ragged_gather_reduce.api import ragged_gather_reduce
 from raggedmoe.kernels.registry import KernelChoice
@@ -22,24 +24,57 @@ class StrategySettings:
     weigh_input: bool  # the weights multiply the rows on the way in, not on the way out
     kernels: KernelChoice
     hardware: Hardware | str | None
-    axis: str | None  # the mesh axis that experts are split over, for "ring"
+    axis: str  # the mesh axis that experts are split over
+    num_ranks: int  # along it
+    buffer_factor: float | None  # rows of the receive buffer, as a multiple of a balanced share; None: the worst case
+    ragged: bool  # the platform has a ragged all-to-all
+
+    def most_rows(self, num_tokens: int, per_token: int) -> int:
+        """Rows that one rank can have for another: every token chooses as many experts there as it can."""
+        return num_tokens * min(per_token, num_held(self))
+
+    def buffer_rows(self, num_tokens: int, per_token: int) -> int:
+        """Rows of the receive buffer, for so many tokens on each rank."""
+        return buffer_rows(num_tokens, per_token, num_held(self), self.num_ranks, self.buffer_factor)
+
+
+def buffer_rows(num_tokens: int, per_token: int, held: int, num_ranks: int, factor: float | None) -> int:
+    """Rows that a rank with so many experts has room for: in the worst case each token chooses as many of them as it
+    can; with a factor, that multiple of a balanced share.
+    """
+    worst = num_ranks * num_tokens * min(per_token, held)
+    return worst if factor is None else min(max(math.ceil(factor * num_tokens * per_token), 1), worst)
+
+
+def num_held(settings: StrategySettings) -> int:
+    """Experts on each rank, G."""
+    if settings.num_experts % settings.num_ranks:
+        fitting = [n for n in range(1, settings.num_experts + 1) if settings.num_experts % n == 0]
+        padded = math.ceil(settings.num_experts / settings.num_ranks) * settings.num_ranks
+        raise ValueError(
+            f"num_experts={settings.num_experts} is not divisible by expert_parallelism={settings.num_ranks}; "
+            f"use one of {fitting}, or pad with num_experts={padded}"
+        )
+    return settings.num_experts // settings.num_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How rows reach the experts and come back. ``x`` may be any columns of the tokens: see width chunks."""
+    """How rows reach the experts and come back, on one device's part of the tokens, in `shard_map` where there are
+    several. ``x`` may be any columns of the tokens: see width chunks.
+    """
 
     prepare: Callable[[RouteOutput], RouteMetadata]
     dispatch: Callable[[Float[Array, "T D"], RouteOutput, RouteMetadata], Float[Array, "R D"]]
     unpermute: Callable[[Float[Array, "R D"], RouteOutput, RouteMetadata], Float[Array, "T D"]]
-    axis: str | None = None  # the mesh axis that tokens are split over, hence the one to reduce losses over
+    may_drop: bool = False  # otherwise no slot is ever dropped, and nobody has to ask the other ranks
 
 
 def gather_rows(x: Float[Array, "T D"], metadata: RouteMetadata, settings: StrategySettings) -> Float[Array, "R D"]:
     """The token of every row, times its weight if weights are for the input."""
     weights = None
     if settings.weigh_input:
-        weights = metadata.weights.reshape(-1)
+        weights = varying_like(metadata.weights, x).reshape(-1)  # backward, summed for T·K slots, not for R rows
         if metadata.slot_of_row is not None:
             weights = jnp.take(weights, metadata.slot_of_row, mode="clip")
     return ragged_gather(

@@ -1,0 +1,60 @@
+"""What a whole model needs, from the compilation of a few of its layers.
+
+The state is known from its shapes, exactly. Temporaries grow by the same for every layer of a kind, as layers are
+alike: by what one layer more made of them. Dense layers, which need less than those with experts, count as those.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raggedmoe.aot.case import Outcome
+from raggedmoe.aot.subjects import with_layers
+from raggedmoe.aot.topology import chip_named
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeModel:
+    """Bytes of one device."""
+
+    num_layers: int
+    compiled_layers: int
+    arguments: int  # of the whole model: its state, and the batch
+    rest: int  # all else of what was compiled: temporaries, outputs, code
+    rest_per_layer: int
+    available: int
+
+    @property
+    def needed(self) -> int:
+        return self.arguments + self.rest + (self.num_layers - self.compiled_layers) * self.rest_per_layer
+
+
+def whole_model(outcomes: Sequence[Outcome]) -> WholeModel | None:
+    """From the outcomes of some layers of a model and of one fewer; None: these are something else."""
+    layers = [outcome.case.arguments.get("num_layers") or 0 for outcome in outcomes]
+    if len(outcomes) != 2 or 0 in layers or layers[0] != layers[1] + 1:
+        return None
+    larger, smaller = (outcome.compiled for outcome in outcomes)
+    if larger is None or smaller is None or outcomes[0].available is None:
+        return None
+    from raggedmoe.train.config import make_config
+    from raggedmoe.train.fit import state_bytes
+    from raggedmoe.train.settings import parse_settings
+
+    case = outcomes[0].case
+    chip = chip_named(case.topology)
+    num_chips = math.prod(int(size) for size in case.topology.partition(":")[2].split("x"))
+    config = make_config(parse_settings(case.arguments["words"]), chip, num_chips * chip.devices_per_chip)
+    whole, cut = (
+        state_bytes(model, config.plan) for model in (config.step.model, with_layers(config.step.model, layers[0]))
+    )
+    state = whole.params + whole.moments - cut.params - cut.moments
+    rests = [compiled.memory.total - compiled.memory.arguments for compiled in (larger, smaller)]
+    return WholeModel(
+        num_layers=config.step.model.num_layers,
+        compiled_layers=layers[0],
+        arguments=larger.memory.arguments + state,
+        rest=rests[0],
+        rest_per_layer=max(rests[0] - rests[1], 0),
+        available=outcomes[0].available,
+    )

@@ -1,0 +1,150 @@
+"""Strategy `all_to_all`: experts are split over a mesh axis, and every row is sent to the rank that holds its expert.
+
+A rank's rows are in the order of their experts, hence of the ranks that hold them. The ranks tell each other how many
+rows each expert gets from them, which says where everything lies; then the rows go, and come back the same way. What
+is sent is K rows a token, less those whose expert is here.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from raggedmoe.kernels.ragged_gather.api import ragged_gather
+from raggedmoe.moe.dispatch import local
+from raggedmoe.moe.dispatch.exchange import exchanged, returned
+from raggedmoe.moe.dispatch.strategy import Strategy, StrategySettings, combine_rows, gather_rows, num_held
+from raggedmoe.moe.records import Exchange, Moves, RouteMetadata, RouteOutput
+
+
+def make(settings: StrategySettings) -> Strategy:
+    return Strategy(
+        prepare=lambda routing: prepare(routing, settings),
+        dispatch=lambda x, routing, metadata: dispatch(x, routing, metadata, settings),
+        unpermute=lambda rows, routing, metadata: unpermute(rows, routing, metadata, settings),
+        may_drop=settings.buffer_factor is not None,
+    )
+
+
+def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
+    """Sort the slots by expert, and find out who sends how much to whom.
+
+    Where a receiver's buffer is full, later ranks' rows are left out, and of one rank's those of its later experts and
+    slots: all ranks know all counts, so they agree.
+    """
+    metadata = local.prepare(routing, settings.num_experts)
+    assert routing.experts is not None
+    axis, held = settings.axis, num_held(settings)
+    rank, ranks = lax.axis_index(axis), settings.num_ranks
+    buffer = settings.buffer_rows(*routing.experts.shape)
+    counts = lax.all_gather(metadata.group_sizes, axis)  # [from, expert]
+    by_rank = counts.reshape(ranks, ranks, held)  # [from, to, expert there]
+    sizes = by_rank.sum(2, dtype=jnp.int32)
+    sent_from = _firsts(sizes, axis=1)
+    arrives_at = jnp.minimum(_firsts(sizes, axis=0), buffer)
+    kept = jnp.minimum(sizes, buffer - arrives_at)
+    # Of the rows that come here, how many of each expert have room: a block is filled from its front.
+    arriving = by_rank[:, rank]
+    starts = _firsts(arriving, axis=1)
+    here = jnp.clip(kept[:, rank][:, None] - starts, 0, arriving)
+    grouped, ungrouped = _regrouping(here, arrives_at[:, rank], buffer)
+    # A slot has its row unless that is past what its receiver has room for (or, of a masked token, past all rows).
+    row_of_slot, slot_of_row = metadata.row_of_slot, metadata.slot_of_row
+    assert row_of_slot is not None
+    assert slot_of_row is not None
+    ends = (sent_from[rank] + kept[rank])[jnp.minimum(routing.experts // held, ranks - 1)]
+    has_room = row_of_slot < ends
+    row_has_room = jnp.take(has_room.reshape(-1), slot_of_row)
+    return RouteMetadata(
+        token_of_row=jnp.where(row_has_room, metadata.token_of_row, routing.experts.shape[0]),
+        slot_of_row=jnp.where(row_has_room, slot_of_row, -1),
+        row_of_slot=jnp.where(has_room, row_of_slot, row_of_slot.size),
+        weights=metadata.weights,
+        group_sizes=here.sum(0, dtype=jnp.int32),
+        num_rows=metadata.num_rows,
+        dropped=(sizes[rank] - kept[rank]).sum(dtype=jnp.int32),
+        exchange=Exchange(
+            moves=Moves(
+                sent=kept[rank],
+                sent_from=sent_from[rank],
+                sent_to=arrives_at[rank],
+                received=kept[:, rank],
+                received_from=sent_from[:, rank],
+                received_at=arrives_at[:, rank],
+            ),
+            grouped=grouped,
+            ungrouped=ungrouped,
+            num_received=kept[:, rank].sum(dtype=jnp.int32),
+        ),
+    )
+
+
+def dispatch(
+    x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+) -> Float[Array, "R D"]:
+    """Each token's rows, sent to their experts and put in their order there."""
+    exchange = metadata.exchange
+    assert exchange is not None
+    assert routing.experts is not None
+    num_tokens, per_token = routing.experts.shape
+    rows = gather_rows(x, metadata, settings)
+    buffer, most = settings.buffer_rows(num_tokens, per_token), settings.most_rows(num_tokens, per_token)
+    received = exchanged(rows, exchange.moves, buffer, most, settings.axis, settings.ragged)
+    return _moved(received, exchange.grouped, exchange.ungrouped, exchange.num_received, settings)
+
+
+def unpermute(
+    rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+) -> Float[Array, "T D"]:
+    """The rows sent back to their tokens, and each token's weighted sum."""
+    exchange = metadata.exchange
+    assert exchange is not None
+    assert routing.experts is not None
+    num_tokens, per_token = routing.experts.shape
+    rows = _moved(rows, exchange.ungrouped, exchange.grouped, exchange.num_received, settings)
+    most, size = settings.most_rows(num_tokens, per_token), num_tokens * per_token
+    back = exchanged(rows, returned(exchange.moves), size, most, settings.axis, settings.ragged)
+    return combine_rows(back, metadata, settings)
+
+
+def _moved(
+    rows: Float[Array, "R D"],
+    indices: Int[Array, " R"],
+    inverse: Int[Array, " R"],
+    num_rows: Int[Array, ""],
+    settings: StrategySettings,
+) -> Float[Array, "R D"]:
+    """The rows in another order."""
+    if num_held(settings) == 1:  # rows of one expert are in order as they come
+        return rows
+    return ragged_gather(
+        rows,
+        indices,
+        end=num_rows,
+        inverse=inverse[:, None],
+        implementation=settings.kernels.ragged_gather,
+        hardware=settings.hardware,
+    )
+
+
+def _regrouping(
+    sizes: Int[Array, "P G"], arrives_at: Int[Array, " P"], buffer: int
+) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
+    """From the order of arrival (by rank, then expert) to that of experts (by expert, then rank), and back.
+
+    ``sizes``: the rows of each block. Rows without a place are sent out of range.
+    """
+    arrival = (arrives_at[:, None] + _firsts(sizes, axis=1)).T.reshape(-1)  # of the blocks in the experts' order
+    by_expert = sizes.T.reshape(-1)
+    firsts = _firsts(by_expert, axis=0)
+    at = jnp.arange(buffer, dtype=jnp.int32)
+    block = jnp.searchsorted(firsts + by_expert, at, side="right", method="compare_all")
+    place = jnp.minimum(block, by_expert.shape[0] - 1)
+    grouped = jnp.where(block < by_expert.shape[0], arrival[place] + at - firsts[place], buffer)
+    ungrouped = jnp.full(buffer, buffer, jnp.int32).at[grouped].set(at, mode="drop")
+    return grouped, ungrouped
+
+
+def _firsts(sizes: jax.Array, axis: int) -> jax.Array:
+    """Where each block begins when blocks follow each other along an axis."""
+    return (jnp.cumsum(sizes, axis=axis) - sizes).astype(jnp.int32)

@@ -1,0 +1,114 @@
+"""Where a run's state and batches are: on one device, or on a plan's mesh, which may be of several processes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from raggedmoe.mesh import TOKEN_AXES
+from raggedmoe.parallel.plan import Plan
+from raggedmoe.params import Specs
+from raggedmoe.train.rows import Batch
+
+# [parts B S]: the rows of every micro-batch are split, so that none has to move when its turn comes.
+PARTS_OF_TOKENS = PartitionSpec(None, TOKEN_AXES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A plan and its mesh."""
+
+    plan: Plan
+    mesh: Mesh | None  # None: all is on one device, wherever JAX puts it
+
+    def state(self, template: Any, specs: Specs) -> Any:
+        """The shapes of a state, each with its place: the optimizer's moments lie where their parameters do."""
+        if self.mesh is None:
+            return template
+        places = self.plan.shardings(self.mesh, specs)
+        whole = NamedSharding(self.mesh, PartitionSpec())
+
+        def placed(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+            place = places.get(names[-1], whole) if names else whole
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+        return jax.tree_util.tree_map_with_path(placed, template)
+
+    def batch(self, template: Batch, parts: int | None = None) -> Batch:
+        """The shapes of a batch ``[B S]``, or in so many micro-batches ``[parts B/parts S]``, each with its place."""
+        if self.mesh is None:
+            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), template)
+        place = NamedSharding(self.mesh, PartitionSpec(TOKEN_AXES) if parts is None else PARTS_OF_TOKENS)
+
+        def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+            shape = leaf.shape if parts is None else _in_parts(leaf.shape, parts)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=place)
+
+        return jax.tree.map(placed, template)
+
+    def own_rows(self, num_rows: int, parts: int) -> list[int] | None:
+        """The rows of a batch in micro-batches that this process's devices hold, ascending; None: all of them."""
+        if self.mesh is None or jax.process_count() == 1:
+            return None
+        shape = _in_parts((num_rows,), parts)
+        own: set[int] = set()
+        for index in NamedSharding(self.mesh, PARTS_OF_TOKENS).addressable_devices_indices_map(shape).values():
+            assert index is not None
+            own.update(range(*index[1].indices(shape[1])))
+        return [part * shape[1] + row for part in range(parts) for row in sorted(own)]
+
+    def put(self, batch: Batch, shapes: Batch, rows: list[int] | None = None) -> Batch:
+        """A batch on the devices, given whole or only the rows that are this process's."""
+        return batch if self.mesh is None else jax.tree.map(lambda a, s: _put(a, s, rows), batch, shapes)
+
+    def put_params(self, params: dict[str, Any], template: dict[str, Any]) -> dict[str, Any]:
+        """Parameters that every process has whole, in their places."""
+        if self.mesh is None:
+            return params
+        return {
+            name: jax.make_array_from_callback(value.shape, template[name].sharding, np.asarray(value).__getitem__)
+            for name, value in params.items()
+        }
+
+
+def _in_parts(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
+    if shape[0] % parts:
+        raise ValueError(f"a batch of {shape[0]} sequences cannot be cut into {parts} equal micro-batches")
+    return (parts, shape[0] // parts, *shape[1:])
+
+
+def _put(values: np.ndarray, shape: jax.ShapeDtypeStruct, rows: list[int] | None) -> jax.Array:
+    if rows is None:
+        return jax.make_array_from_callback(shape.shape, shape.sharding, values.reshape(shape.shape).__getitem__)
+    parts, size = shape.shape[:2]
+    here = values.reshape(parts, -1, *values.shape[1:])
+    place = {row: number for number, row in enumerate(rows[: here.shape[1]])}  # those of the first micro-batch
+
+    def own(index: Any) -> np.ndarray:
+        start, stop, _ = index[1].indices(size)
+        return here[:, place[start] : place[stop - 1] + 1]
+
+    return jax.make_array_from_callback(shape.shape, shape.sharding, own)
+
+
+def make_layout(plan: Plan, devices: Any = None) -> Layout:
+    """On these devices, or the first of those that there are. A plan for one device has no mesh."""
+    return Layout(plan=plan, mesh=None if plan.degrees.num_devices == 1 else plan.mesh(devices))
+
+
+def on_this_host(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of which this process can read every part. All processes must ask; one layer is moved at a time."""
+    if all(value.is_fully_addressable for value in params.values()):
+        return params
+    found = {}
+    for name, value in params.items():
+        whole = np.empty(value.shape, value.dtype)
+        for place in range(value.shape[0] if value.ndim > 1 else 1):
+            part = slice(place, place + 1) if value.ndim > 1 else slice(None)
+            whole[part] = multihost_utils.process_allgather(value[part], tiled=True)
+        found[name] = whole
+    return found

@@ -1,0 +1,289 @@
+"""The layer on meshes of eight devices: whatever the strategy, the degrees and the chunks, it is the one-device layer.
+
+Compared with the float64 oracles, never with another way. Every pair of options is in some case of `make test`; all
+cases are `slow`.
+"""
+
+import functools
+import itertools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from parallel.hlo_collectives import collectives
+
+from raggedmoe import ExpertConfig, KernelChoice, MoE, updated_selection_bias
+from raggedmoe.kernels.registry import recorded_selections
+from raggedmoe.parallel.collectives import Step, layer_collectives
+
+from . import numpy_layer
+from .examples import (
+    assert_agrees,
+    assert_gradients_close,
+    dense_gradients,
+    moe_config,
+    random_experts,
+    random_params,
+    random_tokens,
+)
+from .on_mesh import gradients_on_mesh, mesh_of, placed, plan_of, run_on_mesh
+
+NUM_TOKENS, NUM_EXPERTS, PER_TOKEN = 32, 8, 3
+SIZES = {"num_experts": NUM_EXPERTS, "experts_per_token": PER_TOKEN, "model_dim": 16, "expert_dim": 8}
+ROUTER = {
+    "logit_bias": True,
+    "selection_bias": True,
+    "expert_scale": True,
+    "aux_loss_weight": 0.3,
+    "z_loss_weight": 0.2,
+}
+EXPERTS = ExpertConfig(biases=True)
+OPTIONS = {
+    "strategy": ("all_to_all", "ring", "local"),
+    "expert": (1, 2, 4, 8),
+    "fsdp": (1, 2, 4, 8),
+    "tensor": (1, 2, 4, 8),
+    "data": (1, 2, 4, 8),
+    "tensor_split": ("expert_dim", "model_dim"),
+    "token_chunks": (1, 2, 4),
+    "width_chunks": (1, 2),
+}
+ROUTINGS = ("balanced", "random", "one_rank", "empty_rank")
+
+
+def cases():
+    """Every combination that fits eight devices and says something new."""
+    for values in itertools.product(*OPTIONS.values()):
+        case = dict(zip(OPTIONS, values))
+        fits = case["expert"] * case["fsdp"] * case["tensor"] * case["data"] == 8
+        alone = case["strategy"] == "local" and case["expert"] > 1
+        nothing_new = case["tensor"] == 1 and case["tensor_split"] == "model_dim"
+        if fits and not alone and not nothing_new:
+            yield case
+
+
+def pairs_of(case):
+    return set(itertools.combinations(case.items(), 2))
+
+
+def pairwise(found):
+    """Few cases that have every pair of values that any case has: always the one with most that are new."""
+    found, chosen = list(found), []
+    missing = set().union(*map(pairs_of, found))
+    while missing:
+        best = max(found, key=lambda case: len(pairs_of(case) & missing))
+        chosen.append(best)
+        missing -= pairs_of(best)
+    return chosen
+
+
+ALL = list(cases())
+# Degrees of eight leave one for all others: they are in the other tests here.
+SOME = pairwise(case for case in ALL if 8 not in case.values())
+
+
+def name_of(case):
+    return "-".join(f"{value}" if isinstance(value, str) else f"{key}{value}" for key, value in case.items())
+
+
+every_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name_of(case), marks=[] if case in SOME else [pytest.mark.slow]) for case in ALL]
+)
+
+
+def config_of(case, **options):
+    chosen = {name: case[name] for name in ("strategy", "tensor_split", "token_chunks", "width_chunks")}
+    return moe_config(ROUTER, experts=EXPERTS, **SIZES, **{**chosen, **options})
+
+
+def plan_of_case(case):
+    degrees = {name: case[name] for name in ("data", "fsdp", "expert", "tensor")}
+    return plan_of(tensor_split=case["tensor_split"], **degrees)
+
+
+def routing(name):
+    """Experts of every token; ranks are those of eight."""
+    rng = np.random.default_rng(len(name))
+    if name == "balanced":
+        return (np.arange(NUM_TOKENS)[:, None] * PER_TOKEN + np.arange(PER_TOKEN)[None]) % NUM_EXPERTS
+    experts = random_experts(rng, NUM_TOKENS, PER_TOKEN, NUM_EXPERTS, skew=1.0)
+    if name == "one_rank":  # of two: with more ranks, as many of the tokens' experts as one can hold
+        experts = np.argsort(rng.random((NUM_TOKENS, NUM_EXPERTS // 2)), axis=1)[:, :PER_TOKEN]
+    elif name == "empty_rank":
+        experts = np.argsort(rng.random((NUM_TOKENS, NUM_EXPERTS - 2)), axis=1)[:, :PER_TOKEN] + 2
+    return experts.astype(np.int32)
+
+
+@functools.cache
+def arrays():
+    config = moe_config(ROUTER, experts=EXPERTS, **SIZES)
+    x, params = random_tokens(config, NUM_TOKENS, dtype=np.float32), random_params(config, dtype=np.float32)
+    mask = np.arange(NUM_TOKENS) % 7 != 3
+    return x, params, mask, random_tokens(config, NUM_TOKENS, seed=3, dtype=np.float32)
+
+
+@functools.cache
+def expected(routing_name):
+    """What both oracles say."""
+    config = moe_config(ROUTER, experts=EXPERTS, **SIZES)
+    x, params, mask, cotangent = arrays()
+    experts = routing(routing_name)
+    with jax.enable_x64(True):
+        wide = {name: jnp.asarray(value, np.float64) for name, value in params.items()}
+        gradients = dense_gradients(
+            jnp.asarray(x, np.float64), wide, config, jnp.asarray(cotangent, np.float64), experts, jnp.asarray(mask)
+        )
+    return numpy_layer.layer(x, params, config, mask=mask, replay=experts), gradients
+
+
+def planned(config, plan):
+    """Bytes by kind and number of devices, as the plan prints them."""
+    step = Step(num_tokens=NUM_TOKENS // plan.degrees.num_token_shards, dtype="float32", ragged=False)
+    found = Counter()
+    for each in layer_collectives(config, plan, step):
+        found[each.kind, each.num_devices] += each.num_bytes
+    return found
+
+
+@every_case
+def test_layer_is_that_of_one_device_and_sends_what_the_plan_says(case):
+    config, plan = config_of(case), plan_of_case(case)
+    x, params, mask, cotangent = arrays()
+    params, x, mask, cotangent = placed(plan, config, params, x, mask, cotangent)
+    run = gradients_on_mesh.lower(
+        x, params, config, plan.mesh(), cotangent, mask=mask, replay=placed(plan, config, {}, routing("random"))[1]
+    ).compile()
+    assert collectives(run.as_text()) == planned(config, plan)
+    for name in ROUTINGS:
+        replay = placed(plan, config, {}, routing(name))[1]
+        out, gradients = run(x, params, cotangent, mask=mask, replay=replay)
+        value, slopes = expected(name)
+        assert_agrees(out, value)
+        assert set(gradients) == set(slopes)
+        assert_gradients_close(gradients, slopes)
+        bias, rate = params["router_selection_bias"], 0.125
+        moved = np.asarray(updated_selection_bias(bias, out.load, rate)) - np.asarray(bias)
+        direction = np.sign(value.load.sum() - value.load * NUM_EXPERTS)
+        np.testing.assert_allclose(moved, rate * direction, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("selection", "strategy", "degrees"),
+    [
+        ("random", "all_to_all", {"expert": 8}),
+        ("balanced", "ring", {"expert": 4, "tensor": 2}),
+        ("learned", "ring", {"expert": 2, "data": 4}),
+    ],
+)
+def test_what_is_drawn_or_counted_for_a_token_does_not_depend_on_the_mesh(selection, strategy, degrees):
+    router = {"selection": selection, "jitter": 0.2, "aux_loss_weight": 0.3}
+    here, there = (moe_config(router, **SIZES, strategy=name, token_chunks=2) for name in ("local", strategy))
+    x, params, mask, _ = arrays()
+    params = {name: params[name] for name in here.param_specs()}
+    key = jax.random.key(5)
+    one = run_on_mesh(x, params, here, None, mask=jnp.asarray(mask), key=key)
+    many = run_on_mesh(x, params, there, mesh_of(**degrees), mask=jnp.asarray(mask), key=key)
+    np.testing.assert_array_equal(one.experts, many.experts)
+    np.testing.assert_array_equal(one.load, many.load)
+    np.testing.assert_allclose(one.output, many.output, atol=1e-5)
+    assert float(one.aux_loss) == pytest.approx(float(many.aux_loss), rel=1e-6)
+
+
+def recounted(experts, num_ranks, buffer, strategy, num_chunks=1):
+    """Which slots are kept: one after the other, as the strategies' docstrings say, by lists."""
+    kept = np.ones(experts.shape, bool)
+    held, per_rank = NUM_EXPERTS // num_ranks, len(experts) // num_ranks
+    for chunk in range(num_chunks):
+        size = per_rank // num_chunks
+        for rank in range(num_ranks):
+            arriving = []
+            for source in range(num_ranks):
+                first = source * per_rank + chunk * size
+                for t, k in itertools.product(range(first, first + size), range(PER_TOKEN)):
+                    if experts[t, k] // held == rank:
+                        order = (experts[t, k], t, k) if strategy == "ring" else (source, experts[t, k], t, k)
+                        arriving.append((order, t, k))
+            for _, t, k in sorted(arriving)[buffer:]:
+                kept[t, k] = False
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("strategy", "factor", "token_chunks"),
+    [("ring", 0.3, 1), ("ring", 1.0, 2), ("all_to_all", 0.3, 2), ("all_to_all", 1.0, 1)],
+)
+def test_a_buffer_that_is_too_small_drops_in_order_and_counts_every_drop(x64, strategy, factor, token_chunks):
+    config = moe_config(
+        {"aux_loss_weight": 0.3},
+        experts=EXPERTS,
+        strategy=strategy,
+        ragged_buffer_factor=factor,
+        token_chunks=token_chunks,
+        **SIZES,
+    )
+    x, params, cotangent = random_tokens(config, NUM_TOKENS), random_params(config), random_tokens(config, NUM_TOKENS)
+    num_ranks, total = 4, 0
+    buffer = int(np.ceil(factor * (NUM_TOKENS // num_ranks // token_chunks) * PER_TOKEN))
+    for name in ROUTINGS:
+        experts = routing(name)
+        kept = recounted(experts, num_ranks, buffer, strategy, token_chunks)
+        mesh = mesh_of(expert=num_ranks)
+        out, gradients = gradients_on_mesh(x, params, config, mesh, cotangent, replay=jnp.asarray(experts))
+        assert int(out.dropped) == (~kept).sum()
+        slopes = dense_gradients(x, params, config, cotangent, experts, kept=jnp.asarray(kept))
+        assert_gradients_close(gradients, slopes)
+        total += (~kept).sum()
+        np.testing.assert_array_equal(out.load, np.bincount(experts.reshape(-1), minlength=NUM_EXPERTS))
+    assert total > 0
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
+def test_the_worst_case_buffer_drops_nothing(strategy):
+    config = moe_config(experts=EXPERTS, strategy=strategy, **SIZES)
+    x, params = random_tokens(config, NUM_TOKENS, dtype=np.float32), random_params(config, dtype=np.float32)
+    for first in range(NUM_EXPERTS):  # all tokens choose the same experts
+        experts = np.tile((first + np.arange(PER_TOKEN)) % NUM_EXPERTS, (NUM_TOKENS, 1)).astype(np.int32)
+        out = run_on_mesh(x, params, config, mesh_of(expert=4), replay=jnp.asarray(experts))
+        assert int(out.dropped) == 0
+        assert_agrees(out, numpy_layer.layer(x, params, config, replay=experts))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
+def test_named_kernels_are_those_that_every_stage_calls(strategy):
+    kernels = KernelChoice(ragged_gather="xla", ragged_gather_reduce="reference", grouped_matmul="reference")
+    config = moe_config(strategy=strategy, kernels=kernels, **SIZES)
+    x, params = random_tokens(config, NUM_TOKENS, dtype=np.float32), random_params(config, dtype=np.float32)
+    with recorded_selections() as selections:
+        out = run_on_mesh(x, params, config, mesh_of(expert=2))
+    chosen = {(selection.call.operation, selection.chosen.name) for selection in selections}
+    assert chosen == {("ragged_gather", "xla"), ("ragged_gather_reduce", "reference"), ("grouped_matmul", "reference")}
+    assert_agrees(out, numpy_layer.layer(x, params, config))
+
+
+def test_the_module_runs_on_a_mesh():
+    config = moe_config(strategy="all_to_all", **SIZES)
+    params = random_params(config, dtype=np.float32)
+    axes = {name: spec.axes for name, spec in config.param_specs().items()}
+    layer = MoE.from_arrays(config, params, axes, mesh=mesh_of(expert=2, data=2))
+    x = random_tokens(config, NUM_TOKENS, dtype=np.float32)
+    assert_agrees(jax.jit(lambda x: layer(x))(x), numpy_layer.layer(x, params, config))
+
+
+@pytest.mark.parametrize(
+    ("options", "degrees", "num_tokens", "message"),
+    [
+        ({"strategy": "ring", "num_experts": 6}, {"expert": 4}, 8, r"num_experts=6 is not divisible by.*use one of"),
+        ({"strategy": "local"}, {"expert": 2}, 8, "needs all experts on every device.*use 'ring' or 'all_to_all'"),
+        ({"strategy": "capacity", "capacity_factor": 1.0}, {"expert": 2}, 8, "needs all experts on every device"),
+        ({"strategy": "ring"}, {"expert": 2, "data": 4}, 12, "split over data × fsdp × expert = 8 devices, got 12"),
+        ({"strategy": "ring", "expert_dim": 5}, {"tensor": 2}, 8, r"wi_0: its expert_dim=5 is not divisible by tensor"),
+        ({"strategy": "ring"}, {"fsdp": 8}, 8, r"wi_0: its model_dim=\d+ is not divisible by fsdp_parallelism=8"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_what_to_do(options, degrees, num_tokens, message):
+    config = moe_config(**{**SIZES, "model_dim": 12, **options})
+    x, params = random_tokens(config, num_tokens, dtype=np.float32), random_params(config, dtype=np.float32)
+    with pytest.raises(ValueError, match=message):
+        run_on_mesh(x, params, config, mesh_of(**degrees))

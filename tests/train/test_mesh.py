@@ -1,0 +1,167 @@
+"""Training on a mesh: the same curve on every one, and a run that goes on on another."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from raggedmoe.cli.train import train
+from raggedmoe.models.specs import param_specs
+from raggedmoe.parallel.degrees import Degrees
+from raggedmoe.parallel.plan import Plan
+from raggedmoe.train.checkpoint import CheckpointConfig, Checkpoints
+from raggedmoe.train.layout import make_layout
+from raggedmoe.train.programs import ONE_DEVICE, compile_programs, make_init, state_template
+from tests.train.runs import TINY, curve, lines
+from tests.train.runs import train as train_in_process
+from tests.train.small_step import BATCH, WHOLE, assert_same_bits, drawn_params, first_state, small_model
+
+STEPS = 10
+MODEL = dataclasses.replace(small_model(aux_loss="sequence", aux_loss_weight=0.1, z_loss_weight=0.03), mtp_layers=0)
+PARTS = dataclasses.replace(WHOLE, model=MODEL, micro_batches=2)
+SPLIT = make_layout(Plan(degrees=Degrees(data=2, fsdp=2, tensor=2)))
+
+
+def placed(state, layout, config=PARTS):
+    template = state_template(config, layout)
+    return jax.tree.map(lambda a, t: jax.device_put(a, t.sharding), state, template) if layout.mesh else state
+
+
+def run_steps(layout, state):
+    """The losses of every step, and the state after them."""
+    programs, losses = compile_programs(PARTS, BATCH, None, layout), []
+    for _ in range(STEPS):
+        state, report = programs.step(state, BATCH)
+        losses.append(report.losses)
+    return jax.device_get(losses), state
+
+
+def test_ten_steps_on_a_mesh_have_the_losses_of_one_device_and_leave_the_state_in_its_place():
+    """All losses of routers, several micro-batches, the loss-free rule; each device has one row of a micro-batch."""
+    begin = jax.tree.map(jnp.copy, first_state(PARTS))  # a step takes its state's memory, where each array has its own
+    single, _ = run_steps(ONE_DEVICE, jax.tree.map(jnp.copy, begin))
+    found, state = run_steps(SPLIT, placed(begin, SPLIT))
+    for ours, theirs in zip(found, single, strict=True):
+        for name in ("loss", "aux_loss", "z_loss"):
+            np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-4, err_msg=name)
+        assert ours.load.sum() == theirs.load.sum()
+    template = state_template(PARTS, SPLIT)
+    for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(template), strict=True):
+        assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+
+
+def test_moments_lie_where_their_parameters_do():
+    template = state_template(WHOLE, SPLIT)
+    split = {name: leaf.sharding.spec for name, leaf in template.params.items() if any(leaf.sharding.spec)}
+    assert len(split) > len(param_specs(WHOLE.model)) // 2
+    adam = template.optimizer[1][0]
+    for moments in (adam.mu, adam.nu):
+        assert {name: moments[name].sharding.spec for name in split} == split
+    assert not any(adam.count.sharding.spec)
+
+
+def test_a_new_state_is_made_in_its_parts_and_is_the_same_on_every_mesh():
+    key = jax.random.key(3)
+    states = {layout: make_init(WHOLE, layout)(key) for layout in (ONE_DEVICE, SPLIT)}
+    assert_same_bits(jax.device_get(states[SPLIT].params), jax.device_get(states[ONE_DEVICE].params))
+    table = states[SPLIT].params["embedding"]
+    assert len({shard.data.shape for shard in table.addressable_shards}) == 1
+    assert table.addressable_shards[0].data.size < table.size
+
+
+@pytest.mark.parametrize("there", [ONE_DEVICE, make_layout(Plan(degrees=Degrees(fsdp=4)))], ids=["one", "fsdp-4"])
+def test_a_checkpoint_of_one_mesh_is_restored_on_another(tmp_path, there):
+    state = placed(first_state(WHOLE), SPLIT, WHOLE)
+    with Checkpoints(CheckpointConfig(folder=tmp_path, asynchronous=False)) as checkpoints:
+        checkpoints.save(1, state, {})
+        restored = checkpoints.restore(state_template(WHOLE, there)).state
+    assert_same_bits(restored, state)
+    for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(state_template(WHOLE, there)), strict=True):
+        assert wanted.sharding is None or leaf.sharding == wanted.sharding
+
+
+def test_given_parameters_are_put_in_their_places():
+    params, template = drawn_params(WHOLE.model), state_template(WHOLE, SPLIT).params
+    found = SPLIT.put_params(params, template)
+    assert_same_bits(found, params)
+    assert all(found[name].sharding == template[name].sharding for name in params)
+
+
+# --- Whole runs
+
+ROWS = 8
+WORDS = (*TINY[:-1], f"steps={STEPS}", "checkpoint_period=5", "eval_interval=5", "eval_steps=2", "tensorboard=false")
+CONSTANT = ("warmup_steps=0", "schedule=constant")  # a schedule that does not ask for the last step
+ON_DEVICES = {
+    1: (),
+    2: ("expert_parallelism=2",),
+    4: ("fsdp_parallelism=2", "tensor_parallelism=2"),
+    8: ("data_parallelism=2", "expert_parallelism=-1", "use_ring_of_experts=true"),
+}
+
+
+def trained(folder, num_devices, *words, batch=None):
+    placing = (
+        f"per_device_batch_size={batch or ROWS // num_devices}",
+        *ON_DEVICES[num_devices],
+        f"base_output_directory={folder}",
+        "run_name=run",
+    )
+    assert train((*WORDS, *CONSTANT, *placing, *words)) == 0
+    return curve(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("single"), 1)
+
+
+def assert_same_curve(found, expected):
+    """Float32 sums in another order: a few roundings, which ten steps of Adam enlarge."""
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected):
+        assert (ours["kind"], ours["step"], ours.get("tokens")) == (
+            theirs["kind"],
+            theirs["step"],
+            theirs.get("tokens"),
+        )
+        np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [2, 4, 8])
+def test_a_run_has_the_same_curve_on_every_mesh(single, num_devices, tmp_path):
+    assert_same_curve(trained(tmp_path, num_devices), single)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["devices"] == num_devices
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_a_checkpoint_of_another_mesh_and_not_with_another_batch(single, tmp_path):
+    trained(tmp_path, 4, "steps=5")
+    message = r"per_device_batch_size × devices=8 is now 16: on 2 use per_device_batch_size=4"
+    with pytest.raises(ValueError, match=message):
+        train(
+            (
+                *WORDS,
+                *CONSTANT,
+                *ON_DEVICES[2],
+                f"base_output_directory={tmp_path}",
+                "run_name=run",
+                "per_device_batch_size=8",
+            )
+        )
+    assert_same_curve(trained(tmp_path, 2), single)
+    events = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if line.get("what") == "resumed"]
+    assert [event["text"] for event in events] == ["step_00000005"]
+
+
+@pytest.mark.slow
+def test_the_command_makes_the_host_devices_that_the_degrees_ask_for(tmp_path):
+    words = (*WORDS, "steps=1", "fsdp_parallelism=2", "per_device_batch_size=1", f"base_output_directory={tmp_path}")
+    found = train_in_process(tmp_path / "cache", *words)
+    assert found.returncode == 0, found.stderr
+    assert "made 2 host devices of this CPU" in found.stdout
+    assert "cpu × 2 (fsdp 2)" in found.stdout
