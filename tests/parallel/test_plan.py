@@ -56,7 +56,7 @@ def test_a_mesh_has_the_axes_in_their_order_and_the_first_devices():
 
 
 def test_an_unknown_split_is_refused():
-    with pytest.raises(ValueError, match="unknown tensor_split 'expert_dims'.*did you mean 'expert_dim'"):
+    with pytest.raises(ValueError, match=r"unknown tensor_split 'expert_dims'.*did you mean 'expert_dim'"):
         Plan(degrees=Degrees(), tensor_split="expert_dims")
 
 
@@ -79,8 +79,8 @@ def test_routed_experts_that_do_not_divide_are_an_error():
 
 def test_other_parameters_stay_whole_where_they_do_not_divide():
     spec = ParamSpec(shape=(50257, 12), dtype="float32", axes=("vocab", "model_dim"), contracts="model_dim")
-    assert Plan(degrees=Degrees(tensor=2, fsdp=4)).spec("embedding", spec) == P(None, "fsdp")
-    assert Plan(degrees=Degrees(fsdp=8)).spec("embedding", spec) == P(None, None)
+    assert Plan(degrees=Degrees(tensor=2, fsdp=4)).spec("embedding", spec) == P(None, ("fsdp", "expert"))
+    assert Plan(degrees=Degrees(fsdp=8)).spec("embedding", spec) == P("tensor", None)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3-tiny", "gpt-oss-tiny", "mixtral-tiny"])

@@ -153,10 +153,14 @@ def _split(made: Plan, name: str, spec: ParamSpec) -> str:
 
 def _collective_table(found: list[Collective], sizes: Mapping[str, int]) -> Table:
     table = Table(
-        title="each MoE layer, a micro-batch", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+        title="each MoE layer, a micro-batch: bytes of the collective, and what a device sends of them",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
     )
-    for title in ("pass", "what", "collective", "over", "bytes", "a device sends"):
-        table.add_column(title, justify="right" if title in ("bytes", "a device sends") else "left")
+    for title in ("pass", "what", "collective", "over", "bytes", "sent"):
+        table.add_column(title, justify="right" if title in ("bytes", "sent") else "left", no_wrap=title != "over")
     for each in sorted(found, key=lambda each: (each.direction != "forward", -each.sent_bytes)):
         over = " × ".join(f"{axis} {sizes[axis]}" for axis in each.axes if sizes[axis] > 1)
         cells = (each.direction, each.what, each.kind, over, _size(each.num_bytes), _size(each.sent_bytes))
@@ -169,7 +173,7 @@ def _volume_lines(made: Plan, model: ModelConfig, step: Step, found: list[Collec
     total = sum(each.sent_bytes for each in found)
     yield f"a device sends {_size(total)} a layer, {_size(layers * total)} for all {layers} MoE layers"
     if made.degrees.fsdp > 1 or model.remat != "none":
-        yield "beside that, what the backward pass does not keep is sent again: gathered weights, and what remat leaves out"
+        yield "sent again, as the backward pass does not keep it: gathered weights, and what remat leaves out"
     least = least_sent(model.moe, made, step)
     if least:
         sent = sent_for_rows(found)
@@ -195,7 +199,7 @@ def _as_json(made: Plan, model: ModelConfig, step: Step, found: list[Collective]
     }
 
 
-def _size(number: float) -> str:
+def _size(number: float | int) -> str:
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= scale:
             return f"{number / scale:.3g} {unit}"

@@ -78,7 +78,7 @@ def least_sent(config: MoEConfig, plan: Plan, step: Step) -> float:
         "all_to_all": token * config.experts_per_token * (ranks - 1) / ranks,
         "ring": token * (ranks - 1),
     }
-    return 4 * per_way.get(config.strategy_name, 0.0)
+    return 4.0 * per_way.get(config.strategy_name, 0)
 
 
 def sent_for_rows(found: list[Collective]) -> float:
