@@ -1,7 +1,8 @@
 """A small program of several processes: sums over all devices, step after step. Arguments: steps, seconds of a step.
 
 SUMMING_EVENT="process step what" makes a process at a step kill itself (kill), stop (stop) or raise (raise). With
-SUMMING_PIDS=folder, every process that has done a step leaves a file with its number there.
+SUMMING_PIDS=folder, every process that has done a step leaves a file with its number there. SUMMING_LATE=seconds lets
+the others wait for process 0.
 """
 
 import os
@@ -29,6 +30,9 @@ def main(steps: int, seconds: float) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     devices = jax.device_count()
     print(f"joined: {jax.process_count()} processes, {devices} devices", flush=True)
+    if jax.process_index() == 0:
+        time.sleep(float(os.environ.get("SUMMING_LATE", "0")))
+    processes.wait_for_all("ready")
     who, when, what = os.environ.get("SUMMING_EVENT", "-1 0 kill").split()
     split = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
     ones = jax.make_array_from_callback((devices,), split, lambda index: np.ones(devices, np.float32)[index])

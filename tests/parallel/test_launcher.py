@@ -66,6 +66,13 @@ def test_a_killed_process_is_named_and_the_others_end_at_once(capsys, monkeypatc
 
 
 @pytest.mark.slow
+def test_processes_wait_for_one_that_comes_later_than_gloo_would(capsys, monkeypatch):
+    monkeypatch.setenv("SUMMING_LATE", "35")
+    assert launch(summing(2, "3", "0")) == 0
+    assert "sum 12 after 3 steps" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_the_others_end_when_process_0_is_killed(capsys, monkeypatch):
     monkeypatch.setenv("SUMMING_EVENT", "0 5 kill")
     assert launch(summing(3, *FOREVER)) == 128 + signal.SIGKILL

@@ -47,6 +47,7 @@ def test_a_process_alone_joins_nothing_and_decides_for_itself():
     assert processes.is_first()
     assert processes.agreed_stop(3, wanted=True)
     assert not processes.agreed_stop(3, wanted=False)
+    processes.wait_for_all("nobody")
     processes.leave(3)
 
 

@@ -9,11 +9,10 @@ import tyro
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.mesh import AXES
 from raggedmoe.names import unknown
-from raggedmoe.parallel.degrees import Degrees, resolved
+from raggedmoe.parallel.degrees import Degrees
 from raggedmoe.parallel.jobset import ClusterRun, manifest
 from raggedmoe.parallel.launcher import LocalRun
 from raggedmoe.parallel.launcher import launch as launch_here
-from raggedmoe.parallel.plan import Plan
 from raggedmoe.parallel.slices import slice_named
 from raggedmoe.train.settings import parse_settings
 
@@ -78,7 +77,7 @@ def launch(
     """
     if not command:
         raise ValueError(
-            "expected a command after --, as in `raggedmoe launch --processes 2 -- train olmoe-tiny`; got none"
+            "expected a command after --, as in `raggedmoe launch --processes 2 -- train data_parallelism=2`; got none"
         )
     if command[0] not in COMMANDS:
         raise unknown("command to launch,", command[0], COMMANDS)
@@ -120,7 +119,8 @@ def launch(
 
 def _devices_each(words: tuple[str, ...], num_processes: int) -> int | None:
     """Each process's share of the devices that the degrees ask for; None: they do not say how many."""
-    degrees = _degrees(words)
+    values = parse_settings(words).values
+    degrees = Degrees(**{axis: values[f"{axis}_parallelism"] for axis in AXES})
     if degrees.open or num_processes < 1:
         return None
     if degrees.num_devices % num_processes:
@@ -131,29 +131,23 @@ def _devices_each(words: tuple[str, ...], num_processes: int) -> int | None:
     return degrees.num_devices // num_processes
 
 
-def _degrees(words: tuple[str, ...]) -> Degrees:
-    values = parse_settings(words).values
-    return Degrees(**{axis: values[f"{axis}_parallelism"] for axis in AXES})
-
-
 def _checked(run: ClusterRun) -> list[str]:
     """Refuse settings that cannot run on these slices, as the pods would; and what the user should be told."""
     try:
         from raggedmoe.models.specs import param_specs
-        from raggedmoe.train.config import make_model
+        from raggedmoe.train.config import make_model, make_plan
     except ImportError as error:
         raise ValueError(
             f"the settings are checked with more packages ({error}): pip install 'raggedmoe[train]'"
         ) from None
     settings = parse_settings(run.command[1:])
     v, num_devices = settings.values, run.slice.num_devices * run.num_slices
-    degrees = resolved(_degrees(run.command[1:]), num_devices)
-    if degrees.num_devices != num_devices:
+    plan = make_plan(settings, num_devices)
+    if plan.degrees.num_devices != num_devices:
         raise ValueError(
-            f"the degrees use {degrees.num_devices} devices, but {run.num_slices} × {run.slice.name} has "
+            f"the degrees use {plan.degrees.num_devices} devices, but {run.num_slices} × {run.slice.name} has "
             f"{num_devices}; expected all of them: set one degree to -1, or use a smaller topology"
         )
-    plan = Plan(degrees=degrees, tensor_split=v["tensor_split"])
     for name, spec in param_specs(make_model(settings, HARDWARE[run.slice.chip], plan)).items():
         plan.spec(name, spec)
     folder = v["base_output_directory"]

@@ -22,7 +22,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Once one has failed, the others end by themselves: at once if it was killed, or having waited for it. If they do not,
 # they are asked to (SIGTERM) after so many seconds, and get --grace more.
 BY_THEMSELVES = FAILED_PATIENCE + 3.0
-TAIL = 20  # lines of a failed process that are shown again
+TAIL = 10  # lines of a failed process that are shown again
 # What the C++ below JAX says: of connections, a line each; of a lost process, lines and a stack up to its own end. For
 # that the launcher has a sentence.
 CONNECTIONS = re.compile(r"^$|^\[Gloo\]|is connected to \d+ peer ranks")

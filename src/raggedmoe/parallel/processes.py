@@ -34,6 +34,7 @@ JOIN_SECONDS = 300.0  # until all processes have to be there; on a cluster some 
 # Its default of 100 s would be past the minute that a run may outlive one of its processes.
 HEARTBEAT_SECONDS = 25
 SHUTDOWN_SECONDS = 60
+WAIT_MILLISECONDS = 24 * 3600 * 1000
 LAUNCHER_GRACE = 20.0  # seconds for saving, after the launcher was killed
 
 logger = logging.getLogger(__name__)
@@ -172,6 +173,16 @@ def agreed_stop(step: int, wanted: bool) -> bool:
     elif wanted:
         client.key_value_set(request, "1", allow_overwrite=True)
     return False
+
+
+def wait_for_all(what: str) -> None:
+    """Until all processes are here, each place with a name of its own: at most once in a run.
+
+    Before the first collectives, after compiling: Gloo gives the last process 30 s to come, and compiling can differ by
+    more ("Gloo context initialization failed: DEADLINE_EXCEEDED"). This waits on no device; a lost process ends it.
+    """
+    if _membership is not None:
+        _membership.service.client.wait_at_barrier(f"raggedmoe/{what}", WAIT_MILLISECONDS)
 
 
 def leave(code: int, *, failed: bool = False) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.parallel.processes import agreed_stop
+from raggedmoe.parallel.processes import agreed_stop, wait_for_all
 from raggedmoe.train import run_folder
 from raggedmoe.train.begin import (
     first_state,
@@ -62,6 +62,7 @@ def train(config: TrainConfig, hardware: Hardware, screen: Screen) -> Outcome:
                 programs = compile_programs(config.step, next(data.train_batches()), example, layout)
                 check_compiled_fit(programs.bytes_needed, available, plan)
                 screen.say(f"compiled in {time.perf_counter() - start:.1f} s")
+                wait_for_all("compiled")
                 run = make_run(config, data, held_out, programs, metrics, checkpoints, screen, hardware, layout)
                 state = first_state(run, restored, given, layout)
                 if restored is None:
