@@ -98,3 +98,35 @@ def _pallas_tpu() -> tuple[Any, Any]:
     from jax.experimental.pallas import tpu, tpu_sc
 
     return tpu, tpu_sc
+
+
+class Coordination(NamedTuple):
+    """The service through which the processes of a run find each other."""
+
+    client: Any  # keys and values, barriers
+    address: str  # host:port of process 0
+    process: int  # this one
+    num_processes: int
+
+
+def coordination() -> Coordination:
+    """Of a process that has called `jax.distributed.initialize`; JAX has no public name for it, orbax reads it too.
+
+    Unlike `jax.process_index`, it starts no backend.
+    """
+    from jax._src import distributed
+
+    state = distributed.global_state
+    assert state.client is not None, "jax.distributed is not initialised"
+    assert state.coordinator_address is not None
+    return Coordination(state.client, state.coordinator_address, state.process_id, state.num_processes)
+
+
+def key_value(client: Any, key: str) -> str | None:
+    """What the coordination service holds under a key; None: nothing."""
+    try:
+        return client.key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" in str(error):
+            return None
+        raise

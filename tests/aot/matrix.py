@@ -14,6 +14,7 @@ import itertools
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ BUILD = "raggedmoe.aot.subjects:operation_call"
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 DTYPES = ("bfloat16", "float32")
 
-# What the compiler is asked for: sizes that divide nothing, and options. Of a plain XLA program, the first two.
+# What the compiler is asked for: sizes that divide nothing, a call with options, and further ones.
 CALLS = {
     "grouped_matmul": ("spare-rows", "offset-transposed", "several-tiles", "width-2880"),
     "expert_ffn": ("spare-rows", "biases", "relu2-ungated", "gpt-oss"),
@@ -36,7 +37,8 @@ CALLS = {
     "ragged_gather_reduce": ("one-token", "no-weights-plain", "range", "width-2880"),
     "attention": ("sinks", "positions", "odd-sizes", "one-query", "B=1,S=256,N=4,M=2,H=64"),
 }
-# And a production model's sizes, in bfloat16; not of the oracles, which are slow by design.
+# And a production model's sizes, in bfloat16: of kernels, on chips that run such a model.
+PRODUCTION_CHIPS = ("v5p", "v6e", "tpu7x")
 PRODUCTION = {
     "grouped_matmul": ("R=8192,I=2048,O=1408,G=16", "R=16384,I=7168,O=2048,G=64,transpose_rhs=true"),
     "expert_ffn": ("R=8192,D=7168,F=2048,G=64", "R=8192,D=7168,F=128,G=64"),
@@ -130,14 +132,13 @@ def claimants() -> list[Implementation]:
 def entries(only: Iterable[str] = ()) -> Iterator[Entry]:
     """The whole matrix, or that of some implementations: "operation/name"."""
     wanted = set(only)
-    for chip, implementation in itertools.product(TOPOLOGIES, claimants()):
+    for (turn, chip), implementation in itertools.product(enumerate(TOPOLOGIES), claimants()):
         if wanted and implementation.full_name not in wanted:
             continue
-        small = CALLS[implementation.operation]
-        calls = list(itertools.product(small if is_kernel(implementation) else small[:2], DTYPES))
-        if implementation.name != "reference":
-            calls += [(call, "bfloat16") for call in PRODUCTION[implementation.operation]]
-        for (call, dtype), direction in itertools.product(calls, (FORWARD, BACKWARD)):
+        calls = _kernel_calls if is_kernel(implementation) else _plain_calls
+        for (call, dtype), direction in itertools.product(
+            calls(implementation.operation, turn, chip), (FORWARD, BACKWARD)
+        ):
             yield Entry(
                 operation=implementation.operation,
                 implementation=implementation.name,
@@ -146,6 +147,21 @@ def entries(only: Iterable[str] = ()) -> Iterator[Entry]:
                 direction=direction,
                 chip=chip,
             )
+
+
+def _kernel_calls(operation: str, turn: int, chip: str) -> list[tuple[str, str]]:
+    """The first two calls in both types; one more, another on the next chip; on some chips a production model's."""
+    first, second, *further = CALLS[operation]
+    calls = list(itertools.product((first, second), DTYPES))
+    calls.append((further[turn % len(further)], DTYPES[turn // len(further) % 2]))
+    if chip in PRODUCTION_CHIPS:
+        calls.append((PRODUCTION[operation][turn % 2], "bfloat16"))
+    return calls
+
+
+def _plain_calls(operation: str, turn: int, chip: str) -> list[tuple[str, str]]:
+    """Of a plain XLA program one of the first two calls, the other on the next chip."""
+    return [(CALLS[operation][turn % 2], dtype) for dtype in DTYPES]
 
 
 def short_entries(chip: str) -> list[Entry]:
@@ -178,9 +194,12 @@ def answers(asked: Iterable[Entry]) -> list[Answer]:
 
 
 def all_answers(asked: Iterable[Entry], jobs: int | None) -> Iterator[Answer]:
-    """The same in any order: an implementation on a chip in a process, so many at a time (None: as many as cores)."""
-    asked = sorted(asked, key=lambda entry: (entry.full_name, entry.chip))
-    parts = [list(part) for _, part in itertools.groupby(asked, key=lambda entry: (entry.full_name, entry.chip))]
+    """The same in any order: an implementation in a process, so many at a time (None: as many as cores).
+
+    For all chips together: a process is some seconds, and most calls compile in less than one.
+    """
+    asked = sorted(asked, key=lambda entry: entry.full_name)
+    parts = [list(part) for _, part in itertools.groupby(asked, key=lambda entry: entry.full_name)]
     with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
         running = [pool.submit(answers, part) for part in parts]
         for done in concurrent.futures.as_completed(running):
@@ -236,18 +255,24 @@ def written(document: str, new: str) -> str:
     return head.rstrip() + "\n\n" + "\n".join(ordered)
 
 
+def _seconds(outcome: Outcome) -> str:
+    compiled = outcome.compiled
+    return "" if compiled is None else f", {compiled.trace_seconds + compiled.compile_seconds:.1f} s"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=(), metavar="OPERATION/NAME", help="these implementations alone")
     parser.add_argument("--jobs", type=int, metavar="N", help="processes at a time; as many as there are cores")
     parser.add_argument("--write", type=Path, metavar="FILE", help="keep the table in this Markdown file")
     options = parser.parse_args()
-    asked = list(entries(options.only))
+    asked, began = list(entries(options.only)), time.monotonic()
     found = []
     for answer in all_answers(asked, options.jobs):
         found.append(answer)
         mark = "WRONG" if answer.contradiction else answer.outcome.verdict
-        print(f"[{len(found)}/{len(asked)}] {mark}: {answer.outcome.case.title} on {answer.entry.chip}", flush=True)
+        what = f"{answer.outcome.case.title} on {answer.entry.chip}{_seconds(answer.outcome)}"
+        print(f"[{len(found)}/{len(asked)}, {time.monotonic() - began:.0f} s] {mark}: {what}", flush=True)
     text = section(sorted(found, key=lambda answer: asked.index(answer.entry)))
     wrong = [answer.contradiction for answer in found if answer.contradiction]
     print(f"\n{text}", *wrong, sep="\n")

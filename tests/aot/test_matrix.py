@@ -1,5 +1,7 @@
 """The short version of the compile matrix, and what the matrix makes of its answers."""
 
+import itertools
+
 import pytest
 
 from aot import matrix
@@ -65,6 +67,15 @@ def test_every_claim_on_a_tpu_is_in_the_matrix_in_both_directions_and_types():
             of_these = [entry for entry in asked if (entry.direction, entry.dtype) == (direction, dtype)]
             assert {(entry.full_name, entry.chip) for entry in of_these} == claims
     assert {name for name, _ in claims} >= {"grouped_matmul/xla", "grouped_matmul/pallas_tpu", "attention/splash"}
+
+
+def test_every_kernel_is_asked_for_every_call_on_some_chip_and_the_first_two_on_all():
+    asked = list(matrix.entries())
+    for kernel in filter(matrix.is_kernel, matrix.claimants()):
+        calls = {(entry.call, entry.chip) for entry in asked if entry.full_name == kernel.full_name}
+        assert calls >= set(itertools.product(matrix.CALLS[kernel.operation][:2], matrix.TOPOLOGIES))
+        known = {*matrix.CALLS[kernel.operation], *matrix.PRODUCTION[kernel.operation]}
+        assert {call for call, _ in calls} == known
 
 
 def test_the_short_matrix_has_every_kernel_on_every_chip():

@@ -46,6 +46,26 @@ def test_a_loop_has_its_own_cycles_delays_included_and_inner_ones_not(programs):
     assert (inner.label, inner.depth, inner.cycles) == (".LBB2_2", 1, 9)
 
 
+def test_a_branch_whose_delay_is_not_printed_has_the_one_of_a_v6e():
+    """The two bundles behind it hold the loop's last stores: one of them is no part of what follows."""
+    (program,) = read_sparse_core(
+        "gather",
+        """tec
+.LBB2_8:
+0x0: {  \ts21 =\tsadd.s32 $0x8, s21;
+\t[tilespmem:s14+$0x100] =\tvst v10  }
+0x1: {  \tp0 =\tslt.u32 s21, $0x3F8  }
+.Ltmp7:
+0x2: {  \t(pc) =\tsbr.rel @p0 .LBB2_8-.Ltmp7  }
+0x3: {  \t[tilespmem:s8+$0x80] =\tvst v10  }
+0x4: {  \t[tilespmem:s17+$0x1080] =\tvst v11  }
+0x5: {  \ts10 =\tsadd.s32 $0x20, s26  }
+""",
+    )
+    (loop,) = program.loops
+    assert (loop.label, loop.cycles, loop.limit, loop.step) == (".LBB2_8", 5, 0x3F8, 8)
+
+
 def test_streams_are_counted_in_bytes(programs):
     outer, inner = programs[1].loops
     assert inner.streams == (Stream(kind="stream.indirect.gather", num_bytes=4096, count=1),)

@@ -36,6 +36,9 @@ def run(monkeypatch, capsys, *arguments):
         (("grouped_matmul", "--shape", "even", "--implementation", "cuda"), "unknown implementation of grouped_matmul"),
         (("grouped_matmul", "--shape", "even", "--against", "dens"), "unknown peer of grouped_matmul.*'dense'"),
         (("ragged_gather", "--against", "dense"), "unknown peer of ragged_gather, 'dense'"),
+        (("grouped_matmul", "--shape", "even", "--gradient", "rsh"), "unknown differentiable .*did you mean 'rhs'"),
+        (("grouped_matmul", "--direction", "forward", "--gradient", "rhs"), "is of the backward pass, got --direction"),
+        (("layer", "deepseek-v3", "--gradient", "x"), "of an operation's backward pass, got layer deepseek-v3"),
         (("model", "deepseek-v3-tiny", "stps=3"), "unknown setting 'stps'"),
     ],
 )
@@ -127,6 +130,17 @@ class TestWithTheCompiler:
         ):
             assert expected in out
         assert re.search(r"loop r\d+ × \d", out)
+
+    def test_one_gradient_stands_alone_beside_its_peers(self, monkeypatch, capsys):
+        code, out, _ = run(
+            monkeypatch, capsys, "grouped_matmul", "--topology", "v6e:2x2", "--gradient", "rhs", "--schedule",
+            "--shape", "R=512,I=256,O=256,G=4", "--implementation", "pallas_tpu", "--against", "dense",
+        )  # fmt: skip
+        assert code == 0
+        assert "pallas_tpu drhs" in out
+        assert "dense drhs" in out
+        assert re.search(r"raggedmoe_grouped_matmul_transposed\S*: issue", out)
+        assert not re.search(r"raggedmoe_grouped_matmul(\.\d+)?: issue", out)  # lhs's gradient
 
     def test_a_failure_is_exit_code_1_with_its_reason(self, monkeypatch, capsys):
         code, out, _ = run(

@@ -10,6 +10,7 @@ import pytest
 from kernels.tpu_interpreter import tpu_interpreter
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.kernels.grouped_matmul import pallas_tpu, tiles
+from raggedmoe.kernels.grouped_matmul.row_steps_kernel import size_number
 from raggedmoe.kernels.grouped_matmul.tiles import Choice, Problem, RowSteps, Tiles
 from raggedmoe.kernels.proof import COMPILED_CHIPS
 
@@ -69,10 +70,37 @@ def test_every_tuned_choice_fits_its_chip():
 @pytest.mark.parametrize("step", [32, 64, 128, 256, 512])
 @pytest.mark.parametrize("smallest", [128, 256])
 def test_there_is_straight_code_for_a_full_step_whatever_the_sizes(step, smallest):
-    sizes = RowSteps(rows=512, step=step, smallest=smallest, packed=16).sizes
-    assert sizes[-1] == 512
-    assert all(size % step == 0 for size in sizes)
-    assert sizes[0] < smallest + step
+    cut = RowSteps(rows=512, step=step, smallest=smallest, packed=16)
+    assert cut.sizes[-1] == 512
+    assert all(size % step == 0 for size in cut.sizes if size not in cut.half_steps)
+    assert cut.sizes[0] < smallest + step
+
+
+@pytest.mark.parametrize("packed", [8, 16])
+@pytest.mark.parametrize("step", [16, 32, 64, 128, 256, 512])
+def test_a_step_is_computed_by_the_smallest_code_that_holds_it(step, packed):
+    cut = RowSteps(rows=512, step=step, smallest=128, packed=packed)
+    rows = np.arange(packed, 513, packed)
+    found = np.maximum(size_number(rows, cut), 0)
+    assert (found == np.searchsorted(cut.sizes, rows)).all()
+    assert size_number(np.int32(2 * cut.rows), cut) >= len(cut.sizes)
+
+
+def test_16_cases_are_all_that_the_reference_shape_has():
+    """Four levels of branches, each of them some 14 cycles of every step."""
+    cut = tiles.tiles_for(problem(2048, 1408), HARDWARE["tpu7x"]).cut
+    assert cut.paired
+    assert len(cut.sizes) + 1 == 16
+
+
+@pytest.mark.parametrize(
+    ("chip", "itemsize", "widths", "every"), [("tpu7x", 2, (2048, 1408), 1), ("v5e", 4, (2880, 384), 9)]
+)
+def test_a_few_rows_are_cut_by_powers_of_two_as_many_are(chip, itemsize, widths, every):
+    for rows in range(1, 2049, every):
+        cut = tiles.tiles_for(problem(*widths, itemsize=itemsize, rows=rows), HARDWARE[chip]).cut
+        assert cut.rows % cut.step == 0, f"{rows} rows are cut as {cut}"
+        assert (cut.rows // cut.step).bit_count() == cut.step.bit_count() == 1, f"{rows} rows are cut as {cut}"
 
 
 SMALL = Tiles(
@@ -84,28 +112,39 @@ SMALL = Tiles(
     matrix_slots=4,
     vmem_limit=16 << 20,
 )
+HALF_STEPS = dataclasses.replace(SMALL, cut=RowSteps(rows=64, step=16, smallest=16, packed=8, paired=True))
 IN_PARTS = dataclasses.replace(SMALL, cut=dataclasses.replace(SMALL.cut, paired=False), inner=128, matrix_slots=2)
 
 
 @pytest.mark.parametrize(
-    ("small", "inner"), [(SMALL, 16), (dataclasses.replace(SMALL, copies_first=True), 16), (IN_PARTS, 256)]
+    ("small", "inner"),
+    [(SMALL, 16), (dataclasses.replace(SMALL, copies_first=True), 16), (HALF_STEPS, 16), (IN_PARTS, 256)],
 )
 def test_several_steps_pairs_and_shared_blocks_agree_with_numpy(small, inner):
     """Sizes of one block, of none, of several steps: with tiles of the chip's own they would all be one step."""
+    sizes = (64, 64, 0, 5, 3, 200, 1, 0, 131, 70)
+    check_against_numpy(sizes, inner=inner, out=256, hardware="v6e", tiles=small)  # two tiles of columns
+
+
+def test_300_rows_of_a_width_that_cannot_be_divided_agree_with_numpy():
+    """So wide that there is straight code for one size only, on a chip with a small MXU."""
+    check_against_numpy((130, 0, 100, 6), inner=2880, out=384, hardware="v5e", tiles=None)
+
+
+def check_against_numpy(sizes, *, inner, out, hardware, tiles):
     rng = np.random.default_rng(0)
-    sizes = np.array([64, 64, 0, 5, 3, 200, 1, 0, 131, 70])
     bounds = 7 + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    num_rows, out_dim = int(bounds[-1]) + 57, 256  # two tiles of columns
+    num_rows = int(bounds[-1]) + 57
     lhs = rng.standard_normal((num_rows, inner)).astype(np.float32)
-    rhs = rng.standard_normal((len(sizes), inner, out_dim)).astype(np.float32)
-    expected = np.zeros((num_rows, out_dim))
+    rhs = rng.standard_normal((len(sizes), inner, out)).astype(np.float32)
+    expected = np.zeros((num_rows, out))
     for group, (first, last) in enumerate(itertools.pairwise(bounds)):
         expected[first:last] = lhs[first:last].astype(np.float64) @ rhs[group]
     lhs[: bounds[0]] = lhs[bounds[-1] :] = np.nan
     with tpu_interpreter():
         arrays = [jnp.asarray(array) for array in (lhs, rhs, bounds)]
         found = pallas_tpu.forward(
-            *arrays, transpose_rhs=False, out_dtype=np.float32, hardware=HARDWARE["v6e"], tiles=small
+            *arrays, transpose_rhs=False, out_dtype=np.float32, hardware=HARDWARE[hardware], tiles=tiles
         )
     terms = np.abs(np.nan_to_num(lhs)).sum(1, keepdims=True) * np.abs(rhs).max()
     assert (np.abs(np.asarray(found, np.float64) - expected) <= 4 * np.finfo(np.float32).eps * terms).all()

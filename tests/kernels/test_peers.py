@@ -15,7 +15,7 @@ from raggedmoe import grouped_matmul
 from raggedmoe.hardware import HARDWARE, MIB
 from raggedmoe.kernels.grouped_matmul import gmm_v2, megablox, peers, tokamax
 from raggedmoe.kernels.proof import COMPILED_CHIPS, Level
-from raggedmoe.kernels.registry import CannotRunError
+from raggedmoe.kernels.registry import CannotRunError, implementations
 
 PEERS = {module.IMPLEMENTATION.name: module for module in (megablox, tokamax, gmm_v2)}
 WIDTHS = st.integers(1, 9000)
@@ -107,6 +107,13 @@ def test_a_tokamax_without_the_second_kernel_is_named(monkeypatch):
 
 def test_auto_does_not_take_a_kernel_that_nobody_has_executed():
     assert {proof.level for proof in gmm_v2.IMPLEMENTATION.proofs} == {Level.COMPILED}
+
+
+def test_among_others_kernels_the_order_is_that_of_their_cycles():
+    """docs/grouped_matmul.md has the figures, docs/log.md those of XLA's."""
+    ranks = {name: each.rank["tpu"] for name, each in implementations("grouped_matmul").items() if "tpu" in each.rank}
+    by_cycles = ["pallas_tpu", "gmm_v2", "megablox", "tokamax", "xla", "reference"]
+    assert sorted(ranks, key=ranks.__getitem__) == by_cycles
 
 
 @pytest.mark.parametrize("bounds", [[0, 3, 3, 9], [4, 4, 10, 11]])

@@ -6,14 +6,17 @@ cases are `slow`.
 
 import functools
 import itertools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from parallel.hlo_collectives import collectives
 
 from raggedmoe import ExpertConfig, KernelChoice, MoE, updated_selection_bias
 from raggedmoe.kernels.registry import recorded_selections
+from raggedmoe.parallel.collectives import Step, layer_collectives
 
 from . import numpy_layer
 from .examples import (
@@ -77,7 +80,8 @@ def pairwise(found):
 
 
 ALL = list(cases())
-SOME = pairwise(ALL)
+# Degrees of eight leave one for all others: they are in the other tests here.
+SOME = pairwise(case for case in ALL if 8 not in case.values())
 
 
 def name_of(case):
@@ -134,14 +138,27 @@ def expected(routing_name):
     return numpy_layer.layer(x, params, config, mask=mask, replay=experts), gradients
 
 
+def planned(config, plan):
+    """Bytes by kind and number of devices, as the plan prints them."""
+    step = Step(num_tokens=NUM_TOKENS // plan.degrees.num_token_shards, dtype="float32", ragged=False)
+    found = Counter()
+    for each in layer_collectives(config, plan, step):
+        found[each.kind, each.num_devices] += each.num_bytes
+    return found
+
+
 @every_case
-def test_value_and_every_gradient_are_those_of_one_device(case):
+def test_layer_is_that_of_one_device_and_sends_what_the_plan_says(case):
     config, plan = config_of(case), plan_of_case(case)
     x, params, mask, cotangent = arrays()
     params, x, mask, cotangent = placed(plan, config, params, x, mask, cotangent)
+    run = gradients_on_mesh.lower(
+        x, params, config, plan.mesh(), cotangent, mask=mask, replay=placed(plan, config, {}, routing("random"))[1]
+    ).compile()
+    assert collectives(run.as_text()) == planned(config, plan)
     for name in ROUTINGS:
-        _, replay = placed(plan, config, {}, routing(name))
-        out, gradients = gradients_on_mesh(x, params, config, plan.mesh(), cotangent, mask=mask, replay=replay)
+        replay = placed(plan, config, {}, routing(name))[1]
+        out, gradients = run(x, params, cotangent, mask=mask, replay=replay)
         value, slopes = expected(name)
         assert_agrees(out, value)
         assert set(gradients) == set(slopes)
@@ -150,12 +167,16 @@ def test_value_and_every_gradient_are_those_of_one_device(case):
         moved = np.asarray(updated_selection_bias(bias, out.load, rate)) - np.asarray(bias)
         direction = np.sign(value.load.sum() - value.load * NUM_EXPERTS)
         np.testing.assert_allclose(moved, rate * direction, atol=1e-6)
-        if config.strategy_name != "local":  # the selection bias gets none: its rule moves it
-            assert not np.asarray(gradients["router_selection_bias"]).any()
 
 
-@pytest.mark.parametrize("selection", ["random", "balanced", "learned"])
-@pytest.mark.parametrize(("strategy", "degrees"), [("ring", {"expert": 4, "tensor": 2}), ("all_to_all", {"expert": 8})])
+@pytest.mark.parametrize(
+    ("selection", "strategy", "degrees"),
+    [
+        ("random", "all_to_all", {"expert": 8}),
+        ("balanced", "ring", {"expert": 4, "tensor": 2}),
+        ("learned", "ring", {"expert": 2, "data": 4}),
+    ],
+)
 def test_what_is_drawn_or_counted_for_a_token_does_not_depend_on_the_mesh(selection, strategy, degrees):
     router = {"selection": selection, "jitter": 0.2, "aux_loss_weight": 0.3}
     here, there = (moe_config(router, **SIZES, strategy=name, token_chunks=2) for name in ("local", strategy))
@@ -189,9 +210,10 @@ def recounted(experts, num_ranks, buffer, strategy, num_chunks=1):
     return kept
 
 
-@pytest.mark.parametrize("token_chunks", [1, 2])
-@pytest.mark.parametrize("factor", [0.3, 1.0])
-@pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
+@pytest.mark.parametrize(
+    ("strategy", "factor", "token_chunks"),
+    [("ring", 0.3, 1), ("ring", 1.0, 2), ("all_to_all", 0.3, 2), ("all_to_all", 1.0, 1)],
+)
 def test_a_buffer_that_is_too_small_drops_in_order_and_counts_every_drop(x64, strategy, factor, token_chunks):
     config = moe_config(
         {"aux_loss_weight": 0.3},

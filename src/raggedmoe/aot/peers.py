@@ -30,7 +30,9 @@ def ragged_dot(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
 PEERS: dict[str, Callable[..., Any]] = {"dense": dense, "ragged_dot": ragged_dot}
 
 
-def peer_call(peer: str, *, call: str, dtype: str = "bfloat16", direction: str = FORWARD) -> Program:
+def peer_call(
+    peer: str, *, call: str, dtype: str = "bfloat16", direction: str = FORWARD, gradient: str | None = None
+) -> Program:
     """A peer on an example call of `grouped_matmul`."""
     if peer not in PEERS:
         raise unknown("peer", peer, PEERS)
@@ -46,6 +48,7 @@ def peer_call(peer: str, *, call: str, dtype: str = "bfloat16", direction: str =
 
     if direction == BACKWARD:
         return Program(
-            function=lambda arrays, cotangent: gradients(function, arrays, cotangent), args=(arrays, cotangent)
+            function=lambda arrays, cotangent: gradients(function, arrays, cotangent, gradient),
+            args=(arrays, cotangent),
         )
     return Program(function=lambda arrays: function(**arrays), args=(arrays,))

@@ -49,16 +49,17 @@ def operation_call(
     dtype: str = "bfloat16",
     implementation: str = "auto",
     direction: str = FORWARD,
+    gradient: str | None = None,
     without_guard: bool = False,
 ) -> Program:
-    """One direction of an operation on an example call.
+    """One direction of an operation on an example call; or, backward, the gradient of one argument alone.
 
     ``without_guard`` has the implementation tried although its `why_not` says no: to see whether that is so.
     """
     if without_guard:
         _lift_guard(operation, implementation)
     example = example_named(operation, call, dtype)
-    return example_program(operation_named(operation).function, example, implementation, direction)
+    return example_program(operation_named(operation).function, example, implementation, direction, gradient)
 
 
 def _lift_guard(operation: str, name: str) -> None:
@@ -67,20 +68,29 @@ def _lift_guard(operation: str, name: str) -> None:
     known[name] = replace(known[name], why_not=lambda call, hardware: None)
 
 
-def example_program(function: Any, example: Example, implementation: str, direction: str) -> Program:
-    """A call's value, or its gradients alone."""
+def example_program(
+    function: Any, example: Example, implementation: str, direction: str, gradient: str | None = None
+) -> Program:
+    """A call's value, or its gradients alone, or that of one argument."""
     call = functools.partial(function, **example.options, implementation=implementation)
     arrays = with_integers(dict(example.arrays))
     if direction == FORWARD:
         return Program(function=lambda arrays: call(**arrays), args=(arrays,))
     if direction != BACKWARD:
         raise unknown("direction", direction, (FORWARD, BACKWARD))
-    return Program(function=functools.partial(gradients, call), args=(arrays, with_integers(example.cotangent)))
+    wanted = functools.partial(gradients, call, of=gradient)
+    return Program(function=wanted, args=(arrays, with_integers(example.cotangent)))
 
 
-def gradients(function: Any, arrays: Mapping[str, Any], cotangent: Any) -> Any:
-    """Of every floating argument. The value is not asked for, so the compiler leaves out what only it needs."""
-    floating = {name: array for name, array in arrays.items() if array is not None and _is_floating(array)}
+def differentiable(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The floating ones among a call's arguments."""
+    return {name: array for name, array in arrays.items() if array is not None and _is_floating(array)}
+
+
+def gradients(function: Any, arrays: Mapping[str, Any], cotangent: Any, of: str | None = None) -> Any:
+    """Of every floating argument, or of one. The value is not asked for, nor the other gradients: the compiler leaves
+    out what only they need."""
+    floating = {name: array for name, array in differentiable(arrays).items() if of in (None, name)}
     rest = {name: array for name, array in arrays.items() if name not in floating}
     value, vjp = jax.vjp(lambda floating: function(**floating, **rest), floating)
     return vjp(cotangent.astype(value.dtype))[0]

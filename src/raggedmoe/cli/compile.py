@@ -16,7 +16,7 @@ from raggedmoe.aot import peers, subjects
 from raggedmoe.aot.case import Case, Outcome, as_json
 from raggedmoe.aot.lowered import lower_here
 from raggedmoe.aot.shapes import FORMS
-from raggedmoe.aot.subjects import example_named, layer_config
+from raggedmoe.aot.subjects import differentiable, example_named, layer_config
 from raggedmoe.aot.topology import HOST, check_compiler, check_topology_name
 from raggedmoe.aot.whole_model import whole_model
 from raggedmoe.aot.worker import compile_cases
@@ -48,6 +48,7 @@ def compile_(
     shape: str | None = None,
     implementation: str = "auto",
     direction: str = "both",
+    gradient: str | None = None,
     moe_backend: str = "auto",
     tokens: int = 4096,
     layers: int | None = None,
@@ -91,6 +92,7 @@ def compile_(
             the example calls of a real model's size.
         implementation: of an operation: auto, a name, or all: every one there is.
         direction: of an operation: forward, backward or both.
+        gradient: of an operation: of its backward pass the gradient of this argument alone, such as rhs.
         moe_backend: of a layer: the bundle of strategy and kernels.
         tokens: of a layer.
         layers: of a model: so many, one of them dense if the model has dense ones; for a TPU with one fewer as well,
@@ -110,7 +112,15 @@ def compile_(
         check_topology_name(topology)
         check_compiler()
     against = tuple(peer for text in against for peer in text.split(",") if peer)
-    cases = _cases(subject, topology, dtype, shape, implementation, direction, moe_backend, tokens, layers, against)
+    cases = [
+        _of_gradient(case, gradient)
+        for case in _cases(
+            subject, topology, dtype, shape, implementation, direction, moe_backend, tokens, layers, against
+        )
+        if gradient is None or case.arguments.get("direction") != FORWARD
+    ]
+    if not cases:
+        raise ValueError(f"--gradient {gradient} is of the backward pass, got --direction {direction}; leave one out")
     if topology == HOST:
         return _lower(cases, json)
     steered = [
@@ -233,6 +243,20 @@ def _operation_cases(
                         arguments={"peer": peer, **common},
                         topology=topology,
                     )
+
+
+def _of_gradient(case: Case, gradient: str | None) -> Case:
+    """The case, with its backward pass cut down to one gradient."""
+    if gradient is None:
+        return case
+    if "call" not in case.arguments:
+        raise ValueError(f"--gradient is of an operation's backward pass, got {case.title}; leave it out")
+    operation = case.arguments.get("operation", peers.OPERATION)
+    known = differentiable(example_named(operation, case.arguments["call"], case.arguments["dtype"]).arrays)
+    if gradient not in known:
+        raise unknown(f"differentiable argument of {operation},", gradient, known)
+    title = f"{case.title}, d{gradient}"
+    return dataclasses.replace(case, title=title, arguments={**case.arguments, "gradient": gradient})
 
 
 def _pairs(option: str, texts: tuple[str, ...]) -> Iterator[tuple[str, str]]:

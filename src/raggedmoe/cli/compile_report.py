@@ -98,7 +98,10 @@ def schedule_table(outcomes: list[Outcome]) -> Iterator[str]:
 def _label(case: Case) -> str:
     """A case's name beside others of one operation."""
     who = case.arguments.get("peer") or case.arguments.get("implementation")
-    return case.title if who is None else f"{who} {case.arguments['direction']}"
+    if who is None:
+        return case.title
+    gradient = case.arguments.get("gradient")
+    return f"{who} {case.arguments['direction'] if gradient is None else f'd{gradient}'}"
 
 
 def _schedule_cells(case: Case, schedule: Schedule, main: OpSchedule) -> tuple[str, ...]:
@@ -119,12 +122,14 @@ def _schedule_cells(case: Case, schedule: Schedule, main: OpSchedule) -> tuple[s
 
 
 def _useful_flops(case: Case) -> int:
-    """Of an operation's call; twice as many in its backward pass. 0: not known for other cases."""
+    """Of an operation's call; twice as many in its backward pass, unless one gradient alone is asked for. 0: not known
+    for other cases."""
     if "call" not in case.arguments:
         return 0
     operation = case.arguments.get("operation", "grouped_matmul")
     example = example_named(operation, case.arguments["call"], case.arguments["dtype"])
-    return example.flops * (2 if case.arguments["direction"] == BACKWARD else 1)
+    both = case.arguments["direction"] == BACKWARD and case.arguments.get("gradient") is None
+    return example.flops * (2 if both else 1)
 
 
 ASSUMPTIONS = (

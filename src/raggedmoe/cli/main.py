@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import tyro
 
-from raggedmoe.cli import bench, compile, convert, explain, generate, models, report, train, tune, verify
+from raggedmoe.cli import bench, compile, convert, explain, generate, launch, models, report, train, tune, verify
 from raggedmoe.kernels.registry import CannotRunError
+from raggedmoe.parallel import processes
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "train": train.train,
+    "launch": launch.launch,
     "report": report.report,
     "models": models.models,
     "import": convert.import_,
@@ -44,8 +46,11 @@ def main() -> None:
         )
     except (ValueError, CannotRunError, OSError) as error:  # OSError: a full disk, a file that may not be read
         print(f"raggedmoe: {error}", file=sys.stderr)
+        processes.leave(2, failed=True)
         sys.exit(2)
     except KeyboardInterrupt:
         print("raggedmoe: interrupted", file=sys.stderr)
+        processes.leave(130, failed=True)
         sys.exit(130)
+    processes.leave(code)
     sys.exit(code)

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from raggedmoe.hardware import target_hardware
 from raggedmoe.mesh import AXES
+from raggedmoe.parallel import processes
 from raggedmoe.train.keys import KEYS, RECIPES, SECTIONS, Key
 
 INTRODUCTION = """usage: raggedmoe train [MODEL] [KEY=VALUE ...]
@@ -34,7 +35,8 @@ or SIGTERM saves first. `raggedmoe report FOLDER` makes a page of it, `raggedmoe
 continues a text.
 
 Exit codes: 0 finished; 2 a setting is wrong, and nothing was done; 3 stopped, as losses or gradients were not finite; \
-74 stopped, as a file could not be written; 75 interrupted and saved: run it again."""
+74 stopped, as a file could not be written; 75 interrupted and saved: run it again; 76 stopped, as another process of \
+the run (`raggedmoe launch`) has ended."""
 
 
 def print_help() -> None:
@@ -81,6 +83,7 @@ def train(
     _silence_orbax()
     try:
         settings = parse_settings(words)
+        processes.join()
         made = make_host_devices(settings.values)
         hardware = target_hardware()
         config = make_config(settings, hardware, jax.device_count())

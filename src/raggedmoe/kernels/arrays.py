@@ -1,5 +1,6 @@
 """Checks of arguments, and the few array facts, that all operations share."""
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,17 @@ def accumulator(*dtypes: Any) -> jnp.dtype:
 def matmul_precision(dtype: Any) -> lax.Precision | None:
     """Full precision for float32, which TPUs and GPUs would otherwise narrow."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def full_precision(dtype: Any) -> contextlib.AbstractContextManager[Any]:
+    """The same inside a ``with``, for others' kernels, whose matmuls say no precision."""
+    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else contextlib.nullcontext()
+
+
+def padded_rows(array: jax.Array, multiple: int) -> jax.Array:
+    """The array with zero rows after it, up to a multiple."""
+    spare = -array.shape[0] % multiple
+    return jnp.pad(array, ((0, spare), (0, 0))) if spare else array
 
 
 def varying_like(value: jax.Array, *arrays: Any) -> jax.Array:

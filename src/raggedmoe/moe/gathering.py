@@ -68,7 +68,8 @@ def _gathered(flat: Mapping[str, Any], config: MoEConfig, grid: Grid, over: tupl
     axes = AXES if place is EACH_DEVICE else TOKEN_AXES
 
     def stage(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {name: varying_over(_whole(part, partitions[name], over), axes) for name, part in parts.items()}
+        # Each device's own before the gather: backward, the sum over the other axes is of the part that is kept.
+        return {name: _whole(varying_over(part, axes), partitions[name], over) for name, part in parts.items()}
 
     given = {name: flat[name] for name in specs}
     return grid.run(stage, given, places=(Place(spec=partitions),), result=place)

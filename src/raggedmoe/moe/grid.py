@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from raggedmoe.hardware import Hardware, hardware_of_device, target_hardware
 from raggedmoe.mesh import AXES, TENSOR, TOKEN_AXES
@@ -80,6 +80,12 @@ class Grid:
         """The chip that a layer is for: what the caller gave, or the mesh's."""
         device = None if self.mesh is None or given is not None else self.mesh.abstract_mesh.abstract_device
         return target_hardware(given) if device is None else hardware_of_device(device.platform, device.device_kind)
+
+    def constrained(self, array: jax.Array, place: Place) -> jax.Array:
+        """The array laid out so, by the compiler's own means."""
+        if self.mesh is None:
+            return array
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, place.spec))
 
     @property
     def num_token_shards(self) -> int:

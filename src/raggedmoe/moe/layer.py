@@ -62,6 +62,7 @@ def moe_route_and_compute(
         held = gathered_experts(params, config, grid, x.dtype)
         adjust = functools.partial(among_all_layers, first_expert=first_expert, num_experts=params.wi_0.shape[0])
         output, dropped = experts_in_parts(x, held, routing, strategy, config, grid, adjust=adjust)
+        output = grid.constrained(output, TOKENS)
     if params.shared is not None:
         with jax.named_scope("shared_experts"):
             shared = shared_experts(x, params.shared, config.experts.activation)

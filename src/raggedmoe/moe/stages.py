@@ -67,14 +67,17 @@ class Stages:
     def activate(self, sums: Any, held: HeldExperts, metadata: Any, dtype: Any) -> Any:
         """The hidden rows."""
         place = up_place(self.config)
-        stage = functools.partial(activate_part, activation=self.config.experts.activation, dtype=dtype)
+        stage = functools.partial(
+            activate_part, activation=self.config.experts.activation, dtype=dtype, on_mesh=self._on_mesh
+        )
         with jax.named_scope("activate"):
-            return self.grid.run(stage, sums, held.up_biases, metadata, places=(place, place, EACH), result=place)
+            places = (place, place, EACH)
+            return self.grid.run(stage, sums, held.up_biases, metadata, places=places, result=EACH_DEVICE)
 
     def gmm_down(self, hidden: Any, held: HeldExperts, metadata: Any, columns: slice) -> Rows:
         """These columns of the down projection."""
         stage = functools.partial(down_part, columns=columns, first_adds=self._first_adds, config=self.config)
-        places = (up_place(self.config), EACH_DEVICE, EACH)
+        places = (EACH_DEVICE, EACH_DEVICE, EACH)
         out = self._computed("gmm_down", stage, (hidden, held.matrices, metadata), places)
         return jax.tree.map(lambda array: checkpoint_name(array, "moe_down"), out)
 
@@ -172,8 +175,11 @@ def activate_part(
     *,
     activation: str,
     dtype: Any,
+    on_mesh: bool,
 ) -> Float[Array, "R F"]:
-    return activate(*sums, biases.get("bias_wi_0"), biases.get("bias_wi_1"), metadata.group_sizes, activation, dtype)
+    up_biases = (biases.get("bias_wi_0"), biases.get("bias_wi_1"))
+    hidden = activate(*sums, *up_biases, metadata.group_sizes, activation, dtype)
+    return varying_over(hidden, (TENSOR,)) if on_mesh else hidden  # backward, summed once for all width chunks
 
 
 def down_part(

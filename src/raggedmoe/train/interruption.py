@@ -28,6 +28,11 @@ class Interruption:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @property
+    def reason(self) -> str:
+        """What a run that stops says of it; of several processes perhaps only one was asked."""
+        return self.signal or "a signal to another process"
+
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
             raise KeyboardInterrupt

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from raggedmoe.hardware import Hardware
+from raggedmoe.parallel.processes import agreed_stop
 from raggedmoe.train import run_folder
 from raggedmoe.train.begin import (
     first_state,
@@ -101,7 +102,7 @@ def _step_by_step(run: Run, state: TrainState, interruption: Interruption, trace
             log_step(run, *pending)
         pending = (done, report)
         trace.step_done(report)
-        last, stopped = done == steps, interruption.signal is not None
+        last, stopped = done == steps, agreed_stop(done, interruption.signal is not None)
         evaluates = last or (config.eval_interval > 0 and done % config.eval_interval == 0)
         is_due = done % config.checkpoint_period == 0
         if not (evaluates or is_due or stopped or run.skipped_in_a_row >= config.max_skipped_steps):
@@ -112,12 +113,12 @@ def _step_by_step(run: Run, state: TrainState, interruption: Interruption, trace
             return _not_finite(run, done)
         metric = evaluate(run, state, done) if evaluates else None
         if stopped and not last:
-            run.metrics.event(done, "interrupted", str(interruption.signal))
+            run.metrics.event(done, "interrupted", interruption.reason)
         # What was there before steps began to fail is not pushed out by copies of what fails.
         if last or stopped or (is_due and not run.skipped_in_a_row):
             save(run, state, done, metric)
         if stopped and not last:
-            return _interrupted(run, done, str(interruption.signal))
+            return _interrupted(run, done, interruption.reason)
     return Outcome(code=FINISHED, text=finish(run, state))
 
 

@@ -4,12 +4,11 @@ It takes no scale: the scaled queries are rounded to their type. Its backward pa
 forward pass is not run twice, nor need it be of the same implementation.
 """
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.arrays import full_precision
 from raggedmoe.kernels.attention.operands import Operands
 from raggedmoe.kernels.placement import unchecked_why_not
 from raggedmoe.kernels.proof import Level, Proof
@@ -20,7 +19,7 @@ BLOCKS = (512, 256, 128)  # of queries and of slots; the last is the number of l
 
 def forward(operands, *, scale, window, interpret=False):
     kernel = _kernel(operands, window, interpret)
-    with _full_precision(operands):
+    with full_precision(operands.query.dtype):
         out, (logsumexp,) = jax.vmap(lambda *arrays: kernel(*arrays, operands.sinks))(*_inputs(operands, scale))
     length = operands.query.shape[1]
     return jnp.swapaxes(out, 1, 2)[:, :length], logsumexp[:, :, :length]
@@ -39,7 +38,7 @@ def backward(operands, out, logsumexp, cotangent, *, scale, window, interpret=Fa
         return gradients[3:6]
 
     rows = [_heads_first(array) for array in (out, jnp.moveaxis(logsumexp, 1, 2), cotangent)]
-    with _full_precision(operands):
+    with full_precision(operands.query.dtype):
         gradients = jax.vmap(one_sequence)(*_inputs(operands, scale), *rows)
     length = operands.query.shape[1]
     dquery, dkey, dvalue = (jnp.swapaxes(gradient, 1, 2)[:, :length] for gradient in gradients)
@@ -104,12 +103,6 @@ def _sizes(length: int) -> tuple[int, int]:
         if padded <= least * 9 / 8:
             return padded, block
     return least, BLOCKS[-1]
-
-
-def _full_precision(operands: Operands):
-    """The kernel's matmuls say no precision: for float32 a TPU would round their operands to bfloat16."""
-    wide = operands.query.dtype == jnp.float32
-    return jax.default_matmul_precision("highest") if wide else contextlib.nullcontext()
 
 
 def why_not(call: Call, hardware: Hardware) -> str | None:

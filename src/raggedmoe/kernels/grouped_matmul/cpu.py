@@ -11,11 +11,14 @@ Measured with `raggedmoe bench grouped_matmul`; docs/log.md has the alternatives
   every update (0.32 of the limit, instead of 0.9 and more). Inputs too, on the versions that widen all to slice.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 
 from raggedmoe import compat
 from raggedmoe.kernels.arrays import accumulator, varying_like
+from raggedmoe.kernels.grouped_matmul.gradients import gradients
 from raggedmoe.kernels.proof import PLAIN_XLA
 from raggedmoe.kernels.registry import Implementation
 
@@ -42,12 +45,6 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
         return for_each_tile(first, last, lhs.shape[0], TILE_SIZES, one_tile, out_bits)
 
     return from_bits(for_each_group(bounds, one_group, to_bits(out)), out_dtype, out_dtype)
-
-
-def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs):
-    dlhs = forward(cotangent, rhs, bounds, transpose_rhs=not transpose_rhs, out_dtype=lhs.dtype)
-    first, second = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
-    return dlhs, transposed(first, second, bounds)
 
 
 def transposed(lhs, rhs, bounds):
@@ -134,7 +131,7 @@ IMPLEMENTATION = Implementation(
     operation="grouped_matmul",
     name="cpu",
     forward=forward,
-    backward=backward,
+    backward=functools.partial(gradients, forward, transposed),
     rank={"cpu": 10},
     proofs=PLAIN_XLA,
 )

@@ -1,9 +1,13 @@
 """`grouped_matmul` by JAX's own TPU kernels, megablox, with tiles that fit the chip: its own default, 128 of each, is
 about 50 times slower (docs/log.md)."""
 
+import functools
+
 import jax.numpy as jnp
 
+from raggedmoe.kernels.arrays import full_precision, padded_rows
 from raggedmoe.kernels.grouped_matmul import peers
+from raggedmoe.kernels.grouped_matmul.gradients import gradients
 from raggedmoe.kernels.proof import INTERPRETED_KERNEL
 from raggedmoe.kernels.registry import Implementation
 
@@ -15,9 +19,9 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype, hardware):
     out_dim = rhs.shape[1] if transpose_rhs else rhs.shape[2]
     sizes = (lhs.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
     tiles = peers.forward_tiles(num_rows, inner, out_dim, rhs.shape[0], sizes, hardware)
-    with peers.full_precision(lhs.dtype):
+    with full_precision(lhs.dtype):
         out = gmm(
-            peers.padded_rows(lhs, tiles.rows),
+            padded_rows(lhs, tiles.rows),
             rhs,
             peers.group_sizes(bounds),
             out_dtype,
@@ -28,12 +32,6 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype, hardware):
     return out[:num_rows]
 
 
-def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs, hardware):
-    dlhs = forward(cotangent, rhs, bounds, transpose_rhs=not transpose_rhs, out_dtype=lhs.dtype, hardware=hardware)
-    first, second = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
-    return dlhs, transposed(first, second, bounds, hardware=hardware)
-
-
 def transposed(lhs, rhs, bounds, *, hardware):
     """``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
@@ -41,10 +39,10 @@ def transposed(lhs, rhs, bounds, *, hardware):
     groups = bounds.shape[0] - 1
     (num_rows, inner), out_dim = lhs.shape, rhs.shape[1]
     tiles = peers.transposed_tiles(num_rows, inner, out_dim, groups, lhs.dtype.itemsize, hardware)
-    with peers.full_precision(lhs.dtype):
+    with full_precision(lhs.dtype):
         return tgmm(
-            peers.padded_rows(lhs, tiles.rows).T,
-            peers.padded_rows(rhs, tiles.rows),
+            padded_rows(lhs, tiles.rows).T,
+            padded_rows(rhs, tiles.rows),
             peers.group_sizes(bounds),
             lhs.dtype,
             tuple(tiles),
@@ -57,11 +55,10 @@ IMPLEMENTATION = Implementation(
     operation="grouped_matmul",
     name="megablox",
     forward=forward,
-    backward=backward,
-    # After XLA's own (20). In the compiler's schedule its kernel is faster by 7 % (104,112 issue cycles, 112,330 at
-    # R 8192, I 2048, O 1408, G 16 on a v6e), but its metadata are some 38 small XLA operations, about 35,000 cycles
-    # more, and of skewed groups it computes 1.94 times the rows, XLA's 1.47 times.
-    rank={"tpu": 30},
+    backward=functools.partial(gradients, forward, transposed),
+    # Before XLA's own (20): with its metadata, some 38 small XLA operations, 125,222 issue cycles by the compiler's
+    # schedule at R 8192, I 2048, O 1408, G 16 on a v6e, where XLA's masks, rolls and ragged dot are 264,951.
+    rank={"tpu": 16},
     proofs=INTERPRETED_KERNEL,
     why_not=peers.why_not,
     takes_hardware=True,

@@ -1,9 +1,12 @@
 """`grouped_matmul` by our TensorCore kernels: see `pallas_tpu_kernel` for how they work."""
 
-import jax
+import functools
+
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.arrays import padded_rows
+from raggedmoe.kernels.grouped_matmul.gradients import gradients
 from raggedmoe.kernels.grouped_matmul.tiles import LANES, Problem, packed_rows, tiles_for, transposed_tiles_for
 from raggedmoe.kernels.placement import placement_why_not
 from raggedmoe.kernels.proof import INTERPRETED_KERNEL
@@ -22,7 +25,7 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype, hardware: Hardware, t
         rhs = jnp.pad(rhs, [(0, 0), (0, spare), (0, 0)] if transpose_rhs else [(0, 0), (0, 0), (0, spare)])
         wide = forward(lhs, rhs, bounds, transpose_rhs=transpose_rhs, out_dtype=out_dtype, hardware=hardware)
         return wide[:, :out_dim]
-    rows = _whole_blocks(lhs, tiles.cut.packed)
+    rows = padded_rows(lhs, tiles.cut.packed)
     out = kernel.grouped_matmul(rows, rhs, bounds, tiles=tiles, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
     return out[: lhs.shape[0]]
 
@@ -38,18 +41,7 @@ def transposed(lhs, rhs, bounds, *, hardware: Hardware, tiles=None):
         lhs, rhs = (jnp.pad(array, [(0, 0), (0, -array.shape[1] % (4 * LANES))]) for array in (lhs, rhs))
         return transposed(lhs, rhs, bounds, hardware=hardware)[:, : sizes[0], : sizes[1]]
     packed = tiles.cut.packed
-    return kernel.transposed(_whole_blocks(lhs, packed), _whole_blocks(rhs, packed), bounds, tiles=tiles)
-
-
-def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs, hardware: Hardware):
-    dlhs = forward(cotangent, rhs, bounds, transpose_rhs=not transpose_rhs, out_dtype=lhs.dtype, hardware=hardware)
-    first, second = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
-    return dlhs, transposed(first, second, bounds, hardware=hardware)
-
-
-def _whole_blocks(rows: jax.Array, packed: int) -> jax.Array:
-    spare = -rows.shape[0] % packed
-    return jnp.pad(rows, [(0, spare), (0, 0)]) if spare else rows
+    return kernel.transposed(padded_rows(lhs, packed), padded_rows(rhs, packed), bounds, tiles=tiles)
 
 
 def _problem(num_rows, inner, out, transpose_rhs, dtype, out_dtype) -> Problem:
@@ -106,7 +98,7 @@ IMPLEMENTATION = Implementation(
     operation="grouped_matmul",
     name="pallas_tpu",
     forward=forward,
-    backward=backward,
+    backward=functools.partial(gradients, forward, transposed),
     rank={"tpu": 10},
     proofs=INTERPRETED_KERNEL,
     why_not=why_not,

@@ -61,6 +61,14 @@ class _TakenOver(NamedTuple):
     row: Any
 
 
+class _Copies(NamedTuple):
+    """What straight code does about copies, where the scalar unit has time for it."""
+
+    start: Any
+    start_second_matrix: Any  # of a pair
+    wait_second_matrix: Any
+
+
 def grouped_matmul(lhs, rhs, bounds, *, tiles: Tiles, transpose_rhs: bool, out_dtype):
     """``[R I], [G I O] or [G O I], [G+1] -> [R O]``; R is a multiple of ``tiles.cut.packed``, O of ``tiles.out``."""
     bounds, lhs, rhs = varying_alike(bounds, lhs, rhs)
@@ -108,16 +116,16 @@ def _kernel(bounds, lhs, rhs, out, *scratch, tiles: Tiles, transpose_rhs):
     if out.shape[1] > tiles.out:
         columns = pl.ds(pl.multiple_of(pl.program_id(0) * tiles.out, tiles.out), tiles.out)
 
-    def rows(step, count):
-        return pl.ds(pl.multiple_of(steps.row[step], tiles.cut.packed), count), pl.ds(0, count)
+    def rows(row, count):
+        return pl.ds(pl.multiple_of(row, tiles.cut.packed), count), pl.ds(0, count)
 
     def lhs_copy(step, count):
-        there, here = rows(step, pl.multiple_of(count, tiles.cut.packed))
+        there, here = rows(steps.row[step], pl.multiple_of(count, tiles.cut.packed))
         slot = step & (SLOTS - 1)
         return pltpu.make_async_copy(lhs.at[there], buffers.lhs.at[slot, here], buffers.lhs_done.at[slot])
 
-    def out_copy(step, count):
-        there, here = rows(step, pl.multiple_of(count, tiles.cut.packed))
+    def out_copy(step, row, count):
+        there, here = rows(row, pl.multiple_of(count, tiles.cut.packed))
         slot = step & (SLOTS - 1)
         return pltpu.make_async_copy(buffers.out.at[slot, here], out.at[there, columns], buffers.out_done.at[slot])
 
@@ -130,10 +138,11 @@ def _kernel(bounds, lhs, rhs, out, *scratch, tiles: Tiles, transpose_rhs):
         rhs_copy(turn).start()
 
     def wait_written(step, count):
-        pl.when(count > 0)(lambda: out_copy(step, count).wait())
+        pl.when(count > 0)(lambda: out_copy(step, 0, count).wait())  # for so many bytes, wherever they go
 
     def start_writing(step, count):
-        pl.when(count > 0)(lambda: out_copy(step, count).start())
+        row = steps.row[step]  # before the branch, where the load needs no predicate
+        pl.when(count > 0)(lambda: out_copy(step, row, count).start())
 
     def walk(step, matrices):
         # All loads first: each takes six cycles or more, together hardly longer.
@@ -142,26 +151,35 @@ def _kernel(bounds, lhs, rhs, out, *scratch, tiles: Tiles, transpose_rhs):
         written, written_before = steps.write[step - 1], steps.write[step - SLOTS]
         started, last_turn_before = matrices
         pl.when(turn > last_turn_before)(lambda: rhs_copy(turn).wait())
-        pl.when(last_turn > turn)(lambda: rhs_copy(last_turn).wait())
         lhs_copy(step, read).wait()
         wait_written(step - SLOTS, written_before)
 
         limit = jnp.minimum(turn + tiles.matrix_slots, num_turns)  # the slots of groups that are done are free
 
-        def start_copies(most_matrices):
-            """In the straight code, where the scalar unit has time for them."""
+        def start_copies():
             lhs_copy(step + 1, next_read).start()
             start_writing(step - 1, written)
-            for place in range(most_matrices):
-                pl.when(started + place < limit)(functools.partial(start_rhs, started + place))
+            pl.when(started < limit)(functools.partial(start_rhs, started))
+
+        def start_second_matrix():
+            pl.when(started + 1 < limit)(functools.partial(start_rhs, started + 1))
+
+        def wait_second_matrix():
+            pl.when(last_turn > turn)(lambda: rhs_copy(last_turn).wait())
 
         slot = step & (SLOTS - 1)
         # Where the step before is complete there is nothing to take over, and its end may be the buffer's.
         shared = jnp.minimum(written, buffers.out.shape[1] - tiles.cut.packed)
         taken_over = _TakenOver(front, 1 - slot, pl.multiple_of(shared, tiles.cut.packed))
-        _multiply(slot, read, taken_over, turn, last_turn, start_copies, buffers, tiles, transpose_rhs)
-        started_now = started + jnp.where(read > tiles.cut.rows, 2, 1)
-        return jnp.maximum(jnp.minimum(started_now, limit), started), last_turn
+        if tiles.copies_first:
+            start_copies()
+        copies = _Copies(
+            start=(lambda: None) if tiles.copies_first else start_copies,
+            start_second_matrix=start_second_matrix,
+            wait_second_matrix=wait_second_matrix,
+        )
+        _multiply(slot, read, taken_over, turn, last_turn, copies, buffers, tiles, transpose_rhs)
+        return jnp.minimum(started + jnp.where(read > tiles.cut.rows, 2, 1), limit), last_turn
 
     buffers.out[SLOTS - 1, : tiles.cut.packed] = jnp.zeros((tiles.cut.packed, tiles.out), buffers.out.dtype)
     lhs_copy(SLOTS, steps.read[SLOTS]).start()
@@ -176,7 +194,7 @@ def _kernel(bounds, lhs, rhs, out, *scratch, tiles: Tiles, transpose_rhs):
     _write_zeros(bounds, out, columns, last, buffers, tiles)
 
 
-def _multiply(slot, read, taken_over, turn, last_turn, start_copies, buffers: _Buffers, tiles: Tiles, transpose_rhs):
+def _multiply(slot, read, taken_over, turn, last_turn, copies: _Copies, buffers: _Buffers, tiles: Tiles, transpose_rhs):
     """Run the straight code for the step's size, with the start of copies in it."""
     cut = tiles.cut
 
@@ -185,10 +203,15 @@ def _multiply(slot, read, taken_over, turn, last_turn, start_copies, buffers: _B
         _straight_code(slot, first, size, taken_over, matrix, meanwhile, buffers, tiles, transpose_rhs)
 
     def single(size):
-        half(0, size, taken_over, turn, lambda: start_copies(1))
+        half(0, size, taken_over, turn, copies.start)
 
     def pair():
-        half(0, cut.rows, taken_over, turn, lambda: start_copies(2))
+        def start_copies():
+            copies.start()
+            copies.start_second_matrix()
+
+        copies.wait_second_matrix()
+        half(0, cut.rows, taken_over, turn, start_copies)
         half(cut.rows, cut.rows, None, last_turn, lambda: None)
 
     cases = [functools.partial(single, size) for size in cut.sizes]

@@ -23,6 +23,7 @@ from raggedmoe.kernels.grouped_matmul.row_steps_kernel import (
     list_steps,
     one_of,
     round_down,
+    round_up,
     size_number,
 )
 from raggedmoe.kernels.grouped_matmul.tiles import TransposedTiles
@@ -136,8 +137,8 @@ def _columns(grid_axis: int, tile: int, whole: int):
 
 def _zero_others(slot, front, read, valid, buffers: _Buffers, tiles: TransposedTiles):
     """Set the rows of other groups to zero, and those that were not read."""
-    packed, sizes = tiles.cut.packed, tiles.cut.sizes
-    size = sizes[0] + size_number(read, tiles.cut) * tiles.cut.step
+    packed = tiles.cut.packed
+    size = jnp.maximum(round_up(read, tiles.cut.step), tiles.cut.sizes[0])
 
     def keep(block, first, end):
         """Of one block of rows, those in ``[first, end)``."""

@@ -43,12 +43,6 @@ def group_sizes(bounds):
     return jnp.concatenate([bounds[:1], bounds[1:] - bounds[:-1]])
 
 
-def padded_rows(array, multiple):
-    """The array with zero rows after it, up to a multiple."""
-    spare = -array.shape[0] % multiple
-    return jnp.pad(array, ((0, spare), (0, 0))) if spare else array
-
-
 def forward_tiles(num_rows: int, inner: int, out: int, groups: int, sizes: tuple[int, int], chip: Hardware) -> Tiles:
     """The tiles of ``[R I] x [G I O]``: those that fit in VMEM and read least. ``sizes``: bytes of an input, an output.
 
@@ -120,11 +114,6 @@ def compiled_for(chip: Hardware) -> Iterator[None]:
     device = AbstractDevice(device_kind=chip.device_kinds[0], num_cores=cores, platform="tpu")
     with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=device)):
         yield
-
-
-def full_precision(dtype):
-    """Where a kernel's matmuls say no precision: for float32 a TPU would round their operands to bfloat16."""
-    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else contextlib.nullcontext()
 
 
 def why_not(call: Call, hardware: Hardware) -> str | None:

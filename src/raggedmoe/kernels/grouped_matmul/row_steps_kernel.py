@@ -33,7 +33,7 @@ class Steps(NamedTuple):
 def list_in_smem(num_rows: int, num_groups: int, cut: RowSteps) -> list:
     """The SMEM of the list."""
     most = num_rows // (cut.rows // 2) + num_groups + SLOTS + 2
-    return [*[pltpu.SMEM((most,), jnp.int32)] * 6, pltpu.SMEM((num_groups,), jnp.int32)]
+    return [*[pltpu.SMEM((most,), jnp.int32)] * 6, pltpu.SMEM((num_groups + 1,), jnp.int32)]
 
 
 def list_steps(bounds, steps: Steps, cut: RowSteps):
@@ -42,7 +42,7 @@ def list_steps(bounds, steps: Steps, cut: RowSteps):
     The list begins with ``SLOTS`` steps that write nothing, and ends with one that reads a block of rows and is never
     computed: so every step can wait for an earlier one and start a later one without asking whether there is one.
     """
-    num_groups, rows, packed = steps.group.shape[0], cut.rows, cut.packed
+    num_groups, rows, packed = steps.group.shape[0] - 1, cut.rows, cut.packed
 
     def add_step(start, end, turn, state):
         row, step, full_row, full_front, full_turn = state  # the last three: of the step before, if it is full
@@ -68,7 +68,7 @@ def list_steps(bounds, steps: Steps, cut: RowSteps):
         before = [jnp.where(some, new, old) for new, old in zip(after, before)]
         first = jnp.where(some, row, end)
         _, *before = lax.while_loop(lambda state: state[0] < end, add, (first, *before))
-        steps.group[jnp.minimum(turn, num_groups - 1)] = group
+        steps.group[turn] = group
         return end, turn + jnp.where(some, 1, 0), *before
 
     for step in range(SLOTS):
@@ -92,13 +92,14 @@ def step_size(rest, cut: RowSteps):
 
 
 def size_number(read, cut: RowSteps):
-    """Which of the sizes holds that many rows; for a pair, the number of sizes or more."""
+    """Which of the sizes holds that many rows: less than one for the smallest, the number of sizes for a pair."""
     shift = cut.step.bit_length() - 1  # a power of two: a division would be ten scalar operations
-    return jnp.maximum(read - cut.sizes[0] + cut.step - 1, 0) >> shift
+    number = (read - cut.sizes[0] + cut.step - 1) >> shift
+    return number + sum(jnp.where(read > size, 1, 0) for size in cut.half_steps)
 
 
 def one_of(number, cases):
-    """``lax.switch`` by halving: 4 branches for 13 cases, where Mosaic asks one by one."""
+    """``lax.switch`` by halving: 4 levels for 16 cases, where Mosaic asks one by one."""
     if len(cases) == 1:
         cases[0]()
         return

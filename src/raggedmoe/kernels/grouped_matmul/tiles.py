@@ -14,7 +14,7 @@ LANES = 128
 VMEM_SHARE = 0.85  # of the core's VMEM; the rest is the compiler's
 LEAST_INNER = 512  # of a contraction that is done in parts: two depths of the MXU
 LONGEST_CODE = 9_000  # MXU cycles of one piece of straight code
-ALL_CODE = 68_000  # and of all sizes together
+ALL_CODE = 75_000  # and of all sizes together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,17 @@ class RowSteps:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes for which there is straight code: full ones, and whole steps less down to about the smallest."""
+        """The sizes for which there is straight code: full ones, whole steps less down to about the smallest, and
+        half steps in between."""
         fewest = self.rows - max(self.rows - self.smallest, 0) // self.step * self.step
-        return tuple(range(fewest, self.rows + 1, self.step))
+        return tuple(sorted((*range(fewest, self.rows + 1, self.step), *self.half_steps)))
+
+    @property
+    def half_steps(self) -> tuple[int, ...]:
+        """Two sizes just above half of a full step, where most are: what is left of a large group is cut in halves of
+        that (`row_steps_kernel.step_size`). With them 512 rows in steps of 32, and the pair, are 16 cases."""
+        half, fine = self.rows // 2, self.step // 2
+        return (half + fine, half + 3 * fine) if self.packed <= fine and self.smallest + self.step <= half else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +52,7 @@ class Tiles:
     piece_rows: int  # of one matmul
     piece_columns: int = 256
     matrix_slots: int  # matrices in VMEM: 2 or 4
-    copies_first: bool = False  # start copies before the first matmul of straight code, not behind it
+    copies_first: bool = False  # start copies before straight code, not behind its first matmul
     vmem_limit: int
 
 
@@ -91,7 +99,7 @@ def tiles_for(problem: Problem, hardware: Hardware) -> Tiles | None:
 
 def _fitting(problem: Problem, hardware: Hardware, rows: int, out: int) -> Tiles | None:
     """Tiles with these rows and columns, paired if that fits as well; None if they do not fit at all."""
-    rows = min(rows, max(LANES, _round_up(problem.num_rows, LANES)))
+    rows = rows_of_full_step(problem.num_rows, most=rows)
     inner = _inner_part(problem, hardware, rows, out)
     if inner is None:
         return None
@@ -103,6 +111,13 @@ def _fitting(problem: Problem, hardware: Hardware, rows: int, out: int) -> Tiles
         if found is not None and _all_code(problem, hardware, found) <= ALL_CODE:
             return found
     return None
+
+
+def rows_of_full_step(num_rows: int, *, most: int) -> int:
+    """No more than hold all rows there are, by halving: `row_steps_kernel` rounds and divides by powers of two."""
+    while most > LANES and most // 2 >= num_rows:
+        most //= 2
+    return most
 
 
 def tiles_of_choice(problem: Problem, hardware: Hardware, choice: "Choice") -> Tiles | None:

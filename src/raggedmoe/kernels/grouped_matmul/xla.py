@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.arrays import accumulator, matmul_precision
+from raggedmoe.kernels.grouped_matmul.gradients import gradients
 from raggedmoe.kernels.proof import COMPILED_XLA
 from raggedmoe.kernels.registry import Call, Implementation
 
@@ -25,12 +26,6 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
     rows = jnp.roll(jnp.where(here, lhs, 0), -bounds[0], axis=0)
     out = _ragged_dot(rows, rhs, bounds, numbers)
     return jnp.where(here, jnp.roll(out, bounds[0], axis=0), 0).astype(out_dtype)
-
-
-def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs):
-    dlhs = forward(cotangent, rhs, bounds, transpose_rhs=not transpose_rhs, out_dtype=lhs.dtype)
-    first, second = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
-    return dlhs, transposed(first, second, bounds)
 
 
 def transposed(lhs, rhs, bounds):
@@ -86,7 +81,7 @@ IMPLEMENTATION = Implementation(
     operation="grouped_matmul",
     name="xla",
     forward=forward,
-    backward=backward,
+    backward=functools.partial(gradients, forward, transposed),
     rank={"cpu": 20, "gpu": 20, "tpu": 20},
     proofs=COMPILED_XLA,
     note=note,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.arrays import varying_like
 from raggedmoe.kernels.ragged_gather.api import ragged_gather
 from raggedmoe.kernels.ragged_gather_reduce.api import ragged_gather_reduce
 from raggedmoe.kernels.registry import KernelChoice
@@ -34,10 +35,15 @@ class StrategySettings:
 
     def buffer_rows(self, num_tokens: int, per_token: int) -> int:
         """Rows of the receive buffer, for so many tokens on each rank."""
-        worst = self.num_ranks * self.most_rows(num_tokens, per_token)
-        if self.buffer_factor is None:
-            return worst
-        return min(max(math.ceil(self.buffer_factor * num_tokens * per_token), 1), worst)
+        return buffer_rows(num_tokens, per_token, num_held(self), self.num_ranks, self.buffer_factor)
+
+
+def buffer_rows(num_tokens: int, per_token: int, held: int, num_ranks: int, factor: float | None) -> int:
+    """Rows that a rank with so many experts has room for: in the worst case each token chooses as many of them as it
+    can; with a factor, that multiple of a balanced share.
+    """
+    worst = num_ranks * num_tokens * min(per_token, held)
+    return worst if factor is None else min(max(math.ceil(factor * num_tokens * per_token), 1), worst)
 
 
 def num_held(settings: StrategySettings) -> int:
@@ -68,7 +74,7 @@ def gather_rows(x: Float[Array, "T D"], metadata: RouteMetadata, settings: Strat
     """The token of every row, times its weight if weights are for the input."""
     weights = None
     if settings.weigh_input:
-        weights = metadata.weights.reshape(-1)
+        weights = varying_like(metadata.weights, x).reshape(-1)  # backward, summed for T·K slots, not for R rows
         if metadata.slot_of_row is not None:
             weights = jnp.take(weights, metadata.slot_of_row, mode="clip")
     return ragged_gather(

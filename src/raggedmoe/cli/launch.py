@@ -1,0 +1,166 @@
+"""`raggedmoe launch`: a run of several processes, here or, as a manifest, on a cluster."""
+
+import json
+import sys
+from typing import Annotated
+
+import tyro
+
+from raggedmoe.hardware import HARDWARE
+from raggedmoe.mesh import AXES
+from raggedmoe.names import unknown
+from raggedmoe.parallel.degrees import Degrees, resolved
+from raggedmoe.parallel.jobset import ClusterRun, manifest
+from raggedmoe.parallel.launcher import LocalRun
+from raggedmoe.parallel.launcher import launch as launch_here
+from raggedmoe.parallel.plan import Plan
+from raggedmoe.parallel.slices import slice_named
+from raggedmoe.train.settings import parse_settings
+
+COMMANDS = ("train",)  # those that join the other processes
+FORMS = ("jobset",)
+THIS = (sys.executable, "-c", "from raggedmoe.cli.main import main; main()")
+
+
+def launch(
+    command: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- train [KEY=VALUE ...]")] = (),
+    processes: int | None = None,
+    devices_per_process: int | None = None,
+    grace: float = 10.0,
+    render: str | None = None,
+    topology: str | None = None,
+    slices: int = 1,
+    chips_per_host: int | None = None,
+    image: str | None = None,
+    name: str = "raggedmoe",
+    namespace: str | None = None,
+    queue: str | None = None,
+    priority: str | None = None,
+    claim: str | None = None,
+    xla_flags: str | None = None,
+    max_restarts: int = 10,
+) -> int:
+    """Train with several processes: on this machine, or as a manifest for a cluster.
+
+    Here: so many processes of `raggedmoe train`, with the same words. Lines of process 0 are shown, and errors of all.
+
+      raggedmoe launch --processes 2 -- train olmoe-tiny expert_parallelism=4 data_parallelism=2
+
+    If one ends, the others end within a minute (mostly at once), the exit code is its own, and it is said which one it
+    was and what it printed last; the same command goes on from the last checkpoint, also with fewer processes. Ctrl-C
+    and SIGTERM go to all: they save, and end with code 75. Exit codes are those of `raggedmoe train`.
+
+    On a cluster: --render jobset prints a Kubernetes JobSet for GKE, with Kueue's labels. Nothing is started.
+
+      raggedmoe launch --render jobset --topology tpu7x:4x8x8 --image registry/raggedmoe:0.1 --queue research
+        --claim runs:/runs -- train deepseek-v3 expert_parallelism=4 fsdp_parallelism=-1 base_output_directory=/runs
+        > job.json && kubectl apply -f job.json
+
+    The degrees must use all devices of the slices and divide the model; that is checked first. docs/launch.md has more.
+
+    Args:
+        command: after --, what each process runs: train, and its settings.
+        processes: here: how many.
+        devices_per_process: here: host devices of each; by default their share of those that the degrees ask for.
+        grace: here: seconds between SIGTERM and SIGKILL, for those that do not end by themselves when one has failed.
+        render: jobset: print a manifest instead.
+        topology: of a slice: chips and their layout, such as v6e:4x4 or tpu7x:4x8x8.
+        slices: so many of them, connected by the data centre's network.
+        chips_per_host: of v5e:2x4 and v6e:2x4, which are one host of 8 chips or two of 4.
+        image: of a container that has raggedmoe and its extras train and tpu.
+        name: of the JobSet.
+        namespace: in which it is made.
+        queue: of Kueue, which starts the run when there is room.
+        priority: of Kueue's classes.
+        claim: NAME:/PATH, a PersistentVolumeClaim that all pods can write to, and where they find it.
+        xla_flags: for the TPU compiler (LIBTPU_INIT_ARGS).
+        max_restarts: how often the run goes on from its checkpoint after a failure.
+    """
+    if not command:
+        raise ValueError(
+            "expected a command after --, as in `raggedmoe launch --processes 2 -- train olmoe-tiny`; got none"
+        )
+    if command[0] not in COMMANDS:
+        raise unknown("command to launch,", command[0], COMMANDS)
+    if render is None:
+        if processes is None:
+            raise ValueError("expected --processes N, or --render jobset; got neither")
+        return launch_here(
+            LocalRun(
+                command=(*THIS, *command),
+                num_processes=processes,
+                devices_per_process=devices_per_process or _devices_each(command[1:], processes),
+                grace=grace,
+            )
+        )
+    if render not in FORMS:
+        raise unknown("form to render,", render, FORMS)
+    if topology is None or image is None:
+        raise ValueError("--render jobset: expected --topology, such as tpu7x:4x8x8, and --image of a container")
+    if processes is not None or devices_per_process is not None:
+        raise ValueError("--render jobset: expected no --processes or --devices-per-process; --topology says both")
+    cluster_run = ClusterRun(
+        name=name,
+        image=image,
+        command=command,
+        slice=slice_named(topology, chips_per_host),
+        num_slices=slices,
+        namespace=namespace,
+        queue=queue,
+        priority=priority,
+        claim=claim,
+        xla_flags=xla_flags,
+        max_restarts=max_restarts,
+    )
+    for note in _checked(cluster_run):
+        print(f"raggedmoe: {note}", file=sys.stderr)
+    print(json.dumps(manifest(cluster_run), indent=2))
+    return 0
+
+
+def _devices_each(words: tuple[str, ...], num_processes: int) -> int | None:
+    """Each process's share of the devices that the degrees ask for; None: they do not say how many."""
+    degrees = _degrees(words)
+    if degrees.open or num_processes < 1:
+        return None
+    if degrees.num_devices % num_processes:
+        raise ValueError(
+            f"the degrees use {degrees.num_devices} devices, which {num_processes} processes cannot share evenly; "
+            "use degrees whose product is a multiple of --processes"
+        )
+    return degrees.num_devices // num_processes
+
+
+def _degrees(words: tuple[str, ...]) -> Degrees:
+    values = parse_settings(words).values
+    return Degrees(**{axis: values[f"{axis}_parallelism"] for axis in AXES})
+
+
+def _checked(run: ClusterRun) -> list[str]:
+    """Refuse settings that cannot run on these slices, as the pods would; and what the user should be told."""
+    try:
+        from raggedmoe.models.specs import param_specs
+        from raggedmoe.train.config import make_model
+    except ImportError as error:
+        raise ValueError(
+            f"the settings are checked with more packages ({error}): pip install 'raggedmoe[train]'"
+        ) from None
+    settings = parse_settings(run.command[1:])
+    v, num_devices = settings.values, run.slice.num_devices * run.num_slices
+    degrees = resolved(_degrees(run.command[1:]), num_devices)
+    if degrees.num_devices != num_devices:
+        raise ValueError(
+            f"the degrees use {degrees.num_devices} devices, but {run.num_slices} × {run.slice.name} has "
+            f"{num_devices}; expected all of them: set one degree to -1, or use a smaller topology"
+        )
+    plan = Plan(degrees=degrees)
+    for name, spec in param_specs(make_model(settings, HARDWARE[run.slice.chip])).items():
+        plan.spec(name, spec)
+    folder = v["base_output_directory"]
+    if not v["enable_checkpointing"]:
+        return ["enable_checkpointing=false: after a failure the run begins anew"]
+    if run.mount is None:
+        return ["without --claim, pods write to disks of their own that end with them: a run cannot go on"]
+    if not f"{folder.rstrip('/')}/".startswith(f"{run.mount.rstrip('/')}/"):
+        raise ValueError(f"base_output_directory={folder}: expected a folder in {run.mount}, where --claim is mounted")
+    return []

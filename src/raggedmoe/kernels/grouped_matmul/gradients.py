@@ -1,0 +1,26 @@
+"""The backward pass of `grouped_matmul` from two functions that every implementation has."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def gradients(
+    forward: Callable[..., jax.Array],
+    transposed: Callable[..., jax.Array],
+    lhs: jax.Array,
+    rhs: jax.Array,
+    bounds: jax.Array,
+    cotangent: jax.Array,
+    *,
+    transpose_rhs: bool,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Those of lhs and rhs: the forward pass with the other layout, and each group's ``lhsᵀ @ cotangent``.
+
+    ``options``: what both functions take beside the contract's arguments, such as the hardware.
+    """
+    dlhs = forward(cotangent, rhs, bounds, transpose_rhs=not transpose_rhs, out_dtype=lhs.dtype, **options)
+    first, second = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
+    return dlhs, transposed(first, second, bounds, **options)
