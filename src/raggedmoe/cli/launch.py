@@ -153,8 +153,8 @@ def _checked(run: ClusterRun) -> list[str]:
             f"the degrees use {degrees.num_devices} devices, but {run.num_slices} × {run.slice.name} has "
             f"{num_devices}; expected all of them: set one degree to -1, or use a smaller topology"
         )
-    plan = Plan(degrees=degrees)
-    for name, spec in param_specs(make_model(settings, HARDWARE[run.slice.chip])).items():
+    plan = Plan(degrees=degrees, tensor_split=v["tensor_split"])
+    for name, spec in param_specs(make_model(settings, HARDWARE[run.slice.chip], plan)).items():
         plan.spec(name, spec)
     folder = v["base_output_directory"]
     if not v["enable_checkpointing"]:

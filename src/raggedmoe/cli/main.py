@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import tyro
 
-from raggedmoe.cli import bench, compile, convert, explain, generate, launch, models, report, train, tune, verify
+from raggedmoe.cli import bench, compile, convert, explain, generate, launch, models, plan, report, train, tune, verify
 from raggedmoe.kernels.registry import CannotRunError
 from raggedmoe.parallel import processes
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "train": train.train,
+    "plan": plan.plan,
     "launch": launch.launch,
     "report": report.report,
     "models": models.models,

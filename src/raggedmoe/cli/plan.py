@@ -1,0 +1,202 @@
+"""`raggedmoe plan`: how a run is split over devices, before there are any."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from json import dumps
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from raggedmoe.hardware import Hardware, hardware_named
+from raggedmoe.mesh import AXES
+from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.specs import param_specs
+from raggedmoe.parallel.collectives import Collective, Step, layer_collectives, least_sent, sent_for_rows
+from raggedmoe.parallel.plan import Plan
+from raggedmoe.params import ParamSpec
+from raggedmoe.partition import axes_of, is_routed
+
+
+def plan(
+    words: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL] [KEY=VALUE ...]")] = (),
+    devices: int | None = None,
+    topology: str | None = None,
+    json: bool = False,
+) -> int:
+    """Print how a run would be split: the mesh, who holds what, bytes per device, and what each MoE layer sends.
+
+    The words are those of `raggedmoe train`. No device is needed, and nothing is allocated:
+
+      raggedmoe plan deepseek-v3 expert_parallelism=4 fsdp_parallelism=-1 --topology tpu7x:4x8x8
+
+    Args:
+        words: a model, and settings as `raggedmoe train` takes them.
+        devices: how many there are; by default as many as the degrees ask for.
+        topology: TPU chips, such as v6e:4x4 or tpu7x:4x8x8, instead of a number.
+        json: print JSON instead of tables.
+    """
+    try:
+        from raggedmoe.train.config import make_config
+        from raggedmoe.train.fit import state_bytes
+        from raggedmoe.train.settings import in_keys, parse_settings
+    except ImportError as error:
+        raise ValueError(
+            f"a plan reads a run's settings, for which: pip install 'raggedmoe[train]' ({error})"
+        ) from None
+    try:
+        settings = parse_settings(words)
+        chip, num_devices = _devices(settings.values, devices, topology)
+        config = make_config(settings, chip, num_devices)
+    except ValueError as error:
+        raise ValueError(in_keys(str(error))) from error
+    made, model = config.plan, config.step.model
+    tokens = config.run.micro_batch_size * config.data.sequence_length // made.degrees.num_token_shards
+    step = Step(num_tokens=tokens, dtype=str(np.dtype(model.dtype)), ragged=chip.platform != "cpu")
+    found = layer_collectives(model.moe, made, step)
+    state = state_bytes(model, made)
+    if json:
+        print(dumps(_as_json(made, model, step, found, state), indent=1))
+        return 0
+    console = Console(highlight=False)
+    console.print(f"[bold]{settings.values['model_name']}[/] on {_mesh_line(made, chip, topology)}")
+    console.print(
+        f"strategy {model.moe.strategy_name}; {tokens:,} tokens of a micro-batch on each device, {step.dtype}"
+    )
+    console.print()
+    console.print(_parameter_table(made, model))
+    total = state.params + state.moments
+    room = f" of {_size(_device_bytes(chip))}" if chip.hbm_bytes else ""
+    console.print(f"state of one device: {_size(total)}{room} (parameters {_size(state.params)}, optimizer the rest)\n")
+    if not found:
+        console.print("an MoE layer sends nothing: its experts, weights and tokens are all on one device")
+        return 0
+    console.print(_collective_table(found, made.degrees.sizes))
+    for line in _volume_lines(made, model, step, found):
+        console.print(line)
+    return 0
+
+
+def _devices(values: Mapping[str, Any], devices: int | None, topology: str | None) -> tuple[Hardware, int]:
+    """The chip to plan for, and how many JAX devices there are."""
+    if devices is not None and topology is not None:
+        raise ValueError("expected --devices or --topology, got both")
+    if topology is not None:
+        from raggedmoe.aot.topology import chip_named
+
+        chip = chip_named(topology)
+        chips = math.prod(int(size) for size in topology.partition(":")[2].split("x"))
+        return chip, chips * chip.devices_per_chip
+    if devices is None:
+        degrees = [values[f"{axis}_parallelism"] for axis in AXES]
+        if -1 in degrees:
+            raise ValueError(
+                "a degree of -1 takes the devices that are left: say how many with --devices or --topology"
+            )
+        devices = math.prod(degrees)
+    if devices < 1:
+        raise ValueError(f"expected --devices >= 1, got {devices}")
+    return hardware_named("cpu"), devices
+
+
+def _mesh_line(made: Plan, chip: Hardware, topology: str | None) -> str:
+    sizes = " × ".join(f"{axis} {size}" for axis, size in made.degrees.sizes.items())
+    where = topology or f"{made.degrees.num_devices} devices ({chip.name})"
+    return f"{where}: {sizes} = {made.degrees.num_devices} devices"
+
+
+def _device_bytes(chip: Hardware) -> int:
+    assert chip.hbm_bytes is not None
+    return chip.hbm_bytes // chip.devices_per_chip
+
+
+def _parameter_table(made: Plan, model: ModelConfig) -> Table:
+    """Parameters of a kind that are split alike are one line."""
+    groups: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    specs = param_specs(model)
+    for (name, spec), here in zip(specs.items(), made.device_bytes(specs).values(), strict=True):
+        entry = groups[_kind(name, spec), _split(made, name, spec)]
+        entry[0] += spec.num_elements * np.dtype(spec.dtype).itemsize
+        entry[1] += here
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("parameters", "split", "whole", "on a device"):
+        table.add_column(title, justify="left" if title in ("parameters", "split") else "right")
+    for (kind, split), (whole, here) in sorted(groups.items(), key=lambda item: -item[1][1]):
+        table.add_row(kind, split, _size(whole), _size(here))
+    return table
+
+
+def _kind(name: str, spec: ParamSpec) -> str:
+    """What a user calls it."""
+    words = name.split(".")
+    if is_routed(name, spec):
+        return "experts"
+    if words[-1].startswith("router_"):
+        return "routers"
+    if words[-1].startswith("shared_"):
+        return "shared experts"
+    if "norm" in words[-1]:
+        return "norms"
+    return next((word for word in words if word in ("attention", "mlp", "embedding", "head")), words[-1])
+
+
+def _split(made: Plan, name: str, spec: ParamSpec) -> str:
+    sizes, parts = made.degrees.sizes, []
+    for dim, entry in zip(spec.axes, made.spec(name, spec)):
+        axes = [f"{axis} {sizes[axis]}" for axis in axes_of(entry) if sizes[axis] > 1]
+        parts += [f"{dim} over {' × '.join(axes)}"] if axes else []
+    return ", ".join(parts) or "whole on every device"
+
+
+def _collective_table(found: list[Collective], sizes: Mapping[str, int]) -> Table:
+    table = Table(
+        title="each MoE layer, a micro-batch", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    for title in ("pass", "what", "collective", "over", "bytes", "a device sends"):
+        table.add_column(title, justify="right" if title in ("bytes", "a device sends") else "left")
+    for each in sorted(found, key=lambda each: (each.direction != "forward", -each.sent_bytes)):
+        over = " × ".join(f"{axis} {sizes[axis]}" for axis in each.axes if sizes[axis] > 1)
+        cells = (each.direction, each.what, each.kind, over, _size(each.num_bytes), _size(each.sent_bytes))
+        table.add_row(*cells)
+    return table
+
+
+def _volume_lines(made: Plan, model: ModelConfig, step: Step, found: list[Collective]) -> Iterator[str]:
+    layers = sum(kind.moe for stack in model.stacks for kind in stack.kinds * stack.repeats)
+    total = sum(each.sent_bytes for each in found)
+    yield f"a device sends {_size(total)} a layer, {_size(layers * total)} for all {layers} MoE layers"
+    if made.degrees.fsdp > 1 or model.remat != "none":
+        yield "beside that, what the backward pass does not keep is sent again: gathered weights, and what remat leaves out"
+    least = least_sent(model.moe, made, step)
+    if least:
+        sent = sent_for_rows(found)
+        yield (
+            f"{model.moe.strategy_name}: {sent / step.num_tokens:,.0f} bytes a token for its rows and their gradients, "
+            f"{sent / least:.3f} × the least ({least / step.num_tokens:,.0f})"
+        )
+
+
+def _as_json(made: Plan, model: ModelConfig, step: Step, found: list[Collective], state: Any) -> dict[str, Any]:
+    specs = param_specs(model)
+    return {
+        "mesh": made.degrees.sizes,
+        "strategy": model.moe.strategy_name,
+        "tokens_per_device": step.num_tokens,
+        "state_bytes": state.params + state.moments,
+        "parameters": {
+            name: {"axes": spec.axes, "split": [axes_of(entry) for entry in made.spec(name, spec)], "bytes": here}
+            for (name, spec), here in zip(specs.items(), made.device_bytes(specs).values(), strict=True)
+        },
+        "collectives": [{**vars(each), "sent_bytes": each.sent_bytes} for each in found],
+        "least_sent_bytes": least_sent(model.moe, made, step),
+    }
+
+
+def _size(number: float) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number:.0f} B"

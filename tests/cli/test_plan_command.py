@@ -1,0 +1,53 @@
+"""`raggedmoe plan`: what a user reads before there are any devices."""
+
+import json
+
+import pytest
+
+from raggedmoe.cli.plan import plan
+
+
+def test_the_tables_say_who_holds_what_and_what_is_sent(capsys):
+    assert plan(("mixtral-tiny", "expert_parallelism=2", "fsdp_parallelism=-1"), devices=8) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "mixtral-tiny on 8 devices (cpu): data 1 × fsdp 4 × expert 2 × tensor 1 = 8 devices" in text
+    assert "experts expert over expert 2, model_dim over fsdp 4" in text
+    assert "forward dispatch all-to-all expert 2" in text
+    assert "backward wo reduce-scatter fsdp 4" in text
+    assert "× the least" in text
+
+
+def test_json_has_every_parameter_and_collective(capsys):
+    assert plan(("mixtral-tiny", "expert_parallelism=4", "expert_strategy=ring"), json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mesh"] == {"data": 1, "fsdp": 1, "expert": 4, "tensor": 1}
+    assert found["strategy"] == "ring"
+    sent = sum(each["sent_bytes"] for each in found["collectives"] if each["what"] in ("dispatch", "unpermute"))
+    assert sent == found["least_sent_bytes"] > 0
+
+
+def test_a_topology_counts_the_devices_of_its_chips(capsys):
+    assert plan(("deepseek-v3", "expert_parallelism=4", "fsdp_parallelism=-1"), topology="tpu7x:4x8x8") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "fsdp 128 × expert 4 × tensor 1 = 512 devices" in text
+    assert "ragged-all-to-all" in text
+
+
+def test_one_device_sends_nothing(capsys):
+    assert plan(("mixtral-tiny",)) == 0
+    assert "an MoE layer sends nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "message"),
+    [
+        (("mixtral-tiny", "fsdp_parallelism=-1"), {}, "say how many with --devices or --topology"),
+        (("mixtral-tiny",), {"devices": 2, "topology": "v6e:2x2"}, "expected --devices or --topology, got both"),
+        (("mixtral-tiny",), {"devices": 0}, "expected --devices >= 1, got 0"),
+        (("mixtral-tiny", "expert_parallelism=3"), {}, "its expert=8 is not divisible by expert_parallelism=3"),
+        (("mixtral-tiny",), {"topology": "v9:2x2"}, "unknown topology 'v9:2x2'"),
+    ],
+)
+def test_a_mistake_is_one_line_with_what_to_do(words, options, message):
+    with pytest.raises(ValueError, match=message):
+        plan(words, **options)

@@ -1,0 +1,93 @@
+"""Degrees, and the place of every parameter: who holds what."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from raggedmoe.mesh import AXES
+from raggedmoe.models.presets import model_preset
+from raggedmoe.models.specs import param_specs
+from raggedmoe.parallel.degrees import Degrees, resolved
+from raggedmoe.parallel.plan import Plan
+from raggedmoe.params import ParamSpec
+
+
+@pytest.mark.parametrize(
+    ("degrees", "num_devices", "expected"),
+    [
+        ({}, 8, (1, 1, 1, 1)),
+        ({"expert": 4, "fsdp": -1}, 8, (1, 2, 4, 1)),
+        ({"data": -1}, 6, (6, 1, 1, 1)),
+        ({"tensor": 2, "expert": 2, "data": -1}, 4, (1, 1, 2, 2)),
+    ],
+)
+def test_what_is_left_goes_to_the_open_degree(degrees, num_devices, expected):
+    assert tuple(resolved(Degrees(**degrees), num_devices).sizes.values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("degrees", "num_devices", "message"),
+    [
+        ({"expert": 0}, 8, "expected expert_parallelism >= 1, or -1 for the devices that are left, got 0"),
+        ({"expert": -1, "fsdp": -1}, 8, "one degree of -1 at most, got fsdp_parallelism and expert_parallelism"),
+        (
+            {"expert": 16},
+            8,
+            "expert_parallelism=16 = 16 devices, but there are 8; use degrees whose product is at most 8",
+        ),
+        (
+            {"expert": 3, "data": -1},
+            8,
+            r"8 devices cannot be divided by expert_parallelism=3 = 3.*one of \[1, 2, 4, 8\]",
+        ),
+    ],
+)
+def test_degrees_that_cannot_be_are_refused_with_what_to_do(degrees, num_devices, message):
+    with pytest.raises(ValueError, match=message):
+        resolved(Degrees(**degrees), num_devices)
+
+
+def test_a_mesh_has_the_axes_in_their_order_and_the_first_devices():
+    mesh = Plan(degrees=Degrees(expert=2, tensor=2)).mesh()
+    assert mesh.axis_names == AXES
+    assert mesh.devices.shape == (1, 1, 2, 2)
+    assert mesh.devices.reshape(-1).tolist() == jax.devices()[:4]
+
+
+def test_an_unknown_split_is_refused():
+    with pytest.raises(ValueError, match="unknown tensor_split 'expert_dims'.*did you mean 'expert_dim'"):
+        Plan(degrees=Degrees(), tensor_split="expert_dims")
+
+
+ROUTED = ParamSpec(
+    shape=(8, 12, 16), dtype="float32", axes=("expert", "expert_dim", "model_dim"), contracts="model_dim"
+)
+
+
+def test_routed_experts_are_split_by_expert_tensor_and_fsdp():
+    degrees = Degrees(fsdp=2, expert=4, tensor=2)
+    assert Plan(degrees=degrees).spec("moe.wi_0", ROUTED) == P("expert", "tensor", "fsdp")
+    by_width = Plan(degrees=degrees, tensor_split="model_dim")
+    assert by_width.spec("moe.wi_0", ROUTED) == P("expert", None, ("tensor", "fsdp"))
+
+
+def test_routed_experts_that_do_not_divide_are_an_error():
+    with pytest.raises(ValueError, match=r"moe.wo: its expert_dim=12 is not divisible by tensor_parallelism=8"):
+        Plan(degrees=Degrees(tensor=8)).spec("moe.wo", ROUTED)
+
+
+def test_other_parameters_stay_whole_where_they_do_not_divide():
+    spec = ParamSpec(shape=(50257, 12), dtype="float32", axes=("vocab", "model_dim"), contracts="model_dim")
+    assert Plan(degrees=Degrees(tensor=2, fsdp=4)).spec("embedding", spec) == P(None, "fsdp")
+    assert Plan(degrees=Degrees(fsdp=8)).spec("embedding", spec) == P(None, None)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3-tiny", "gpt-oss-tiny", "mixtral-tiny"])
+def test_the_parts_of_every_parameter_are_as_large_as_the_plan_says(name):
+    plan = Plan(degrees=Degrees(fsdp=2, expert=2, tensor=2))
+    specs = param_specs(model_preset(name))
+    shardings, planned = plan.shardings(plan.mesh(), specs), plan.device_bytes(specs)
+    for name, spec in specs.items():
+        part = shardings[name].shard_shape(spec.shape)
+        assert np.prod(part) * np.dtype(spec.dtype).itemsize == planned[name]
