@@ -8,6 +8,7 @@ import sys
 import pytest
 from aot.marks import NEEDS_LIBTPU
 
+from raggedmoe.cli import compile
 from raggedmoe.cli.main import main
 
 
@@ -102,6 +103,24 @@ def test_on_the_host_a_tiny_training_step_is_lowered(monkeypatch, capsys):
     assert found["products"]["executed"] >= found["products"]["written"] > 40
     assert found["argument_bytes"] > 0
     assert {"attention", "grouped_matmul"} <= {kernel["operation"] for kernel in found["kernels"]}
+
+
+def cases_of(*words, topology="v6e:4x4", layers=None):
+    return compile._cases(words, topology, "bfloat16", None, "auto", "both", "auto", 4096, layers, ())
+
+
+def test_a_model_by_its_bare_name_is_a_training_step_on_all_devices_of_the_topology():
+    (case,) = cases_of("deepseek2-16b", "remat=full")
+    assert case == cases_of("model", "deepseek2-16b", "remat=full")[0]
+    assert case.arguments["words"][:3] == ["deepseek2-16b", "remat=full", "fsdp_parallelism=-1"]
+    assert case.arguments["topology"] == "v6e:4x4"
+    (split,) = cases_of("deepseek2-16b", "ici_expert_parallelism=16")
+    assert "fsdp_parallelism=-1" not in split.arguments["words"]
+
+
+def test_a_few_layers_are_compiled_with_one_fewer_as_well():
+    assert [case.arguments["num_layers"] for case in cases_of("deepseek-v3", layers=4)] == [4, 3]
+    assert [case.arguments["num_layers"] for case in cases_of("deepseek-v3", layers=4, topology="cpu")] == [4]
 
 
 def test_help_teaches_by_examples(monkeypatch, capsys):

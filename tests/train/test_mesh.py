@@ -93,7 +93,7 @@ def test_given_parameters_are_put_in_their_places():
 # --- Whole runs
 
 ROWS = 8
-WORDS = (*TINY[:-1], f"steps={STEPS}", "checkpoint_period=5", "eval_interval=5", "eval_steps=2", "tensorboard=false")
+WORDS = (*TINY[:-1], "checkpoint_period=5", "eval_interval=5", "eval_steps=2", "tensorboard=false")
 CONSTANT = ("warmup_steps=0", "schedule=constant")  # a schedule that does not ask for the last step
 ON_DEVICES = {
     1: (),
@@ -103,14 +103,14 @@ ON_DEVICES = {
 }
 
 
-def trained(folder, num_devices, *words, batch=None):
+def trained(folder, num_devices, *words, steps=STEPS, batch=None):
     placing = (
         f"per_device_batch_size={batch or ROWS // num_devices}",
         *ON_DEVICES[num_devices],
         f"base_output_directory={folder}",
         "run_name=run",
     )
-    assert train((*WORDS, *CONSTANT, *placing, *words)) == 0
+    assert train((*WORDS, *CONSTANT, f"steps={steps}", *placing, *words)) == 0
     return curve(folder / "run")
 
 
@@ -140,7 +140,7 @@ def test_a_run_has_the_same_curve_on_every_mesh(single, num_devices, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_of_another_mesh_and_not_with_another_batch(single, tmp_path):
-    trained(tmp_path, 4, "steps=5")
+    trained(tmp_path, 4, steps=5)
     message = r"per_device_batch_size × devices=8 is now 16: on 2 use per_device_batch_size=4"
     with pytest.raises(ValueError, match=message):
         train(
@@ -165,3 +165,21 @@ def test_the_command_makes_the_host_devices_that_the_degrees_ask_for(tmp_path):
     assert found.returncode == 0, found.stderr
     assert "made 2 host devices of this CPU" in found.stdout
     assert "cpu × 2 (fsdp 2)" in found.stdout
+
+
+@pytest.mark.slow
+def test_steps_that_drop_rows_are_run_again_with_more_room(single, tmp_path):
+    """Half the room of an even share drops rows in the first step, twice as much in some later one."""
+    found = trained(tmp_path, 2, "ragged_buffer_factor=0.5", "rerun_on_overflow=true")
+    assert_same_curve(found, single)
+    assert sum(line["dropped"] for line in found if line["kind"] == "train") == 0
+    events = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if line.get("what") == "rerun"]
+    assert [event["step"] for event in events][:1] == [1]
+    assert events[0]["text"].endswith("with ragged_buffer_factor=0.5: run again with 1.0")
+    assert events[-1]["text"].endswith("with ragged_buffer_factor=1.0: run again with room for all")
+
+
+@pytest.mark.slow
+def test_without_a_rerun_drops_are_counted(tmp_path):
+    found = trained(tmp_path, 2, "ragged_buffer_factor=0.5", steps=2)
+    assert all(line["dropped"] > 0 for line in found if line["kind"] == "train")

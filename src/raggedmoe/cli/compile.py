@@ -65,9 +65,9 @@ def compile_(
 
       OPERATION …          calls of one or several operations: grouped_matmul, expert_ffn, ragged_gather, …
       layer PRESET         a model's MoE layer, forward and backward, on --tokens tokens
-      [model] PRESET KEY=VALUE …   a whole training step (forward, backward, optimizer), with the settings of
-                           `raggedmoe train`, on the topology's devices: split by the degrees among the settings, or
-                           by fsdp_parallelism=-1 if there is none
+      model PRESET KEY=VALUE …   a whole training step (forward, backward, optimizer), with the settings of `raggedmoe
+                           train`, on the topology's devices: split by the degrees among the settings, or by
+                           fsdp_parallelism=-1 if there is none; the word model may be left out
 
     Try:
 
