@@ -25,11 +25,20 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype, hardware):
             rhs,
             peers.group_sizes(bounds),
             group_offset=jnp.full(1, peers.FIRST_GROUP, jnp.int32),
+            tile_info=_tiles_with_room,
             preferred_element_type=jnp.dtype(out_dtype),
             zero_initialize=True,
             transpose_rhs=transpose_rhs,
         )
     return out[: lhs.shape[0]]
+
+
+def _tiles_with_room(dims, lhs, rhs, vmem_limit, fused_activation):
+    """Its own tiles, with room in VMEM for what it leaves out of its count: at R 16384, I 7168, O 2048, G 64 transposed
+    the compiler wants 118.6 MiB on a v6e, where its count is within the limit of 115.2."""
+    from tokamax._src.ops.gmm_v2.gmm_v2 import calculate_tiling
+
+    return calculate_tiling(dims, lhs, rhs, vmem_limit * 15 // 16, fused_activation)
 
 
 def transposed(lhs, rhs, bounds, *, hardware):
