@@ -4,9 +4,12 @@ With QUICK_COMPILE=1, as `make test` sets it for all but the tests marked `as_sh
 time and compute the same: without LLVM's effort, and with two tile sizes where the CPU's kernels have eleven.
 """
 
+import gc
 import importlib.metadata
+import itertools
 import os
 import tempfile
+from pathlib import Path
 
 QUICKLY = os.environ.get("QUICK_COMPILE") == "1"
 _flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
@@ -44,6 +47,21 @@ settings.load_profile("raggedmoe")
 
 def pytest_unconfigure() -> None:
     _certificates.cleanup()
+
+
+# Linux gives a process 65,530 mappings, and a compiled program takes a few, one of eight devices about a thousand: XLA
+# aborts when they are used up. A worker that runs a few thousand tests would get there.
+MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), 30_000
+_finished = itertools.count(1)
+
+
+def pytest_runtest_teardown() -> None:
+    """Forget compiled programs before they are too many. Counting mappings takes milliseconds: not after every test."""
+    if next(_finished) % 10 or not MAPPINGS.exists():
+        return
+    if MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

@@ -274,7 +274,12 @@ def test_the_module_runs_on_a_mesh():
 @pytest.mark.parametrize(
     ("options", "degrees", "num_tokens", "message"),
     [
-        ({"strategy": "ring", "num_experts": 6}, {"expert": 4}, 8, r"num_experts=6 is not divisible by.*use one of"),
+        (
+            {"strategy": "ring", "num_experts": 6},
+            {"expert": 4},
+            8,
+            r"wi_0: its expert=6 is not divisible by expert_para",
+        ),
         ({"strategy": "local"}, {"expert": 2}, 8, "needs all experts on every device.*use 'ring' or 'all_to_all'"),
         ({"strategy": "capacity", "capacity_factor": 1.0}, {"expert": 2}, 8, "needs all experts on every device"),
         ({"strategy": "ring"}, {"expert": 2, "data": 4}, 12, "split over data × fsdp × expert = 8 devices, got 12"),
