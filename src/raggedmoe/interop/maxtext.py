@@ -6,6 +6,8 @@ An entry says which of our settings a value becomes, or that it changes nothing 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from raggedmoe.mesh import AXES
+
 
 @dataclass(frozen=True, kw_only=True)
 class Meaning:
@@ -93,7 +95,6 @@ def _attention(text: str) -> Meaning:
     return Meaning(settings={"attention": known.get(text, text)})
 
 
-AXES = ("data", "fsdp", "expert", "tensor")
 _TILES = "tile sizes come from a table for each chip, made by a tuner"
 _PLATFORM = "JAX picks the platform; set JAX_PLATFORMS to force one"
 

@@ -5,6 +5,7 @@ a `Spread`: arrays with one entry for each device in front. So nothing is commun
 devices' gradients are not summed there either: that happens where a stage says so, and nowhere else.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,10 +72,7 @@ class Grid:
 
     def size(self, *axes: str) -> int:
         """Devices along these axes together."""
-        found = 1
-        for axis in axes:
-            found *= 1 if self.mesh is None else self.mesh.shape[axis]
-        return found
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
 
     def hardware(self, given: str | None) -> Hardware:
         """The chip that a layer is for: what the caller gave, or the mesh's."""

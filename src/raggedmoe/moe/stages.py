@@ -76,24 +76,21 @@ class Stages:
 
     def gmm_down(self, hidden: Any, held: HeldExperts, metadata: Any, columns: slice) -> Rows:
         """These columns of the down projection."""
-        stage = functools.partial(down_part, columns=columns, first_adds=self._first_adds, config=self.config)
+        stage = functools.partial(down_part, columns=columns, first_adds=self._adds_ranks, config=self.config)
         places = (EACH_DEVICE, EACH_DEVICE, EACH)
         out = self._computed("gmm_down", stage, (hidden, held.matrices, metadata), places)
         return jax.tree.map(lambda array: checkpoint_name(array, "moe_down"), out)
 
     def expert_ffn(self, rows: Rows, held: HeldExperts, metadata: Any) -> Rows:
         """Both projections and the activation in one operation."""
-        stage = functools.partial(fused_part, first_adds=self._first_adds, config=self.config)
+        stage = functools.partial(fused_part, first_adds=self._adds_ranks, config=self.config)
         places = (EACH_DEVICE, EACH_DEVICE, up_place(self.config), EACH)
         return self._computed("expert_ffn", stage, (rows, held.matrices, held.up_biases, metadata), places)
 
     def unpermute(self, rows: Rows, routing: RouteOutput, metadata: Any) -> Float[Array, "T columns"]:
         """The weighted sums, with their tokens."""
         stage = functools.partial(
-            unpermute_part,
-            strategy=self.strategy,
-            tokens=self.tokens,
-            add_ranks=self._on_mesh and not self._splits_width,
+            unpermute_part, strategy=self.strategy, tokens=self.tokens, add_ranks=self._adds_ranks
         )
         with jax.named_scope("unpermute"):
             places = (EACH_DEVICE, TOKENS, WHOLE, EACH)
@@ -104,8 +101,9 @@ class Stages:
         if len(parts) == 1:
             return parts[0]
         place = self.x_place
-        stage = functools.partial(lambda *parts: jnp.concatenate(parts, axis=dim))
-        return self.grid.run(stage, *parts, places=(place,) * len(parts), result=place)
+        return self.grid.run(
+            lambda *parts: jnp.concatenate(parts, axis=dim), *parts, places=(place,) * len(parts), result=place
+        )
 
     @property
     def x_place(self) -> Place:
@@ -121,8 +119,8 @@ class Stages:
         return self.config.tensor_split == "model_dim"
 
     @property
-    def _first_adds(self) -> bool:
-        """One tensor rank alone adds the bias of the down projection, as their results are summed."""
+    def _adds_ranks(self) -> bool:
+        """The tensor ranks' results are summed; so one rank alone adds the bias of the down projection."""
         return self._on_mesh and not self._splits_width
 
     def _computed(self, name: str, stage: Callable[..., Any], args: tuple, places: tuple[Place, ...]) -> Any:
