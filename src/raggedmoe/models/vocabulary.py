@@ -43,11 +43,9 @@ class TablePlace:
 
     def stored_part(self, gradient: jax.Array) -> jax.Array:
         """The gradients ``[V/tensor D]`` of all devices' tokens added up, of which the part that is stored here."""
-        rest = tuple(axis for axis in TOKEN_AXES if axis not in self._width_axes)
-        gradient = lax.psum(gradient, rest)
-        if not self._width_axes:
-            return gradient
-        return lax.psum_scatter(gradient, self._width_axes, scatter_dimension=1, tiled=True)
+        if self._width_axes:  # first, so that the sum over the other axes is of the part alone
+            gradient = lax.psum_scatter(gradient, self._width_axes, scatter_dimension=1, tiled=True)
+        return lax.psum(gradient, tuple(axis for axis in TOKEN_AXES if axis not in self._width_axes))
 
     def first_entry(self, num_entries: int) -> Any:
         """The number of this rank's first entry, where each has so many."""
