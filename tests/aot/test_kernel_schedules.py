@@ -4,6 +4,8 @@ Cycles of the kernel itself, beside which XLA sums the group sizes. The figures 
 whichever is larger; docs/grouped_matmul.md has those of others' kernels at the same shape.
 """
 
+import itertools
+
 import pytest
 
 from aot.marks import NEEDS_LIBTPU
@@ -50,3 +52,16 @@ def test_skewed_groups_take_little_longer(chip, cycles):
     kernel = grouped_matmul("R=8192,I=2048,O=1408,G=16,sizes=skewed", chip)
     assert kernel.issue <= min(cycles, 1.10 * EVEN[chip])
     assert kernel.hbm_bytes <= 1.02 * COMPULSORY
+
+
+@pytest.mark.parametrize(("chip", "width", "cycles"), [("v6e", 2880, 198), ("tpu7x", 2048, 88)])
+def test_a_gathered_row_takes_one_stream_of_its_own_bytes_and_no_more_cycles_than_it_did(chip, width, cycles):
+    call = {"operation": "ragged_gather", "call": f"T=4096,K=8,D={width}", "implementation": "sparsecore"}
+    found = schedule("raggedmoe.aot.subjects:operation_call", call, TOPOLOGIES[chip])
+    (program,) = (p for p in found.sparse_core if p.name.startswith("ragged_gather") and p.unit == "tec")
+    tile = max((loop for loop in program.loops if len(loop.streams) == 2), key=lambda loop: loop.depth)
+    rows = next(stream for stream in tile.streams if stream.kind.endswith("gather"))
+    assert (rows.count, rows.num_bytes) == (8, 2 * width)
+    after = program.loops[program.loops.index(tile) + 1 :]
+    (words,) = itertools.takewhile(lambda loop: loop.depth > tile.depth, after)
+    assert (tile.cycles + (words.limit // words.step + 1) * words.cycles) / 8 <= cycles

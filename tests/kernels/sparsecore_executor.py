@@ -143,7 +143,7 @@ class NumpySubcore:
             initial = body(i, initial)
         return initial
 
-    def for_each_vector(self, first, last, body):
+    def for_each_vector(self, first, last, body, *, unrolled=False):
         _require((last - first) % self.lanes == 0, "not whole vectors", first, last)
         for at in reversed(range(first, last, self.lanes)):
             body(at)

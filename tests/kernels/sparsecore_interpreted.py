@@ -33,7 +33,7 @@ class InterpretedSubcore(VectorSubcore):
         )
         return low | (high << 16)
 
-    def for_each_vector(self, first, last, body):
+    def for_each_vector(self, first, last, body, *, unrolled=False):
         self.loop(0, (last - first) // self.lanes, lambda i: body(first + i * self.lanes))
 
     def fold_vectors(self, first, last, body, initial):

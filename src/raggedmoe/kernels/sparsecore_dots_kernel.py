@@ -51,7 +51,7 @@ def row_dots(left, left_row, right, right_row, valid, *, hardware: Hardware):
     return dots.reshape(-1, lanes).sum(1)[:num_dots]
 
 
-DOTS_LAYOUT = RowLayout(width=LINE, packing=1, chunks=1, columns=LINE, high_at=LINE)  # of the tiles that leave
+DOTS_LAYOUT = RowLayout(width=LINE, packing=1, chunks=1, columns=LINE)  # of the tiles that leave
 
 
 def _memory(layout: RowLayout) -> int:

@@ -96,10 +96,14 @@ class VectorSubcore:
         """One after the other, with a scalar handed on."""
         return lax.fori_loop(first, last, body, initial)
 
-    def for_each_vector(self, first: int, last: int, body: Callable[[Any], None]) -> None:
-        """For the beginning of each vector in ``[first, last)``, in any order: the compiler overlaps them."""
+    def for_each_vector(self, first: int, last: int, body: Callable[[Any], None], *, unrolled: bool = False) -> None:
+        """For the beginning of each vector in ``[first, last)``, in any order: the compiler overlaps them.
+
+        ``unrolled``: as straight code, which has no first and last turns to fill and to drain.
+        """
         if first < last:
-            plsc.parallel_loop(first, last, step=self.lanes)(body)
+            turns = (last - first) // self.lanes
+            plsc.parallel_loop(first, last, step=self.lanes, unroll=turns if unrolled else 1)(body)
 
     def fold_vectors(self, first: int, last: int, body: Callable[[Any, Any], Any], initial):
         """The same in this order, with a tuple of vectors handed on."""
@@ -201,12 +205,20 @@ def word_table(rows: jax.Array, layout: RowLayout) -> jax.Array:
     rows = jnp.pad(rows, ((0, spare_rows), (0, spare_columns)))
     if layout.packing == 1:
         return lax.bitcast_convert_type(rows, jnp.uint32).reshape(-1)
+    lines, rest = layout.pieces
+    in_lines = jnp.arange(layout.words) < lines.last
 
-    # The columns are cut before they are widened: XLA then packs in one fusion, and writes no 32-bit copy of the rows.
+    # The columns are cut before they are widened, and chosen, not joined: XLA then packs in one fusion, and writes no
+    # 32-bit copy of the rows.
+    def half(first, of_lines, of_rest):
+        if of_rest is None:
+            whole = rows[:, first + of_lines : first + of_lines + lines.last]
+            return jnp.pad(whole, ((0, 0), (0, rest.last - rest.first)))
+        at_lines, at_rest = (rows[:, first + at : first + at + layout.words] for at in (of_lines, of_rest))
+        return at_lines if of_lines == of_rest else jnp.where(in_lines, at_lines, at_rest)
+
     def packed(first):
-        high_at, last = first + layout.high_at, first + layout.columns
-        low = jnp.pad(rows[:, first:high_at], ((0, 0), (0, layout.words - layout.high_at)))
-        return _widened(low) | (_widened(rows[:, high_at:last]) << 16)
+        return _widened(half(first, lines.low, rest.low)) | (_widened(half(first, lines.high, rest.high)) << 16)
 
     chunks = [packed(first) for first in range(0, layout.padded_width, layout.columns)]
     return jnp.concatenate(chunks, axis=1).reshape(-1)

@@ -26,7 +26,7 @@ BLOCK_TILES = 64  # tiles whose indices a subcore reads at once
 def gather(x, indices, start, end, weights, *, hardware: Hardware):
     """``out[i] = weights[i] · x[indices[i]]`` for ``start <= i < end``, zero elsewhere."""
     num_rows = indices.shape[0]
-    layout = row_layout(x.shape[1], x.dtype, hardware, _memory)
+    layout = row_layout(x.shape[1], x.dtype, hardware, _memory, halve_rest=True)
     num_tiles = -(-num_rows // TILE_ROWS)
     block_rows = BLOCK_TILES * TILE_ROWS
     spare = num_tiles * TILE_ROWS + block_rows - num_rows  # any block that begins at a tile can be read whole
@@ -156,7 +156,7 @@ def weave(subcore, rows, first, tiles, slot, factors, layout: RowLayout) -> None
                 words = subcore.as_words(subcore.as_float(words) * factors[row])
             subcore.store(tiles, words, slot, row, at)
 
-    def pairs(at, with_low):
+    def pairs(at, piece):
         for pair in range(TILE_ROWS // 2):
             if factors is None:
                 even, odd = row_vector(2 * pair, at), row_vector(2 * pair + 1, at)
@@ -164,15 +164,15 @@ def weave(subcore, rows, first, tiles, slot, factors, layout: RowLayout) -> None
             else:
                 even, odd = scaled_halves(2 * pair, at), scaled_halves(2 * pair + 1, at)
                 low, high = subcore.rounded_pairs(even[0], odd[0]), subcore.rounded_pairs(even[1], odd[1])
-            if with_low:
-                subcore.store(tiles, low, slot, pair, at)
-            subcore.store(tiles, high, slot, pair, layout.high_at + at)
+            subcore.store(tiles, low, slot, pair, piece.low + at)
+            subcore.store(tiles, high, slot, pair, piece.high + at)
 
     if layout.packing == 1:
         subcore.for_each_vector(0, layout.words, whole_words)
-    else:
-        subcore.for_each_vector(0, layout.high_at, functools.partial(pairs, with_low=True))
-        subcore.for_each_vector(layout.high_at, layout.words, functools.partial(pairs, with_low=False))
+        return
+    lines, rest = layout.pieces
+    subcore.for_each_vector(lines.first, lines.last, functools.partial(pairs, piece=lines))
+    subcore.for_each_vector(rest.first, rest.last, functools.partial(pairs, piece=rest), unrolled=True)
 
 
 def _fill_with_zeros(subcore, out, tiles, pushed, layout: RowLayout, bounds) -> None:

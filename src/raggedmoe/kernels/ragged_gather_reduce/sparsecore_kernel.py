@@ -215,19 +215,20 @@ def round_sums(subcore, sums, tile, layout: RowLayout) -> None:
         for token in range(TILE_ROWS):
             subcore.store(tile, subcore.as_words(taken(token, 0, at)), 0, token, at)
 
-    def pairs(at, with_low):
+    def pairs(at, piece):
         for pair in range(TILE_ROWS // 2):
             even, odd = 2 * pair, 2 * pair + 1
-            if with_low:
-                subcore.store(tile, subcore.rounded_pairs(taken(even, 0, at), taken(odd, 0, at)), 0, pair, at)
-            high = subcore.rounded_pairs(taken(even, 1, at), taken(odd, 1, at))
-            subcore.store(tile, high, 0, pair, layout.high_at + at)
+            for half, columns in enumerate((piece.low, piece.high)):
+                if columns is not None:
+                    rounded = subcore.rounded_pairs(taken(even, half, at), taken(odd, half, at))
+                    subcore.store(tile, rounded, 0, pair, columns + at)
 
     if layout.packing == 1:
         subcore.for_each_vector(0, layout.words, whole_words)
-    else:
-        subcore.for_each_vector(0, layout.high_at, functools.partial(pairs, with_low=True))
-        subcore.for_each_vector(layout.high_at, layout.words, functools.partial(pairs, with_low=False))
+        return
+    lines, rest = layout.pieces
+    subcore.for_each_vector(lines.first, lines.last, functools.partial(pairs, piece=lines))
+    subcore.for_each_vector(rest.first, rest.last, functools.partial(pairs, piece=rest), unrolled=True)
 
 
 def _clear(subcore, sums, at) -> None:
