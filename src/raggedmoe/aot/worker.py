@@ -13,6 +13,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -242,8 +244,16 @@ def serve(cases: IO[str], outcomes: IO[str]) -> None:
         outcomes.flush()
 
 
+def _end_with(parent: int) -> None:
+    """Do not outlive a parent that was killed: a compilation, which can take minutes, hears nothing of a closed pipe."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
 def main() -> None:
     """Answer the parent on its pipe; all else that is printed, libtpu's words among it, goes to standard error."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with os.fdopen(os.dup(1), "w") as outcomes:
         os.dup2(2, 1)
         serve(sys.stdin, outcomes)

@@ -1,0 +1,50 @@
+"""The process that compiles."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from aot.marks import NEEDS_LIBTPU
+
+pytestmark = NEEDS_LIBTPU
+
+# Compiles what takes minutes, and prints the worker's number first.
+BUSY_PARENT = """
+from raggedmoe.aot import worker
+from raggedmoe.aot.case import Case
+process = worker._Worker(scheduled=False)
+print(process._process.pid, flush=True)
+words = ["deepseek2-16b", "fsdp_parallelism=-1", "remat=full"]
+arguments = {"words": words, "topology": "v6e:4x4"}
+case = Case(title="a large model", build="raggedmoe.aot.subjects:training_step", arguments=arguments, topology="v6e:4x4")
+print(process.outcome(case, timeout=600))
+"""
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_worker_does_not_outlive_a_parent_that_is_killed():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    parent = subprocess.Popen([sys.executable, "-c", BUSY_PARENT], stdout=subprocess.PIPE, env=environment, text=True)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    time.sleep(20)  # into the compilation
+    assert is_running(worker)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    ended = time.monotonic() + 10
+    while is_running(worker) and time.monotonic() < ended:
+        time.sleep(0.2)
+    assert not is_running(worker)
