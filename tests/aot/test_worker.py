@@ -20,7 +20,8 @@ process = worker._Worker(scheduled=False)
 print(process._process.pid, flush=True)
 words = ["deepseek2-16b", "fsdp_parallelism=-1", "remat=full"]
 arguments = {"words": words, "topology": "v6e:4x4"}
-case = Case(title="a large model", build="raggedmoe.aot.subjects:training_step", arguments=arguments, topology="v6e:4x4")
+build = "raggedmoe.aot.subjects:training_step"
+case = Case(title="a large model", build=build, arguments=arguments, topology="v6e:4x4")
 print(process.outcome(case, timeout=600))
 """
 

@@ -245,7 +245,7 @@ def serve(cases: IO[str], outcomes: IO[str]) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Do not outlive a parent that was killed: a compilation, which can take minutes, hears nothing of a closed pipe."""
+    """Do not outlive a parent that was killed: a compilation can take minutes and hears nothing of a closed pipe."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
