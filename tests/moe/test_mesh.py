@@ -41,7 +41,7 @@ ROUTER = {
 }
 EXPERTS = ExpertConfig(biases=True)
 OPTIONS = {
-    "strategy": ("all_to_all", "ring", "local"),
+    "strategy": ("all_to_all", "ring", "dense", "local"),
     "expert": (1, 2, 4, 8),
     "fsdp": (1, 2, 4, 8),
     "tensor": (1, 2, 4, 8),

@@ -17,7 +17,8 @@ SCORES = ("softmax", "sigmoid", "sqrt_softplus", "logits")
 SELECTIONS = ("learned", "random", "hash", "balanced", "expert_choice")
 NORMALIZATIONS = ("none", "sum", "softmax")
 STRATEGIES = ("local", "capacity", "dense", "ring", "all_to_all")
-ACROSS_RANKS = ("ring", "all_to_all")  # strategies for experts on several devices
+ACROSS_RANKS = ("ring", "all_to_all")  # strategies that are for experts on several devices
+TAKES_RANKS = (*ACROSS_RANKS, "dense")  # and those that can have them there
 
 
 def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:

@@ -140,7 +140,7 @@ def _of_rows(config: MoEConfig, plan: Plan, step: Step) -> Iterator[Collective]:
     size, ranks = np.dtype(step.dtype).itemsize, plan.degrees.expert
     moved = tokens * _columns(config, plan) * size
     slots = tokens * per_token * WIDE
-    if config.strategy_name == "ring":
+    if config.strategy_name in ("ring", "dense"):
         yield _collective(GATHER, "routing", FORWARD, (EXPERT,), 2 * ranks * slots)  # experts and their weights
         yield _collective(SCATTER, "routing weights", BACKWARD, (EXPERT,), ranks * slots)
         yield _collective(GATHER, "dispatch", FORWARD, (EXPERT,), ranks * moved)
@@ -173,11 +173,10 @@ def _of_tensor_ranks(config: MoEConfig, plan: Plan, step: Step) -> Iterator[Coll
         yield _collective(REDUCE, "hidden rows", BACKWARD, (TENSOR,), hidden * size)
         yield _collective(GATHER, "output", FORWARD, (TENSOR,), whole)
         yield _collective(GATHER, "input", BACKWARD, (TENSOR,), whole)
-    if config.strategy_name != "dense":
-        # Where they weigh rows, which is once for each chunk of columns; on a ring those of all ranks.
-        copies = config.width_chunks * (plan.degrees.expert if config.strategy_name == "ring" else 1)
-        slots = tokens * config.experts_per_token
-        yield _collective(REDUCE, "routing weights", BACKWARD, (TENSOR,), copies * slots * WIDE)
+    # Where they weigh rows, which is once for each chunk of columns; where all tokens come, those of all ranks.
+    copies = config.width_chunks * (plan.degrees.expert if config.strategy_name in ("ring", "dense") else 1)
+    slots = tokens * config.experts_per_token
+    yield _collective(REDUCE, "routing weights", BACKWARD, (TENSOR,), copies * slots * WIDE)
 
 
 def _parts(config: MoEConfig, step: Step) -> list[slice]:

@@ -195,6 +195,8 @@ def _moves_rows(step: StepConfig) -> bool:
     return step.model.moe.strategy_name in ACROSS_RANKS
 
 
+NO_ROW_LEAVES = "no row leaves its device for an expert: expert_parallelism is 1, or sparse_matmul is false"
+
 # Settings that are read only if something else is so: the condition, and what to say.
 READ_ONLY_IF: dict[str, tuple[Callable[[Mapping[str, Any], StepConfig], bool], str]] = {
     "bias_update_rate": (lambda v, step: step.model.moe.router.selection_bias, "its routers have no selection bias"),
@@ -212,8 +214,8 @@ READ_ONLY_IF: dict[str, tuple[Callable[[Mapping[str, Any], StepConfig], bool], s
     "async_checkpointing": (lambda v, step: v["enable_checkpointing"], "there are no checkpoints"),
     "eval_interval": (lambda v, step: v["held_out"] > 0, "nothing is held out"),
     "eval_steps": (lambda v, step: v["held_out"] > 0, "nothing is held out"),
-    "expert_strategy": (lambda v, step: _moves_rows(step), "no row leaves its device: expert_parallelism is 1"),
-    "ragged_buffer_factor": (lambda v, step: _moves_rows(step), "no row leaves its device: expert_parallelism is 1"),
+    "expert_strategy": (lambda v, step: _moves_rows(step), NO_ROW_LEAVES),
+    "ragged_buffer_factor": (lambda v, step: _moves_rows(step), NO_ROW_LEAVES),
     "rerun_on_overflow": (lambda v, step: step.model.moe.ragged_buffer_factor is not None, "no row can be dropped"),
     "aux_loss": (lambda v, step: step.model.moe.router.aux_loss_weight > 0, "its weight is 0"),
 }
@@ -278,7 +280,7 @@ def make_moe(settings: Settings, moe: MoEConfig, plan: Plan) -> MoEConfig:
         choices["grouped_matmul"] = "auto"  # megablox=False names a sparse kernel, of which there is none here
     named = any(choice != "auto" for choice in choices.values())
     strategy = None
-    if plan.degrees.expert > 1:
+    if plan.degrees.expert > 1 and backend != "jax":
         strategy = "all_to_all" if v["expert_strategy"] == "auto" else v["expert_strategy"]
     return replace(
         moe,

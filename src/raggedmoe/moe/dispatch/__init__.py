@@ -1,7 +1,7 @@
 """How rows reach their experts: one small file a strategy, chosen from a table."""
 
 from raggedmoe.mesh import EXPERT
-from raggedmoe.moe.config import ACROSS_RANKS, MoEConfig
+from raggedmoe.moe.config import ACROSS_RANKS, TAKES_RANKS, MoEConfig
 from raggedmoe.moe.dispatch import all_to_all, capacity, dense, local, ring
 from raggedmoe.moe.dispatch.strategy import Strategy as Strategy
 from raggedmoe.moe.dispatch.strategy import StrategySettings
@@ -23,7 +23,7 @@ def make_strategy(config: MoEConfig, num_tokens: int, grid: Grid) -> Strategy:
             f"strategy={config.strategy_name!r} needs the mesh that experts are split over, got None; pass mesh=..., "
             "or use strategy='local'"
         )
-    if grid.size(EXPERT) > 1 and config.strategy_name not in ACROSS_RANKS:
+    if grid.size(EXPERT) > 1 and config.strategy_name not in TAKES_RANKS:
         raise ValueError(
             f"strategy={config.strategy_name!r} needs all experts on every device, got a mesh with "
             f"expert_parallelism={grid.size(EXPERT)}; use {' or '.join(map(repr, ACROSS_RANKS))}"

@@ -1,59 +1,80 @@
-"""Strategy `dense`: every expert computes every token. E/K times the work, nothing to sort: an independent check."""
+"""Strategy `dense`: every expert computes every token. E/K times the work, nothing to sort: an independent check.
 
-import jax
+Where experts are split over a mesh axis, all tokens come to every rank, as in `ring`.
+"""
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from raggedmoe.kernels.arrays import accumulator
-from raggedmoe.moe.dispatch.strategy import Strategy, StrategySettings
+from raggedmoe.kernels.arrays import accumulator, varying_like
+from raggedmoe.moe.dispatch.strategy import Strategy, StrategySettings, num_held
 from raggedmoe.moe.records import RouteMetadata, RouteOutput
 
 
 def make(settings: StrategySettings) -> Strategy:
-    num_experts, weigh_input = settings.num_experts, settings.weigh_input
     return Strategy(
-        prepare=lambda routing: prepare(routing, num_experts),
-        dispatch=lambda x, routing, metadata: dispatch(x, routing, num_experts, weigh_input),
-        unpermute=lambda rows, routing, metadata: unpermute(rows, routing, num_experts, weigh_input),
+        prepare=lambda routing: prepare(routing, settings),
+        dispatch=lambda x, routing, metadata: dispatch(x, metadata, settings),
+        unpermute=lambda rows, routing, metadata: unpermute(rows, metadata, settings),
     )
 
 
-def prepare(routing: RouteOutput, num_experts: int) -> RouteMetadata:
-    """Row ``e·T + t`` is token t at expert e."""
-    num_tokens = routing.mask.shape[0]
+def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
+    """Row ``g·T + t`` is token t, of all ranks, at expert g of those held here."""
+    assert routing.experts is not None
+    experts, weights, held, first = routing.experts, routing.weights, num_held(settings), jnp.int32(0)
+    if settings.num_ranks > 1:
+        experts = lax.all_gather(experts, settings.axis, tiled=True)
+        weights = lax.all_gather(weights, settings.axis, tiled=True)
+        first = lax.axis_index(settings.axis) * held
+    num_tokens = experts.shape[0]
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    is_here = (experts >= first) & (experts < first + held)
+    row = (experts - first) * num_tokens + token[:, None]
     return RouteMetadata(
-        token_of_row=jnp.tile(jnp.arange(num_tokens, dtype=jnp.int32), num_experts),
+        token_of_row=jnp.tile(token, held),
         slot_of_row=None,
-        row_of_slot=None,
-        weights=routing.weights,
+        row_of_slot=jnp.where(is_here, row, held * num_tokens).astype(jnp.int32),
+        weights=weights,
         group_sizes=None,
-        num_rows=jnp.asarray(num_experts * num_tokens, jnp.int32),
+        num_rows=jnp.asarray(held * num_tokens, jnp.int32),
         dropped=jnp.zeros((), jnp.int32),
     )
 
 
-def dispatch(x: Float[Array, "T D"], routing: RouteOutput, num_experts: int, weigh_input: bool) -> Float[Array, "R D"]:
+def dispatch(x: Float[Array, "T D"], metadata: RouteMetadata, settings: StrategySettings) -> Float[Array, "R D"]:
     """All tokens, once for each expert."""
-    if not weigh_input:
-        return jnp.tile(x, (num_experts, 1))
-    combine, _ = combine_matrix(routing, num_experts)
-    return (combine.T[:, :, None] * x.astype(combine.dtype)[None]).astype(x.dtype).reshape(-1, x.shape[1])
+    if settings.num_ranks > 1:
+        x = lax.all_gather(x, settings.axis, tiled=True)
+    rows = jnp.tile(x, (num_held(settings), 1))
+    if not settings.weigh_input:
+        return rows
+    weights, _ = weights_of_rows(metadata, x)
+    return (weights[:, None] * rows.astype(weights.dtype)).astype(x.dtype)
 
 
-def unpermute(
-    rows: Float[Array, "R D"], routing: RouteOutput, num_experts: int, weigh_input: bool
-) -> Float[Array, "T D"]:
+def unpermute(rows: Float[Array, "R D"], metadata: RouteMetadata, settings: StrategySettings) -> Float[Array, "T D"]:
     """Each token's weighted sum over its own experts."""
-    combine, chosen = combine_matrix(routing, num_experts)
+    weights, chosen = weights_of_rows(metadata, rows)
     wide = accumulator(rows.dtype)
-    outputs = rows.reshape(num_experts, -1, rows.shape[1]).astype(wide)
-    outputs = jnp.where(chosen.T[:, :, None], outputs, 0)  # what other experts made of the token counts nowhere
-    weights = chosen.astype(wide) if weigh_input else combine.astype(wide)
-    return jnp.einsum("te,etd->td", weights, outputs, precision=lax.Precision.HIGHEST).astype(rows.dtype)
+    outputs = jnp.where(chosen[:, None], rows.astype(wide), 0)  # what other experts made of the token counts nowhere
+    weights = (chosen if settings.weigh_input else weights).astype(wide)
+    held = num_held(settings)
+    sums = jnp.einsum(
+        "et,etd->td",
+        weights.reshape(held, -1),
+        outputs.reshape(held, -1, rows.shape[1]),
+        precision=lax.Precision.HIGHEST,
+    ).astype(rows.dtype)
+    return lax.psum_scatter(sums, settings.axis, tiled=True) if settings.num_ranks > 1 else sums
 
 
-def combine_matrix(routing: RouteOutput, num_experts: int) -> tuple[Float[Array, "T E"], Bool[Array, "T E"]]:
-    """Weight of each expert for each token, and whether it was chosen."""
-    one_hot = jax.nn.one_hot(routing.experts, num_experts, dtype=routing.weights.dtype)
-    return jnp.einsum("tk,tke->te", routing.weights, one_hot, precision=lax.Precision.HIGHEST), one_hot.sum(1) > 0
+def weights_of_rows(metadata: RouteMetadata, like: Float[Array, "_ _"]) -> tuple[Float[Array, " R"], Bool[Array, " R"]]:
+    """The weight of every row, and whether its token chose its expert."""
+    weights = varying_like(metadata.weights, like)  # backward, summed for T·K slots, not for R rows
+    nothing = jnp.zeros_like(metadata.token_of_row)
+    chosen = nothing.at[metadata.row_of_slot].add(1, mode="drop") > 0
+    return varying_like(nothing.astype(weights.dtype), weights).at[metadata.row_of_slot].add(
+        weights, mode="drop"
+    ), chosen
