@@ -261,9 +261,17 @@ def test_experts_on_several_devices_have_a_strategy_and_a_buffer(words, strategy
     assert worst.ragged_buffer_factor is None
 
 
+def test_without_a_sparse_matmul_every_expert_computes_every_token_on_a_mesh_too():
+    words = ["deepseek-v3-tiny", "ici_expert_parallelism=4", "sparse_matmul=False", "use_ring_of_experts=true"]
+    config = make_config(parse_settings(words), CPU, 4)
+    assert config.step.model.moe.strategy_name == "dense"
+    assert any("use_ring_of_experts=true: changes nothing" in note for note in config.notes)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["expert_parallelism=2", "capacity_factor=1.5"], "expert_parallelism=2: use ragged_buffer_factor=1.5"),
         (["expert_parallelism=5"], r"expert=16 is not divisible by expert_parallelism=5"),
         (["fsdp_parallelism=3"], r"model_dim=64 is not divisible by fsdp_parallelism=3"),
         (["tensor_parallelism=3"], r"expert_dim=32 is not divisible by tensor_parallelism=3"),

@@ -270,6 +270,12 @@ def make_moe(settings: Settings, moe: MoEConfig, plan: Plan) -> MoEConfig:
             f"{given['sparse_matmul']} and {given['capacity_factor']} contradict each other: the sparse matmul drops "
             "no token; use sparse_matmul=false for fixed slots, or leave the capacity factor out"
         )
+    if factor is not None and plan.degrees.expert > 1:
+        raise ValueError(
+            f"{given['capacity_factor']} gives every expert slots on the tokens' own device; it cannot be used with "
+            f"expert_parallelism={plan.degrees.expert}: use ragged_buffer_factor={factor:g} to bound the rows that a "
+            "device receives, or expert_parallelism=1"
+        )
     if v["sparse_matmul"] is False and factor is None:
         backend = "jax"
     choices = {
