@@ -8,6 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from raggedmoe.aot.compiled import ChosenKernel, Compiled, Cost, Memory
+from raggedmoe.aot.overlap import Move, move_from_json
 from raggedmoe.aot.schedule import Schedule, schedule_from_json, schedule_to_json
 
 
@@ -31,6 +32,7 @@ class Case:
     topology: str
     options: Mapping[str, str] = field(default_factory=dict)  # the compiler's
     scheduled: bool = False  # read the schedule as well
+    overlaps: bool = False  # and what is done while devices communicate
     trips: Mapping[str, int] = field(default_factory=dict)  # runs of a loop's body, by region, where it must be said
     taken: Mapping[str, float] = field(default_factory=dict)  # share of times that a region is entered
 
@@ -55,6 +57,7 @@ class Outcome:
     needed: int | None = None  # bytes of HBM, if the compiler said
     available: int | None = None
     schedule: Schedule | None = None
+    moves: tuple[Move, ...] | None = None
 
     @property
     def passed(self) -> bool:
@@ -65,7 +68,8 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     """An outcome as JSON can hold it, without the executable."""
     compiled = outcome.compiled
     schedule = None if outcome.schedule is None else schedule_to_json(outcome.schedule)
-    plain = {**vars(outcome), "case": asdict(outcome.case), "compiled": None, "schedule": schedule}
+    moves = None if outcome.moves is None else [asdict(move) for move in outcome.moves]
+    plain = {**vars(outcome), "case": asdict(outcome.case), "compiled": None, "schedule": schedule, "moves": moves}
     if compiled is not None:
         plain["compiled"] = {
             **vars(compiled),
@@ -91,4 +95,6 @@ def from_json(plain: Mapping[str, Any]) -> Outcome:
             }
         )
     schedule = None if plain["schedule"] is None else schedule_from_json(plain["schedule"])
-    return Outcome(**{**plain, "case": Case(**plain["case"]), "compiled": compiled, "schedule": schedule})
+    moves = None if plain["moves"] is None else tuple(move_from_json(move) for move in plain["moves"])
+    found = {"case": Case(**plain["case"]), "compiled": compiled, "schedule": schedule, "moves": moves}
+    return Outcome(**{**plain, **found})

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from raggedmoe.aot.case import Program
 from raggedmoe.aot.shapes import example_of_shape
@@ -20,6 +21,7 @@ from raggedmoe.kernels import registry
 from raggedmoe.kernels.catalog import operation as operation_named
 from raggedmoe.kernels.example import Example
 from raggedmoe.kernels.registry import BACKWARD, FORWARD
+from raggedmoe.mesh import TOKEN_AXES
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.presets import ALIASES, model_preset
 from raggedmoe.models.presets import PRESETS as MODELS
@@ -126,16 +128,36 @@ def moe_layer(preset: str, *, tokens: int, dtype: str = "bfloat16", moe_backend:
         layer_config(preset), moe_backend=moe_backend, strategy=None, kernels=None, param_dtype=jnp.dtype(dtype)
     )
     params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in config.param_specs().items()}
-    x = jax.ShapeDtypeStruct((tokens, config.model_dim), jnp.dtype(dtype))
+    return _layer_program(config, jax.ShapeDtypeStruct((tokens, config.model_dim), jnp.dtype(dtype)), params)
 
+
+def moe_layer_on_mesh(words: Sequence[str], *, tokens: int, topology: str, dtype: str = "bfloat16") -> Program:
+    """The same on a topology's devices, on so many tokens of each, with the settings of `raggedmoe train`."""
+    from raggedmoe.train.config import make_config
+    from raggedmoe.train.settings import parse_settings
+
+    devices = find_topology(topology).devices
+    made = make_config(parse_settings(words), target_hardware(), len(devices))
+    config, plan = replace(made.step.model.moe, param_dtype=jnp.dtype(dtype)), made.plan
+    mesh = plan.mesh(devices)
+    places = plan.shardings(mesh, config.param_specs())
+    params = {
+        name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=places[name]) for name, s in config.param_specs().items()
+    }
+    shape = (tokens * plan.degrees.num_token_shards, config.model_dim)
+    x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, PartitionSpec(TOKEN_AXES)))
+    return _layer_program(config, x, params, mesh)
+
+
+def _layer_program(config: MoEConfig, x: Any, params: Any, mesh: Mesh | None = None) -> Program:
     def value_and_gradients(x: Any, params: Any, cotangent: Any) -> Any:
         def layer(x: Any, params: Any) -> Any:
-            return moe_route_and_compute(x, MoEParams.from_flat(params), config).output
+            return moe_route_and_compute(x, MoEParams.from_flat(params), config, mesh=mesh).output
 
         value, vjp = jax.vjp(layer, x, params)
         return value, vjp(cotangent)
 
-    return Program(function=value_and_gradients, args=(x, params, x))
+    return Program(function=value_and_gradients, args=(x, params, x), mesh=mesh)
 
 
 def training_step(words: Sequence[str], *, num_layers: int | None = None, topology: str | None = None) -> Program:

@@ -38,6 +38,7 @@ from raggedmoe.aot.case import (
 )
 from raggedmoe.aot.compiled import Compiled, OutOfHBMError, compile_for
 from raggedmoe.aot.dumps import Steering, clear_dumps, dump_flags, read_schedule
+from raggedmoe.aot.overlap import moves
 from raggedmoe.aot.schedule import Schedule
 from raggedmoe.aot.topology import ENVIRONMENT, check_compiler, check_topology_name, find_topology, targeting
 from raggedmoe.hardware import Hardware
@@ -213,6 +214,7 @@ def compiled_here(case: Case) -> Outcome:
         needed=compiled.memory.total,
         available=topology.device_bytes,
         schedule=schedule,
+        moves=tuple(moves(compiled.hlo())) if case.overlaps else None,
     )
 
 

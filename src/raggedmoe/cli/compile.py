@@ -22,6 +22,7 @@ from raggedmoe.aot.whole_model import whole_model
 from raggedmoe.aot.worker import compile_cases
 from raggedmoe.cli.compile_report import (
     lowered_lines,
+    move_lines,
     outcome_lines,
     schedule_lines,
     schedule_table,
@@ -53,6 +54,7 @@ def compile_(
     tokens: int = 4096,
     layers: int | None = None,
     schedule: bool = False,
+    overlap: bool = False,
     against: tuple[str, ...] = (),
     trip: tuple[str, ...] = (),
     taken: tuple[str, ...] = (),
@@ -65,6 +67,7 @@ def compile_(
 
       OPERATION …          calls of one or several operations: grouped_matmul, expert_ffn, ragged_gather, …
       layer PRESET         a model's MoE layer, forward and backward, on --tokens tokens
+      layer PRESET KEY=VALUE …   the same on the topology's devices, with the settings of `raggedmoe train`
       model PRESET KEY=VALUE …   a whole training step (forward, backward, optimizer), with the settings of `raggedmoe
                            train`, on the topology's devices: split by the degrees among the settings, or by
                            fsdp_parallelism=-1 if there is none; the word model may be left out
@@ -75,6 +78,7 @@ def compile_(
       raggedmoe compile grouped_matmul --shape R=8192,I=2048,O=1408,G=16 --schedule --against dense,megablox
       raggedmoe compile ragged_gather --shape width-2880 --implementation all
       raggedmoe compile layer deepseek-v3 --tokens 4096
+      raggedmoe compile layer olmoe expert_parallelism=4 fsdp_parallelism=2 token_chunks=2 --tokens 2048 --overlap
       raggedmoe compile model deepseek-v3-tiny per_device_batch_size=4 --topology v6e:2x2
       raggedmoe compile deepseek2-16b remat=full --topology v6e:4x4
       raggedmoe compile deepseek-v3 expert_parallelism=4 fsdp_parallelism=128 --topology tpu7x:4x8x8 --layers 4
@@ -94,10 +98,12 @@ def compile_(
         direction: of an operation: forward, backward or both.
         gradient: of an operation: of its backward pass the gradient of this argument alone, such as rhs.
         moe_backend: of a layer: the bundle of strategy and kernels.
-        tokens: of a layer.
+        tokens: of a layer; on several devices, of each.
         layers: of a model: so many, one of them dense if the model has dense ones; for a TPU with one fewer as well,
             from which follows what the whole model needs.
         schedule: read the compiler's schedule: loops, utilisation, spills, cycles; all compiler-predicted.
+        overlap: list what moves between devices, in the order of the schedule, and what the TensorCore has to do
+            until it waits for it.
         against: peers to put beside an operation's schedule: other implementations by name, and for grouped_matmul
             dense (one matmul of the same size, the limit) and ragged_dot (JAX's own).
         trip: REGION=N, how often a loop runs where the data decides and its values are not known.
@@ -127,6 +133,7 @@ def compile_(
         dataclasses.replace(
             case,
             scheduled=schedule,
+            overlaps=overlap,
             trips={region: int(value) for region, value in _pairs("trip", trip)},
             taken={region: float(value) for region, value in _pairs("taken", taken)},
         )
@@ -166,15 +173,19 @@ def _cases(
 
 
 def _layer(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, tokens: int) -> Case:
-    if len(words) != 1:
+    if not words or "=" in words[0]:
         raise ValueError(f"expected layer PRESET, such as layer deepseek-v3, got {' '.join(('layer', *words))!r}")
     layer_config(words[0])
-    return Case(
-        title=f"layer {words[0]}, {tokens} tokens, {dtype}, forward and backward",
-        build=f"{subjects.__name__}:moe_layer",
-        arguments={"preset": words[0], "tokens": tokens, "dtype": dtype, "moe_backend": moe_backend},
-        topology=topology,
-    )
+    sizes = {"tokens": tokens, "dtype": dtype}
+    title = f"layer {' '.join(words)}, {tokens} tokens{' a device' if words[1:] else ''}, {dtype}, forward and backward"
+    if not words[1:]:
+        build, arguments = "moe_layer", {"preset": words[0], "moe_backend": moe_backend, **sizes}
+    elif topology == HOST:
+        raise ValueError(f"a layer with settings is one on a topology's devices; got --topology {HOST}")
+    else:
+        parse_settings(words)
+        build, arguments = "moe_layer_on_mesh", {"words": list(words), "topology": topology, **sizes}
+    return Case(title=title, build=f"{subjects.__name__}:{build}", arguments=arguments, topology=topology)
 
 
 def _model(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, layers: int | None) -> Case:
@@ -288,6 +299,7 @@ def _compile(cases: list[Case], timeout: float, json: bool) -> int:
     lines = [*outcome_lines(outcomes)]
     if any(outcome.schedule is not None for outcome in outcomes):
         lines += ["", *schedule_table(outcomes), *schedule_lines(outcomes)]
+    lines += [line for outcome in outcomes if outcome.moves is not None for line in ("", *move_lines(outcome.moves))]
     whole = whole_model(outcomes)
     if whole is not None:
         lines.append(whole_model_line(whole))

@@ -1,10 +1,13 @@
 """What `raggedmoe compile` prints."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from raggedmoe.aot.case import Case, Outcome
 from raggedmoe.aot.compiled import ChosenKernel, Compiled
 from raggedmoe.aot.lowered import Lowered
+from raggedmoe.aot.overlap import KINDS as COLLECTIVES
+from raggedmoe.aot.overlap import Move
 from raggedmoe.aot.schedule import OpSchedule, Schedule, Section
 from raggedmoe.aot.sparsecore_schedule import SparseCoreProgram
 from raggedmoe.aot.subjects import example_named
@@ -195,3 +198,25 @@ def lowered_lines(case: Case, lowered: Lowered) -> Iterator[str]:
     if products.open_loops:
         yield f"  {products.open_loops} loops run as often as the data says: counted once each"
     yield f"  kernels: {_kernels(lowered.kernels, case.arguments.get('direction')) or 'none of ours'}"
+
+
+def move_lines(moves: Sequence[Move]) -> Iterator[str]:
+    """What moves between devices, and what the TensorCore has to do meanwhile."""
+    yield "moves between devices, in the order of the schedule: what the TensorCore does between start and wait"
+    for move in moves:
+        if move.between_devices:
+            direction = BACKWARD if move.backward else "forward"
+            by = "TensorCore" if not move.cores else f"SparseCore {', '.join(map(str, move.cores))}"
+            yield f"  {direction:8} {move.scope or '-'}: {move.kind}, {by}: {_meanwhile(move)}"
+    others = [move for move in moves if not move.between_devices]
+    if others:
+        met = sum(any(kind in COLLECTIVES for kind in move.beside) for move in others)
+        yield f"  and {len(others)} gathers on SparseCores, {met} of them while a move is under way on the same core"
+
+
+def _meanwhile(move: Move) -> str:
+    if move.synchronous:
+        return "nothing, it is waited for at once"
+    kernels = ", ".join(f"{count} × {name}" for name, count in Counter(move.kernels).items())
+    others = [f"{move.cycles:,} cycles of XLA's operations"] if move.cycles else []
+    return "; ".join([*([kernels] if kernels else []), *others]) or "nothing"
