@@ -94,13 +94,7 @@ def _moves_of(body: list[_Instruction]) -> list[Move]:
                 found.append((_move(start, body[since + 1 : place]), range(since, place)))
         elif instruction.operation in KINDS:
             found.append((replace(_move(instruction, []), synchronous=True), range(place, place)))
-    return [
-        replace(
-            move,
-            beside=tuple(other.kind for other, then in found if other is not move and _meet(move, span, other, then)),
-        )
-        for move, span in found
-    ]
+    return [replace(move, beside=tuple(_beside(move, span, found))) for move, span in found]
 
 
 def _beside(move: Move, span: range, found: list[tuple[Move, range]]) -> Iterator[str]:
