@@ -60,6 +60,8 @@ def cases():
         fits = case["expert"] * case["fsdp"] * case["tensor"] * case["data"] == 8
         alone = case["strategy"] == "local" and case["expert"] > 1
         nothing_new = case["tensor"] == 1 and case["tensor_split"] == "model_dim"
+        if case["strategy"] == "dense":  # which sends as `ring` does
+            nothing_new |= (case["token_chunks"], case["width_chunks"]) not in ((1, 1), (2, 1), (4, 2))
         if fits and not alone and not nothing_new:
             yield case
 
