@@ -78,7 +78,7 @@ def compile_(
       raggedmoe compile grouped_matmul --shape R=8192,I=2048,O=1408,G=16 --schedule --against dense,megablox
       raggedmoe compile ragged_gather --shape width-2880 --implementation all
       raggedmoe compile layer deepseek-v3 --tokens 4096
-      raggedmoe compile layer olmoe expert_parallelism=4 fsdp_parallelism=2 token_chunks=2 --tokens 2048 --overlap
+      raggedmoe compile layer olmoe-1b-7b expert_parallelism=4 fsdp_parallelism=2 token_chunks=2 --overlap
       raggedmoe compile model deepseek-v3-tiny per_device_batch_size=4 --topology v6e:2x2
       raggedmoe compile deepseek2-16b remat=full --topology v6e:4x4
       raggedmoe compile deepseek-v3 expert_parallelism=4 fsdp_parallelism=128 --topology tpu7x:4x8x8 --layers 4
