@@ -8,7 +8,9 @@ import sys
 import pytest
 from aot.marks import NEEDS_LIBTPU
 
+from raggedmoe.aot.case import NO_FIT, Case, Outcome
 from raggedmoe.cli import compile
+from raggedmoe.cli.compile_report import outcome_lines
 from raggedmoe.cli.main import main
 
 
@@ -26,6 +28,14 @@ def run(monkeypatch, capsys, *arguments):
         ((), "expected ragged_gather, .*, layer PRESET or model PRESET; got nothing to compile"),
         (("gather",), "unknown subject 'gather'.*did you mean 'ragged_gather'"),
         (("layer",), "expected layer PRESET, such as layer deepseek-v3, got 'layer'"),
+        (
+            ("layer", "olmoe-1b-7b", "token_chunk=2"),
+            "unknown key 'token_chunk'|unknown setting 'token_chunk'|token_chunks",
+        ),
+        (
+            ("layer", "olmoe-1b-7b", "token_chunks=2", "--topology", "cpu"),
+            "on a topology's devices; got --topology cpu",
+        ),
         (("layer", "deepseek-v4"), "unknown model 'deepseek-v4'.*did you mean 'deepseek-v"),
         (("model",), "expected model PRESET, such as model deepseek-v3-tiny"),
         (("grouped_matmul", "--dtype", "int4"), "unknown dtype 'int4'"),
@@ -169,3 +179,11 @@ class TestWithTheCompiler:
         assert code == 1
         assert "refused attention/splash decode float32 forward" in out
         assert "splash:" in out
+
+
+def test_a_model_that_does_not_fit_is_told_what_would_help():
+    case = Case(title="a step", build="x:y", arguments={"words": ["demo"]}, topology="v6e:2x2")
+    outcome = Outcome(case=case, verdict=NO_FIT, error="too large", needed=60 * 10**9, available=32 * 10**9)
+    text = "\n".join(outcome_lines([outcome]))
+    assert "does not fit" in text
+    assert "remat=full, a smaller per_device_batch_size, or more devices" in text

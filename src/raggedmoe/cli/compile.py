@@ -180,10 +180,10 @@ def _layer(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, 
     title = f"layer {' '.join(words)}, {tokens} tokens{' a device' if words[1:] else ''}, {dtype}, forward and backward"
     if not words[1:]:
         build, arguments = "moe_layer", {"preset": words[0], "moe_backend": moe_backend, **sizes}
-    elif topology == HOST:
-        raise ValueError(f"a layer with settings is one on a topology's devices; got --topology {HOST}")
     else:
         parse_settings(words)
+        if topology == HOST:
+            raise ValueError(f"a layer with settings is one on a topology's devices; got --topology {HOST}")
         build, arguments = "moe_layer_on_mesh", {"words": list(words), "topology": topology, **sizes}
     return Case(title=title, build=f"{subjects.__name__}:{build}", arguments=arguments, topology=topology)
 

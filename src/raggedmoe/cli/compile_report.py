@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from raggedmoe.aot.case import Case, Outcome
+from raggedmoe.aot.case import NO_FIT, Case, Outcome
 from raggedmoe.aot.compiled import ChosenKernel, Compiled
 from raggedmoe.aot.lowered import Lowered
 from raggedmoe.aot.overlap import KINDS as COLLECTIVES
@@ -31,6 +31,8 @@ def outcome_lines(outcomes: list[Outcome]) -> Iterator[str]:
             yield f"  HBM: {_fit(outcome.needed, outcome.available)}{_parts(outcome.compiled)}"
         if outcome.error is not None:
             yield f"  {outcome.error}"
+        if outcome.verdict == NO_FIT and "words" in outcome.case.arguments:
+            yield "  less is needed with remat=full, a smaller per_device_batch_size, or more devices"
         if outcome.schedule is not None:
             limit = chip_named(outcome.case.topology).vmem_bytes or 0
             yield f"  VMEM: {outcome.schedule.vmem_bytes / MIB:.2f} of {limit // MIB} MiB in the op that takes most"
