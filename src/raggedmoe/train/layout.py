@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from raggedmoe.mesh import TOKEN_AXES
 from raggedmoe.parallel.plan import Plan
 from raggedmoe.params import Specs
-from raggedmoe.train.rows import Batch
+from raggedmoe.train.rows import Batch, in_micro_batches
 
 # [parts B S]: the rows of every micro-batch are split, so that none has to move when its turn comes.
 PARTS_OF_TOKENS = PartitionSpec(None, TOKEN_AXES)
@@ -45,7 +45,7 @@ class Layout:
         place = NamedSharding(self.mesh, PartitionSpec(TOKEN_AXES) if parts is None else PARTS_OF_TOKENS)
 
         def placed(leaf: Any) -> jax.ShapeDtypeStruct:
-            shape = leaf.shape if parts is None else _in_parts(leaf.shape, parts)
+            shape = leaf.shape if parts is None else in_micro_batches(leaf.shape, parts)
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=place)
 
         return jax.tree.map(placed, template)
@@ -54,7 +54,7 @@ class Layout:
         """The rows of a batch in micro-batches that this process's devices hold, ascending; None: all of them."""
         if self.mesh is None or jax.process_count() == 1:
             return None
-        shape = _in_parts((num_rows,), parts)
+        shape = in_micro_batches((num_rows,), parts)
         own: set[int] = set()
         for index in NamedSharding(self.mesh, PARTS_OF_TOKENS).addressable_devices_indices_map(shape).values():
             assert index is not None
@@ -73,12 +73,6 @@ class Layout:
             name: jax.make_array_from_callback(value.shape, template[name].sharding, np.asarray(value).__getitem__)
             for name, value in params.items()
         }
-
-
-def _in_parts(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    if shape[0] % parts:
-        raise ValueError(f"a batch of {shape[0]} sequences cannot be cut into {parts} equal micro-batches")
-    return (parts, shape[0] // parts, *shape[1:])
 
 
 def _put(values: np.ndarray, shape: jax.ShapeDtypeStruct, rows: list[int] | None) -> jax.Array:

@@ -24,6 +24,13 @@ class Batch:
     weights: Any  # float32: 1 where there is a target to learn, 0 at a document's last token and at padding
 
 
+def in_micro_batches(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
+    """The shape of a batch's array with its micro-batches apart, ``[parts B/parts …]``."""
+    if shape[0] % parts:
+        raise ValueError(f"a batch of {shape[0]} sequences cannot be cut into {parts} equal micro-batches")
+    return (parts, shape[0] // parts, *shape[1:])
+
+
 @runtime_checkable
 class Rows(Protocol):
     """What a dataset is to the order: a number of rows, and the batch of some of them."""

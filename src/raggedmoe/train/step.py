@@ -16,7 +16,7 @@ from raggedmoe.models.specs import is_trained, param_specs
 from raggedmoe.moe.balance import load_entropy, max_violation, updated_selection_bias
 from raggedmoe.train.loss import cross_entropy_sum
 from raggedmoe.train.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer, wide
-from raggedmoe.train.rows import Batch
+from raggedmoe.train.rows import Batch, in_micro_batches
 from raggedmoe.train.state import TrainState
 
 
@@ -160,7 +160,9 @@ def batch_gradients(
     depend on the cut. The batch-wise auxiliary loss is not additive: its mean over the micro-batches is taken.
     """
     parts = config.micro_batches
-    micro = batch if batch.ids.ndim == 3 else _in_micro_batches(batch, parts)
+    micro = batch
+    if batch.ids.ndim == 2:
+        micro = jax.tree.map(lambda array: array.reshape(in_micro_batches(array.shape, parts)), batch)
     shares = batch_shares(micro, config)
     take = jax.value_and_grad(objective, has_aux=True)
 
@@ -181,12 +183,6 @@ def batch_gradients(
         (jnp.arange(parts), micro, shares),
     )
     return total
-
-
-def _in_micro_batches(batch: Batch, parts: int) -> Batch:
-    if batch.ids.shape[0] % parts:
-        raise ValueError(f"a batch of {batch.ids.shape[0]} sequences cannot be cut into {parts} equal micro-batches")
-    return jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), batch)
 
 
 def objective(
