@@ -29,7 +29,8 @@ def summing(processes: int, *arguments: str) -> LocalRun:
 def started(tmp_path: Path, processes: int) -> tuple[subprocess.Popen, list[int]]:
     """A launcher in a process of its own, and the numbers of its processes once all have done a step."""
     code = (
-        "import sys; from raggedmoe.parallel.launcher import LocalRun, launch; "
+        "import signal, sys; from raggedmoe.parallel.launcher import LocalRun, launch; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # which a job in the background ignores
         f"sys.exit(launch(LocalRun(command={(sys.executable, SUMMING, *FOREVER)!r}, num_processes={processes}, "
         "devices_per_process=2)))"
     )
