@@ -133,6 +133,13 @@ def test_a_few_layers_are_compiled_with_one_fewer_as_well():
     assert [case.arguments["num_layers"] for case in cases_of("deepseek-v3", layers=4, topology="cpu")] == [4]
 
 
+@pytest.mark.parametrize(("model", "fewest"), [("deepseek-v3", 4), ("mixtral-8x7b", 3), ("olmoe-1b-7b", 3)])
+def test_but_not_where_either_is_no_loop(model, fewest):
+    """A dense layer, and a loop of two turns and of three."""
+    found = {layers: len(cases_of(model, layers=layers)) for layers in range(1, fewest + 2)}
+    assert found == {layers: 2 if layers >= fewest else 1 for layers in found}
+
+
 def test_help_teaches_by_examples(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, "--help")
     assert code == 0

@@ -18,7 +18,7 @@ from raggedmoe.aot.lowered import lower_here
 from raggedmoe.aot.shapes import FORMS
 from raggedmoe.aot.subjects import differentiable, example_named, layer_config
 from raggedmoe.aot.topology import HOST, check_compiler, check_topology_name
-from raggedmoe.aot.whole_model import whole_model
+from raggedmoe.aot.whole_model import tells_of_more, whole_model
 from raggedmoe.aot.worker import compile_cases
 from raggedmoe.cli.compile_report import (
     lowered_lines,
@@ -33,7 +33,8 @@ from raggedmoe.kernels.catalog import operation as operation_named
 from raggedmoe.kernels.proof import libtpu_version
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, OPERATIONS, implementations
 from raggedmoe.mesh import AXES
-from raggedmoe.models.presets import ALIASES
+from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.presets import ALIASES, model_preset
 from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.names import unknown
 from raggedmoe.train.settings import parse_settings
@@ -99,8 +100,8 @@ def compile_(
         gradient: of an operation: of its backward pass the gradient of this argument alone, such as rhs.
         moe_backend: of a layer: the bundle of strategy and kernels.
         tokens: of a layer; on several devices, of each.
-        layers: of a model: so many, one of them dense if the model has dense ones; for a TPU with one fewer as well,
-            from which follows what the whole model needs.
+        layers: of a model: so many, one of them dense if the model has dense ones. From three with experts on, for a
+            TPU, one fewer is compiled as well, from which follows what the whole model needs.
         schedule: read the compiler's schedule: loops, utilisation, spills, cycles; all compiler-predicted.
         overlap: list what moves between devices, in the order of the schedule, and what the TensorCore has to do
             until it waits for it.
@@ -161,7 +162,9 @@ def _cases(
         return [_layer(subject[1:], topology, dtype, moe_backend, tokens)]
     if subject[0] == "model" or subject[0] in (*MODELS, *ALIASES):
         words = subject[1:] if subject[0] == "model" else subject
-        fewer = [layers - 1] if layers is not None and layers > 1 and topology != HOST else []
+        fewer = []
+        if layers is not None and topology != HOST and tells_of_more(_model_of(words), layers):
+            fewer = [layers - 1]
         return [_model(words, topology, dtype, moe_backend, num) for num in (layers, *fewer)]
     if direction not in DIRECTIONS:
         raise unknown("direction", direction, DIRECTIONS)
@@ -186,6 +189,10 @@ def _layer(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, 
             raise ValueError(f"a layer with settings is one on a topology's devices; got --topology {HOST}")
         build, arguments = "moe_layer_on_mesh", {"words": list(words), "topology": topology, **sizes}
     return Case(title=title, build=f"{subjects.__name__}:{build}", arguments=arguments, topology=topology)
+
+
+def _model_of(words: tuple[str, ...]) -> ModelConfig:
+    return model_preset(parse_settings(words).values["model_name"])
 
 
 def _model(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, layers: int | None) -> Case:
@@ -303,6 +310,13 @@ def _compile(cases: list[Case], timeout: float, json: bool) -> int:
     whole = whole_model(outcomes)
     if whole is not None:
         lines.append(whole_model_line(whole))
+    elif cases[0].arguments.get("num_layers") is not None and len(cases) == 1:
+        model = _model_of(tuple(cases[0].arguments["words"]))
+        enough = next((n for n in range(2, model.num_layers) if tells_of_more(model, n)), None)
+        if enough is not None:
+            lines.append(
+                f"the whole model: not known from so few layers, as a loop of one turn is none; --layers {enough}"
+            )
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
     return 1 if failed or (whole is not None and whole.needed > whole.available) else 0
