@@ -30,7 +30,7 @@ def run(monkeypatch, capsys, *arguments):
         (("layer",), "expected layer PRESET, such as layer deepseek-v3, got 'layer'"),
         (
             ("layer", "olmoe-1b-7b", "token_chunk=2"),
-            "unknown key 'token_chunk'|unknown setting 'token_chunk'|token_chunks",
+            "unknown setting 'token_chunk': did you mean token_chunks",
         ),
         (
             ("layer", "olmoe-1b-7b", "token_chunks=2", "--topology", "cpu"),
@@ -131,6 +131,17 @@ def test_a_model_by_its_bare_name_is_a_training_step_on_all_devices_of_the_topol
 def test_a_few_layers_are_compiled_with_one_fewer_as_well():
     assert [case.arguments["num_layers"] for case in cases_of("deepseek-v3", layers=4)] == [4, 3]
     assert [case.arguments["num_layers"] for case in cases_of("deepseek-v3", layers=4, topology="cpu")] == [4]
+
+
+def test_a_layer_with_settings_keeps_the_backend_that_was_asked_for():
+    def words_of(*settings, backend):
+        words = ("layer", "olmoe-tiny", *settings)
+        (case,) = compile._cases(words, "v6e:2x2", "bfloat16", None, "auto", "both", backend, 64, None, ())
+        return case.arguments["words"]
+
+    assert "moe_backend=expert_ffn" in words_of("expert_parallelism=4", backend="expert_ffn")
+    given = words_of("expert_parallelism=4", "moe_backend=ragged_dot", backend="auto")
+    assert [word for word in given if "moe_backend" in word] == ["moe_backend=ragged_dot"]
 
 
 @pytest.mark.parametrize(("model", "fewest"), [("deepseek-v3", 4), ("mixtral-8x7b", 3), ("olmoe-1b-7b", 3)])

@@ -128,9 +128,7 @@ def _move(start: _Instruction, between: list[_Instruction]) -> Move:
 def _plain_scope(op_name: str) -> str:
     """``jit(f)/transpose(jvp(experts))/dispatch/shard_map/all_gather`` is ``experts/dispatch``."""
     parts = [re.sub(r"^(?:\w+\()+|\)+$", "", part) for part in op_name.split("/")[1:-1] if not part.startswith("jit(")]
-    return "/".join(
-        part for part in parts if part not in ("shard_map", "while", "body", "closed_call", "checkpoint", "")
-    )
+    return "/".join(part for part in parts if part not in NO_SCOPES)
 
 
 def _cores(rest: str) -> tuple[int, ...]:

@@ -184,7 +184,8 @@ def _layer(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, 
     if not words[1:]:
         build, arguments = "moe_layer", {"preset": words[0], "moe_backend": moe_backend, **sizes}
     else:
-        parse_settings(words)
+        if "moe_backend" not in parse_settings(words).given:
+            words = (*words, f"moe_backend={moe_backend}")
         if topology == HOST:
             raise ValueError(f"a layer with settings is one on a topology's devices; got --topology {HOST}")
         build, arguments = "moe_layer_on_mesh", {"words": list(words), "topology": topology, **sizes}
