@@ -30,7 +30,7 @@ from .examples import (
 )
 from .on_mesh import gradients_on_mesh, mesh_of, placed, plan_of, run_on_mesh
 
-NUM_TOKENS, NUM_EXPERTS, PER_TOKEN = 32, 8, 3
+NUM_TOKENS, NUM_EXPERTS, PER_TOKEN = 32, 24, 3  # one of eight ranks can hold all experts of a token
 SIZES = {"num_experts": NUM_EXPERTS, "experts_per_token": PER_TOKEN, "model_dim": 16, "expert_dim": 8}
 ROUTER = {
     "logit_bias": True,
@@ -108,16 +108,16 @@ def plan_of_case(case):
 
 
 def routing(name):
-    """Experts of every token; ranks are those of eight."""
+    """Experts of every token."""
     rng = np.random.default_rng(len(name))
     if name == "balanced":
         return (np.arange(NUM_TOKENS)[:, None] * PER_TOKEN + np.arange(PER_TOKEN)[None]) % NUM_EXPERTS
-    experts = random_experts(rng, NUM_TOKENS, PER_TOKEN, NUM_EXPERTS, skew=1.0)
-    if name == "one_rank":  # of two: with more ranks, as many of the tokens' experts as one can hold
-        experts = np.argsort(rng.random((NUM_TOKENS, NUM_EXPERTS // 2)), axis=1)[:, :PER_TOKEN]
-    elif name == "empty_rank":
-        experts = np.argsort(rng.random((NUM_TOKENS, NUM_EXPERTS - 2)), axis=1)[:, :PER_TOKEN] + 2
-    return experts.astype(np.int32)
+    if name == "random":
+        return random_experts(rng, NUM_TOKENS, PER_TOKEN, NUM_EXPERTS, skew=1.0)
+    # The last rank alone, or all but the first, however many there are.
+    held = NUM_EXPERTS // 8 if name == "one_rank" else NUM_EXPERTS // 2
+    chosen = np.argsort(rng.random((NUM_TOKENS, held)), axis=1)[:, :PER_TOKEN]
+    return (NUM_EXPERTS - held + chosen).astype(np.int32)
 
 
 @functools.cache
