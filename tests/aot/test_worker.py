@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from parallel.running import is_running
 
 from aot.marks import NEEDS_LIBTPU
 
@@ -24,14 +25,6 @@ build = "raggedmoe.aot.subjects:training_step"
 case = Case(title="a large model", build=build, arguments=arguments, topology="v6e:4x4")
 print(process.outcome(case, timeout=600))
 """
-
-
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.slow

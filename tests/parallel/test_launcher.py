@@ -13,6 +13,8 @@ import pytest
 from raggedmoe.parallel import launcher
 from raggedmoe.parallel.launcher import LocalRun, environments, launch
 
+from .running import is_running
+
 SUMMING = str(Path(__file__).with_name("summing.py"))
 FOREVER = ("100000", "0.01")
 
@@ -42,11 +44,6 @@ def started(tmp_path: Path, processes: int) -> tuple[subprocess.Popen, list[int]
         assert found.poll() is None
         time.sleep(0.05)
     return found, [int(file.name) for file in tmp_path.iterdir()]
-
-
-def is_running(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_two_processes_sum_over_the_devices_of_both(capsys):
