@@ -28,6 +28,8 @@ from hypothesis import settings  # noqa: E402
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
+from tests.shares import share_of  # noqa: E402
+
 install_import_hook("raggedmoe", "beartype.beartype")
 
 if QUICKLY:
@@ -43,6 +45,21 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Every new shape is a compilation of about a second: few examples, always the same.
 settings.register_profile("raggedmoe", deadline=None, derandomize=True, max_examples=25, print_blob=True)
 settings.load_profile("raggedmoe")
+
+
+# The collector goes through all that has been traced so far, again and again: a twelfth of the tests' time.
+gc.set_threshold(100_000, 20, 50)
+
+
+@pytest.hookimpl(trylast=True)  # after -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """TEST_SHARE=1/2 leaves out what is in the other share."""
+    share = os.environ.get("TEST_SHARE")
+    if share:
+        divided = [item.nodeid for item in items if not item.get_closest_marker("both_ends")]
+        others = set(divided) - share_of(divided, share)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
+        items[:] = [item for item in items if item.nodeid not in others]
 
 
 def pytest_unconfigure() -> None:

@@ -20,6 +20,7 @@ def outcome(verdict, error=None, entry=ENTRY):
     return Outcome(case=entry.case(), verdict=verdict, error=error)
 
 
+@pytest.mark.both_ends
 @pytest.mark.parametrize("chip", [pytest.param(chip, marks=NEEDS_LIBTPU) for chip in matrix.TOPOLOGIES])
 def test_every_kernel_compiles_where_it_says_that_it_can_and_nowhere_else(chip):
     found = matrix.answers(matrix.short_entries(chip))

@@ -14,6 +14,8 @@ from raggedmoe.models.decoder import decode, logits
 from raggedmoe.models.generate import generate
 from tests.interop.folders import FIXTURES, GOLDEN, assert_same_params, expected_of
 
+pytestmark = pytest.mark.both_ends
+
 TOLERANCE = 2e-4
 PROMPT, NEW = 8, 32
 LENGTH = PROMPT + NEW

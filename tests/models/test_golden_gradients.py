@@ -17,6 +17,8 @@ from raggedmoe.models.module import Decoder
 
 from .drawn import GOLDEN, GOLDEN_NAMES, quick_jit
 
+pytestmark = pytest.mark.both_ends
+
 # transformers' own logits are within 2.3e-5 of float64, at a deviation of 2: 1e-5. A gradient passes both ways.
 RELATIVE = 1e-4
 

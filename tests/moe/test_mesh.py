@@ -30,6 +30,8 @@ from .examples import (
 )
 from .on_mesh import gradients_on_mesh, mesh_of, placed, plan_of, run_on_mesh
 
+pytestmark = pytest.mark.both_ends
+
 NUM_TOKENS, NUM_EXPERTS, PER_TOKEN = 32, 24, 3  # one of eight ranks can hold all experts of a token
 SIZES = {"num_experts": NUM_EXPERTS, "experts_per_token": PER_TOKEN, "model_dim": 16, "expert_dim": 8}
 ROUTER = {

@@ -10,7 +10,16 @@ import pytest
 
 from tests.train.runs import TINY, command, curve, environment, lines, train
 
-WORDS = (*TINY, "checkpoint_period=2", "eval_interval=10", "eval_steps=2", "load_period=3", "run_name=run")
+# Experts by plain einsums, which a restart traces sooner.
+WORDS = (
+    *TINY,
+    "moe_backend=jax",
+    "checkpoint_period=2",
+    "eval_interval=10",
+    "eval_steps=2",
+    "load_period=3",
+    "run_name=run",
+)
 SHORT, LONG = 80, 800
 
 

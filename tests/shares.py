@@ -1,0 +1,31 @@
+"""The cases of parametrized tests, shared out between several runs of the tests.
+
+`.ci/run` tests both ends of the range of JAX. Every test runs at both; of its cases, unless it is marked `both_ends`,
+each runs at one.
+"""
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable
+
+
+def function_of(name: str) -> str:
+    return name.partition("[")[0]
+
+
+def share_of(names: Iterable[str], share: str) -> set[str]:
+    """Those of the names that are in the share, `1/2` or `2/2`; a test that has no cases is in both.
+
+    In an order that has nothing to do with the parameters': every second one may be every one in bfloat16.
+    """
+    part, parts = map(int, share.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError(f"a share is like 1/2, the first of two, got {share}")
+    cases = defaultdict(list)
+    for name in names:
+        cases[function_of(name)].append(name)
+    found = set()
+    for same_test in cases.values():
+        mixed = sorted(same_test, key=lambda name: (zlib.crc32(name.encode()), name))
+        found.update(mixed if len(mixed) < parts else mixed[part - 1 :: parts])
+    return found
