@@ -11,10 +11,11 @@ import pytest
 from raggedmoe.cli.bench import bench
 from raggedmoe.cli.explain import explain
 from raggedmoe.cli.layer_choice import layer_of, shape_of
-from raggedmoe.cli.main import main
+from raggedmoe.cli.main import COMMANDS, main
 from raggedmoe.cli.verify import _report, verify
 from raggedmoe.kernels.registry import KernelChoice
 from raggedmoe.moe.presets import PRESETS
+from raggedmoe.parallel import processes
 from raggedmoe.verify.check import Check
 
 FAILED = Check(
@@ -125,3 +126,12 @@ def test_import_needs_no_optional_package():
     """Neither plotting nor other people's kernels, nor Pallas, are loaded by the import."""
     code = "import sys, raggedmoe; print([m for m in sys.modules if m in ('matplotlib', 'tokamax', 'torch')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(("code", "failed"), [(74, True), (75, False), (0, False)])
+def test_the_other_processes_do_not_wait_for_one_that_could_not_write(monkeypatch, capsys, code, failed):
+    left = []
+    monkeypatch.setitem(COMMANDS, "train", lambda: code)
+    monkeypatch.setattr(processes, "leave", lambda code, *, failed=False: left.append((code, failed)))
+    assert run(monkeypatch, capsys, "train")[0] == code
+    assert left == [(code, failed)]

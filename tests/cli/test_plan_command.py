@@ -44,6 +44,7 @@ def test_one_device_sends_nothing(capsys):
         (("mixtral-tiny", "fsdp_parallelism=-1"), {}, "say how many with --devices or --topology"),
         (("mixtral-tiny",), {"devices": 2, "topology": "v6e:2x2"}, "expected --devices or --topology, got both"),
         (("mixtral-tiny",), {"devices": 0}, "expected --devices >= 1, got 0"),
+        (("mixtral-tiny", "fsdp_parallelism=0"), {}, "expected fsdp_parallelism >= 1, or -1 for .*, got 0"),
         (("mixtral-tiny", "expert_parallelism=3"), {}, "its expert=8 is not divisible by expert_parallelism=3"),
         (("mixtral-tiny",), {"topology": "v9:2x2"}, "unknown topology 'v9:2x2'"),
     ],

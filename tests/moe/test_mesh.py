@@ -23,6 +23,7 @@ from .examples import (
     assert_agrees,
     assert_gradients_close,
     dense_gradients,
+    layer,
     moe_config,
     random_experts,
     random_params,
@@ -173,6 +174,33 @@ def test_layer_is_that_of_one_device_and_sends_what_the_plan_says(case):
         moved = np.asarray(updated_selection_bias(bias, out.load, rate)) - np.asarray(bias)
         direction = np.sign(value.load.sum() - value.load * NUM_EXPERTS)
         np.testing.assert_allclose(moved, rate * direction, atol=1e-6)
+
+
+def test_more_width_chunks_than_a_rank_has_columns_send_what_the_plan_says():
+    case = {"strategy": "ring", "data": 1, "fsdp": 1, "expert": 1, "tensor": 8, "tensor_split": "model_dim"}
+    config, plan = config_of({**case, "token_chunks": 1, "width_chunks": 4}), plan_of_case(case)
+    assert config.model_dim // 8 < config.width_chunks
+    params, *arrays_of_tokens = placed(plan, config, arrays()[1], *(a for a in arrays() if not isinstance(a, dict)))
+    x, mask, cotangent = arrays_of_tokens
+    run = gradients_on_mesh.lower(x, params, config, plan.mesh(), cotangent, mask=mask).compile()
+    assert collectives(run.as_text()) == planned(config, plan)
+
+
+@pytest.mark.parametrize("strategy", ["all_to_all", "ring"])
+def test_a_replay_that_names_an_expert_twice_is_refused_or_means_the_same_on_a_mesh(strategy):
+    here, there = (moe_config(**SIZES, strategy=name) for name in ("local", strategy))
+    x, params, _, _ = arrays()
+    params = {name: params[name] for name in here.param_specs()}
+    twice = routing("one_rank")
+    twice[:, 1:] = twice[:, :1]
+    with pytest.raises(ValueError, match="expected replay with different experts for each token, got one twice"):
+        layer(x, params, there, mesh=mesh_of(expert=8), replay=jnp.asarray(twice))
+    one = run_on_mesh(x, params, here, None, replay=jnp.asarray(twice))
+    many = run_on_mesh(x, params, there, mesh_of(expert=8), replay=jnp.asarray(twice))
+    np.testing.assert_array_equal(one.load, many.load)
+    assert int(many.load.sum()) == NUM_TOKENS
+    assert int(many.dropped) == 0
+    np.testing.assert_allclose(one.output, many.output, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,34 @@ def test_the_others_of_one_that_failed_get_some_time_to_fail_too(three, monkeypa
     assert third.texts[0].startswith("process 1 of 3 has ended with code 2; the run stops.")
 
 
+def test_process_0_may_write_for_as_long_as_it_takes_when_the_others_have_ended(three, monkeypatch):
+    monkeypatch.setattr(peers, "ENDED_PATIENCE", 0.2)
+    first, second, third = three
+    for process in (second, third):
+        process.side.end(0, failed=False)
+    time.sleep(0.6)
+    assert not any(process.texts for process in three)
+    first.side.end(0, failed=False)
+    for process in three:
+        assert process.side.all_ended.wait(5)
+
+
+def test_one_that_does_not_end_as_the_others_did_is_not_waited_for_for_ever(three, monkeypatch):
+    monkeypatch.setattr(peers, "ENDED_PATIENCE", 0.2)
+    first, _, third = three
+    third.side.end(0, failed=False)
+    assert first.told.wait(5)
+    time.sleep(0.3)
+    assert [text.partition(";")[0] for text in first.texts] == ["process 2 of 3 has ended with code 0"]
+
+
+def test_a_hub_that_can_hear_no_longer_ends_the_run(three, monkeypatch):
+    first, second, _ = three
+    monkeypatch.setattr(first.side, "_check_ends", lambda: 1 / 0)
+    assert second.told.wait(5)
+    assert second.texts[0].startswith("process 0 of 3 cannot hear the others any longer (ZeroDivisionError(")
+
+
 def test_a_stranger_on_the_port_is_sent_away_and_harms_nobody(three):
     first, second, _ = three
     with socket.create_connection(("127.0.0.1", first.side.port), timeout=5) as stranger:

@@ -12,8 +12,9 @@ from raggedmoe.cli.train import train
 from raggedmoe.models.specs import param_specs
 from raggedmoe.parallel.degrees import Degrees
 from raggedmoe.parallel.plan import Plan
+from raggedmoe.train import checkpoint
 from raggedmoe.train.checkpoint import CheckpointConfig, Checkpoints
-from raggedmoe.train.layout import make_layout
+from raggedmoe.train.layout import check_all_take_part, make_layout
 from raggedmoe.train.programs import ONE_DEVICE, compile_programs, make_init, state_template
 from tests.train.runs import TINY, curve, lines
 from tests.train.runs import train as train_in_process
@@ -91,6 +92,24 @@ def test_given_parameters_are_put_in_their_places():
     found = SPLIT.put_params(params, template)
     assert_same_bits(found, params)
     assert all(found[name].sharding == template[name].sharding for name in params)
+
+
+def test_a_process_that_would_have_no_device_is_refused(monkeypatch):
+    check_all_take_part(SPLIT)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for layout, num in ((SPLIT, 8), (ONE_DEVICE, 1)):
+        message = f"each of 2 processes a device, got {num} of 8 devices, none of process 1; use them all"
+        with pytest.raises(ValueError, match=message):
+            check_all_take_part(layout)
+
+
+def test_a_folder_that_a_process_does_not_see_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(checkpoint, "as_first_says", lambda mine: "step_000000000007.partial")
+    monkeypatch.setattr(checkpoint, "VISIBLE_SECONDS", 0.1)
+    with pytest.raises(OSError, match=r"expected a folder that all processes see, .* is not seen by process 1; name"):
+        Checkpoints(CheckpointConfig(folder=tmp_path))
 
 
 # --- Whole runs

@@ -53,5 +53,5 @@ def main() -> None:
         print("raggedmoe: interrupted", file=sys.stderr)
         processes.leave(130, failed=True)
         sys.exit(130)
-    processes.leave(code)
+    processes.leave(code, failed=code == processes.CANNOT_WRITE)
     sys.exit(code)

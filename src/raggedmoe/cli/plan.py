@@ -16,6 +16,7 @@ from raggedmoe.mesh import AXES
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.specs import param_specs
 from raggedmoe.parallel.collectives import Collective, Step, layer_collectives, least_sent, sent_for_rows
+from raggedmoe.parallel.degrees import Degrees
 from raggedmoe.parallel.plan import Plan
 from raggedmoe.params import ParamSpec
 from raggedmoe.partition import axes_of, is_routed
@@ -92,12 +93,12 @@ def _devices(values: Mapping[str, Any], devices: int | None, topology: str | Non
         chips = math.prod(int(size) for size in topology.partition(":")[2].split("x"))
         return chip, chips * chip.devices_per_chip
     if devices is None:
-        degrees = [values[f"{axis}_parallelism"] for axis in AXES]
-        if -1 in degrees:
+        degrees = Degrees(**{axis: values[f"{axis}_parallelism"] for axis in AXES})
+        if degrees.open:
             raise ValueError(
                 "a degree of -1 takes the devices that are left: say how many with --devices or --topology"
             )
-        devices = math.prod(degrees)
+        devices = degrees.num_devices
     if devices < 1:
         raise ValueError(f"expected --devices >= 1, got {devices}")
     return hardware_named("cpu"), devices

@@ -18,7 +18,7 @@ from raggedmoe.moe.gathering import gathered_experts, gathered_router
 from raggedmoe.moe.grid import EACH, TOKENS, WHOLE, Grid
 from raggedmoe.moe.overlap import experts_in_parts
 from raggedmoe.moe.records import MoEOutput, MoEParams, RouteMetadata, RouteOutput, RouterParams
-from raggedmoe.moe.router import route
+from raggedmoe.moe.router import checked_replay, route
 
 
 def moe_route_and_compute(
@@ -46,6 +46,8 @@ def moe_route_and_compute(
     if mask is not None:
         # What a masked token holds, NaN too, reaches nothing: neither the router's gradient nor a sum.
         x = jnp.where(mask[:, None], x, 0)
+    if replay is not None:  # inside `shard_map` no value can be looked at
+        checked_replay(replay, x.shape[0], config.experts_per_token, config.num_experts)
     with jax.named_scope("route"):
         stage = functools.partial(
             route_part,

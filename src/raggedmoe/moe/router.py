@@ -41,7 +41,8 @@ def route(
       key: for random selection, and for jitter, which is left out without one (evaluation).
       token_ids: for hash selection.
       replay: experts recorded earlier, used instead of choosing; the weights are computed, with their gradients. An
-        entry that is no expert's number is nowhere, as a masked token's are.
+        entry that is no expert's number, or names a token's expert again, is nowhere, as a masked token's are; where
+        values can be looked at, outside jit, it is refused.
       num_sequences: equal parts of the tokens, for the sequence-wise loss.
       capacity: tokens that each expert takes, for expert choice.
       axis: the mesh axes over which tokens are split, inside `shard_map`: losses and statistics are those of all
@@ -58,13 +59,15 @@ def route(
             raise ValueError("replay gives experts for each token, expert choice picks tokens; use another selection")
         return _expert_choice(scores, params, config, mask, capacity, z_loss, axis)
     if replay is not None:
-        experts = _checked_replay(replay, x.shape[0], experts_per_token, num_experts)
+        experts = checked_replay(replay, x.shape[0], experts_per_token, num_experts)
     else:
         experts = select_experts(
             scores, params, config, experts_per_token, mask, key, token_ids, first_token=first_token, axis=axis
         )
     weights = combine_weights(scores, experts, params, config)
     routed = mask[:, None] & (experts >= 0) & (experts < num_experts)
+    if replay is not None:  # what is chosen here is never named twice
+        routed &= ~named_before(experts)
     experts = jnp.where(routed, experts, num_experts)
     probabilities = scores if config.score == "softmax" else _probabilities(logits, scores, config)
     parts = num_sequences if config.aux_loss == "sequence" else None
@@ -202,14 +205,21 @@ def combine_weights(
     return weights * config.scale
 
 
-def _checked_replay(replay: jax.Array, num_tokens: int, experts_per_token: int, num_experts: int) -> jax.Array:
+def named_before(experts: Int[Array, "T K"]) -> Bool[Array, "T K"]:
+    """Where a token's expert stands in an earlier place of its row already."""
+    earlier = np.tri(experts.shape[1], k=-1, dtype=bool)
+    return ((experts[:, :, None] == experts[:, None, :]) & earlier[None]).any(-1)
+
+
+def checked_replay(replay: jax.Array, num_tokens: int, experts_per_token: int, num_experts: int) -> jax.Array:
+    """As int32; what can be seen to be wrong, by its shape, or by its values if they are here, is refused."""
     expected = (num_tokens, experts_per_token)
     if replay.shape != expected or not jnp.issubdtype(replay.dtype, jnp.integer):
         raise ValueError(
             f"expected replay [T K] = {list(expected)} of an integer type, got {replay.dtype}{list(replay.shape)}; "
             "give MoEOutput.experts of the recorded call"
         )
-    if not isinstance(replay, jax.core.Tracer):
+    if not isinstance(replay, jax.core.Tracer) and getattr(replay, "is_fully_addressable", True):
         values = np.sort(np.asarray(replay), axis=1)
         if values.size and (values.min() < 0 or values.max() > num_experts):
             raise ValueError(

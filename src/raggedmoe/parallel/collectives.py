@@ -174,7 +174,8 @@ def _of_tensor_ranks(config: MoEConfig, plan: Plan, step: Step) -> Iterator[Coll
         yield _collective(GATHER, "output", FORWARD, (TENSOR,), whole)
         yield _collective(GATHER, "input", BACKWARD, (TENSOR,), whole)
     # Where they weigh rows, which is once for each chunk of columns; where all tokens come, those of all ranks.
-    copies = config.width_chunks * (plan.degrees.expert if config.strategy_name in ("ring", "dense") else 1)
+    chunks = len(even_parts(_columns(config, plan), config.width_chunks))
+    copies = chunks * (plan.degrees.expert if config.strategy_name in ("ring", "dense") else 1)
     slots = tokens * config.experts_per_token
     yield _collective(REDUCE, "routing weights", BACKWARD, (TENSOR,), copies * slots * WIDE)
 

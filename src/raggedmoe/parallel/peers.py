@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 # Seconds that the others get to end as well, after one has: with an error they mostly all find it (a wrong setting).
 FAILED_PATIENCE = 5.0
-ENDED_PATIENCE = 600.0  # process 0 may still be writing a model or a checkpoint
+ENDED_PATIENCE = 600.0
 CONNECT_SECONDS = 30.0
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a lost host is noticed after 25 s
 
@@ -57,6 +57,7 @@ class Hub:
     _ending: threading.Event = field(default_factory=threading.Event)
     _closed: threading.Event = field(default_factory=threading.Event)
     _deadline: tuple[float, str] | None = None  # when patience ends, and what is said then
+    _one_failed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -82,20 +83,29 @@ class Hub:
         self._thread.join()
 
     def _listen(self) -> None:
-        while not self._closed.is_set():
-            for key, _ in self._selector.select(timeout=0.1):
-                if key.fileobj is self._server:
-                    connection, _ = self._server.accept()
-                    _keep_alive(connection)
-                    self._peers[connection] = _Peer()
-                    self._selector.register(connection, selectors.EVENT_READ)
-                else:
-                    assert isinstance(key.fileobj, socket.socket)
-                    self._read(key.fileobj)
-            self._check_ends()
+        try:
+            while not self._closed.is_set():
+                for key, _ in self._selector.select(timeout=0.1):
+                    if key.fileobj is self._server:
+                        self._accept()
+                    else:
+                        assert isinstance(key.fileobj, socket.socket)
+                        self._read(key.fileobj)
+                self._check_ends()
+        except Exception as error:  # nobody would hear of a death any more
+            self._lose(ended_text(0, self.num_processes, f"cannot hear the others any longer ({error!r})"))
         for each in (self._server, *self._peers):
             each.close()
         self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._server.accept()
+        except ConnectionError:  # it has gone again
+            return
+        _keep_alive(connection)
+        self._peers[connection] = _Peer()
+        self._selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, connection: socket.socket) -> None:
         peer = self._peers[connection]
@@ -121,7 +131,8 @@ class Hub:
     def _heard(self, connection: socket.socket, peer: _Peer, words: list[str]) -> None:
         if words[0] == "hello" and words[1:2] == [self.token]:
             peer.process = int(words[2])
-            connection.sendall(b"hello\n")
+            with contextlib.suppress(OSError):  # gone again: the next read says so
+                connection.sendall(b"hello\n")
         elif peer.process is None:  # a stranger on this port
             self._drop(connection)
         else:
@@ -133,21 +144,26 @@ class Hub:
         """From now on the others have so many seconds to end."""
         until = time.monotonic() + (FAILED_PATIENCE if failed else ENDED_PATIENCE)
         with self._lock:
+            self._one_failed |= failed
             if self._deadline is None or until < self._deadline[0]:
                 self._deadline = (until, ended_text(process, self.num_processes, f"has ended with code {code}"))
 
     def _check_ends(self) -> None:
         known = [peer for peer in self._peers.values() if peer.process is not None]
-        if self._ending.is_set() and all(peer.ended for peer in known):
+        others_ended = all(peer.ended for peer in known)
+        if self._ending.is_set() and others_ended:
             if not self.all_ended.is_set():
                 self._tell("bye")
                 self.all_ended.set()
             if not known:
                 self.all_gone.set()
+        elif others_ended and not self._one_failed:
+            return  # process 0 alone writes the model and ends checkpoints: that takes as long as it takes
         elif self._deadline is not None and time.monotonic() > self._deadline[0]:
             self._lose(self._deadline[1])
 
     def _lose(self, text: str) -> None:
+        self._deadline = None  # it is said once
         self._tell(f"lost {text}")
         self.lost(text)
         self.all_ended.set()  # it goes on only where it is ending with an error of its own

@@ -5,6 +5,8 @@ leaves the search to JAX (GKE, Slurm, Open MPI). Without them a run is one proce
 """
 
 import contextlib
+import itertools
+import json
 import logging
 import os
 import secrets
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import jax
 
@@ -28,7 +31,9 @@ CPU_DEVICES = "RAGGEDMOE_CPU_DEVICES"  # host devices of each process
 LAUNCHER = "RAGGEDMOE_LAUNCHER"  # a file descriptor that is at its end when the launcher is gone
 AUTO = "auto"
 
-LOST = 76  # exit code: another process ended; sysexits calls it a remote error in protocol
+# Exit codes, as sysexits has them.
+CANNOT_WRITE = 74  # a file could not be written, of which the other processes may know nothing
+LOST = 76  # another process ended: a remote error in protocol
 JOIN_SECONDS = 300.0  # until all processes have to be there; on a cluster some start minutes later
 # JAX's own limits, for what a closed connection does not tell: a process that is stopped, or hangs in the system.
 # Its default of 100 s would be past the minute that a run may outlive one of its processes.
@@ -175,14 +180,29 @@ def agreed_stop(step: int, wanted: bool) -> bool:
     return False
 
 
-def wait_for_all(what: str) -> None:
-    """Until all processes are here, each place with a name of its own: at most once in a run.
+# Places where processes wait for each other, counted in each of them: all come by in the same order.
+_meetings = itertools.count()
 
-    Before the first collectives, after compiling: Gloo gives the last process 30 s to come, and compiling can differ by
-    more ("Gloo context initialization failed: DEADLINE_EXCEEDED"). This waits on no device; a lost process ends it.
+
+def wait_for_all(what: str) -> None:
+    """Until all processes are here.
+
+    Before collectives that some reach later than others: Gloo gives the last process 30 s to come ("Gloo context
+    initialization failed: DEADLINE_EXCEEDED"), orbax 300 s. This waits on no device; a lost process ends it.
     """
-    if _membership is not None:
-        _membership.service.client.wait_at_barrier(f"raggedmoe/{what}", WAIT_MILLISECONDS)
+    if jax.process_count() > 1:
+        compat.coordination().client.wait_at_barrier(f"raggedmoe/{what}/{next(_meetings)}", WAIT_MILLISECONDS)
+
+
+def as_first_says(value: Any) -> Any:
+    """Process 0's value, which JSON can say, in all processes; they wait for it, on no device."""
+    if jax.process_count() == 1:
+        return value
+    client, key = compat.coordination().client, f"raggedmoe/said/{next(_meetings)}"
+    if jax.process_index() == 0:
+        client.key_value_set(key, json.dumps(value))
+        return value
+    return json.loads(client.blocking_key_value_get(key, WAIT_MILLISECONDS))
 
 
 def leave(code: int, *, failed: bool = False) -> None:

@@ -13,6 +13,7 @@ from raggedmoe.models.count import count_params
 from raggedmoe.models.decoder import Params
 from raggedmoe.models.flops import train_flops
 from raggedmoe.models.specs import param_specs
+from raggedmoe.parallel.processes import as_first_says
 from raggedmoe.train import run_folder
 from raggedmoe.train.checkpoint import Checkpoints, Restored
 from raggedmoe.train.config import TrainConfig
@@ -79,7 +80,7 @@ def opened_checkpoints(config: TrainConfig) -> Any:
 
 def restored_state(config: TrainConfig, data: Data, checkpoints: Checkpoints | None, layout: Layout) -> Restored | None:
     """What the newest good checkpoint holds, if there is one and it is this run's."""
-    if checkpoints is None or not checkpoints.steps():
+    if checkpoints is None or not as_first_says(checkpoints.steps()):
         return None
     folder = config.run.folder
     earlier = run_folder.described(folder)

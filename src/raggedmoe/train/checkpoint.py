@@ -11,19 +11,20 @@ but the writing, process 0 does.
 import logging
 import math
 import re
+import secrets
 import shutil
 import tempfile
 import threading
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
+from raggedmoe.parallel.processes import as_first_says, wait_for_all
 from raggedmoe.train.manifest import (
     STATE,
     Damaged,
@@ -40,6 +41,7 @@ from raggedmoe.train.stored_arrays import described, named_leaves, read_state, s
 
 logger = logging.getLogger("raggedmoe")
 
+VISIBLE_SECONDS = 30.0  # until a folder that another host made is seen: some file systems take a while
 _PARTIAL = re.compile(r"step_\d{8,}\.partial")
 
 
@@ -82,8 +84,11 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._is_first = jax.process_index() == 0
-        if not self._is_first:
-            return
+        if self._is_first:
+            self._make_folder()
+        self._check_all_see_it()
+
+    def _make_folder(self) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self._folder).close()
@@ -92,6 +97,26 @@ class Checkpoints:
                 f"{self._folder}: expected a folder for checkpoints that can be written, got: {error}; name another"
             ) from error
         self._remove_leftovers()
+
+    def _check_all_see_it(self) -> None:
+        """Each process writes its own parts: a folder on a disk of its own would have some only."""
+        if jax.process_count() == 1:
+            return
+        mark = self._folder / f"step_{secrets.randbelow(10**12):012}.partial"
+        if self._is_first:
+            mark.mkdir()
+        mark = mark.with_name(as_first_says(mark.name))
+        until = time.monotonic() + VISIBLE_SECONDS
+        while not mark.is_dir():
+            if time.monotonic() > until:
+                raise OSError(
+                    f"{self._folder}: expected a folder that all processes see, but {mark.name}, which process 0 made "
+                    f"there, is not seen by process {jax.process_index()}; name one on shared storage"
+                )
+            time.sleep(0.05)
+        wait_for_all("checkpoint folder")
+        if self._is_first:
+            _remove(mark)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -120,6 +145,7 @@ class Checkpoints:
         self.wait()
         if self._is_first:
             self._check_is_next(step)
+        wait_for_all("save")  # process 0 may have waited for long
         leaves = named_leaves(state)
         manifest = Manifest(
             step=step,
@@ -163,10 +189,7 @@ class Checkpoints:
             template; where that is not committed to any, neither is the array.
         """
         self.wait()
-        step = self._newest_good() if self._is_first else None
-        if jax.process_count() > 1:  # what the first finds is what all read
-            found = multihost_utils.broadcast_one_to_all(np.int32(-1 if step is None else step))
-            step = None if int(found) < 0 else int(found)
+        step = as_first_says(self._newest_good() if self._is_first else None)  # after it has read all of it
         if step is None:
             return None
         path = self._path(step)

@@ -94,6 +94,18 @@ def make_layout(plan: Plan, devices: Any = None) -> Layout:
     return Layout(plan=plan, mesh=None if plan.degrees.num_devices == 1 else plan.mesh(devices))
 
 
+def check_all_take_part(layout: Layout) -> None:
+    """A process without a device of the mesh would wait for ever, or train a run of its own."""
+    used = {0} if layout.mesh is None else {device.process_index for device in layout.mesh.devices.flat}
+    if len(used) < jax.process_count():
+        raise ValueError(
+            f"expected degrees that give each of {jax.process_count()} processes a device, got "
+            f"{layout.plan.degrees.num_devices} of {jax.device_count()} devices, none of process "
+            f"{min(set(range(jax.process_count())) - used)}; use them all, fsdp_parallelism=-1 for example, or fewer "
+            "processes"
+        )
+
+
 def on_this_host(params: dict[str, Any]) -> dict[str, Any]:
     """Parameters of which this process can read every part. All processes must ask; one layer is moved at a time."""
     if all(value.is_fully_addressable for value in params.values()):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.parallel.processes import agreed_stop, wait_for_all
+from raggedmoe.parallel.processes import CANNOT_WRITE, agreed_stop, wait_for_all
 from raggedmoe.train import run_folder
 from raggedmoe.train.begin import (
     first_state,
@@ -22,14 +22,14 @@ from raggedmoe.train.config import TrainConfig, with_more_room
 from raggedmoe.train.data import open_data
 from raggedmoe.train.fit import check_compiled_fit, check_fit, memory_bytes
 from raggedmoe.train.interruption import Interruption
-from raggedmoe.train.layout import make_layout
+from raggedmoe.train.layout import check_all_take_part, make_layout
 from raggedmoe.train.profile import Trace
 from raggedmoe.train.programs import compile_programs
 from raggedmoe.train.run import Run, evaluate, finish, log_step, save
 from raggedmoe.train.screen import Screen
 from raggedmoe.train.state import TrainState
 
-FINISHED, NOT_FINITE, CANNOT_WRITE, INTERRUPTED = 0, 3, 74, 75  # exit codes; the last two are sysexits'
+FINISHED, NOT_FINITE, INTERRUPTED = 0, 3, 75  # exit codes; the last is sysexits'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,7 @@ def train(config: TrainConfig, hardware: Hardware, screen: Screen) -> Outcome:
     device_tokens = config.run.micro_batch_size * config.data.sequence_length // plan.degrees.num_token_shards
     check_fit(config.settings.values["model_name"], model, device_tokens, available, plan)
     layout = make_layout(plan)
+    check_all_take_part(layout)
     data = open_data(config.data, model.vocab_size)
     with run_folder.locked(config.run.folder):
         screen.say(headline(config, data, hardware))
