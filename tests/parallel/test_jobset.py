@@ -177,6 +177,7 @@ def test_a_topology_that_is_not_offered_is_refused(name):
             (*RENDER, "--", "train", "deepseek-v3", "expert_parallelism=512"),
             r"expert=256 is not divisible by expert_parallelism=512",
         ),
+        ((*RENDER, *TRAIN), "expected --claim NAME:/PATH for the checkpoints of 64 hosts"),
         ((*RENDER, "--claim", "runs:/disk", *TRAIN), "base_output_directory=/runs/x: expected a folder in /disk"),
     ],
 )
@@ -188,8 +189,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, monkeypatch, 
     assert re.search(message, error), error
 
 
-def test_a_run_without_a_shared_disk_is_told_what_that_means(monkeypatch, capsys):
-    code, out, error = raggedmoe(monkeypatch, capsys, *RENDER, *TRAIN)
+def test_a_host_without_a_lasting_disk_is_told_what_that_means(monkeypatch, capsys):
+    one_host = ("launch", "--render", "jobset", "--topology", "v6e:2x2", "--image", "registry/raggedmoe:0.1")
+    code, out, error = raggedmoe(monkeypatch, capsys, *one_host, "--", "train", "olmoe-1b-7b", "fsdp_parallelism=-1")
     assert code == 0
     assert json.loads(out)["kind"] == "JobSet"
     assert "without --claim, pods write to disks of their own" in error
+
+
+def test_hosts_need_no_shared_disk_for_a_run_without_checkpoints(monkeypatch, capsys):
+    code, out, error = raggedmoe(monkeypatch, capsys, *RENDER, *TRAIN, "enable_checkpointing=false")
+    assert code == 0
+    assert json.loads(out)["kind"] == "JobSet"
+    assert "after a failure the run begins anew" in error

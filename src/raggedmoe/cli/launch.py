@@ -153,6 +153,12 @@ def _checked(run: ClusterRun) -> list[str]:
     folder = v["base_output_directory"]
     if not v["enable_checkpointing"]:
         return ["enable_checkpointing=false: after a failure the run begins anew"]
+    num_hosts = run.slice.num_hosts * run.num_slices
+    if run.mount is None and num_hosts > 1:
+        raise ValueError(
+            f"expected --claim NAME:/PATH for the checkpoints of {num_hosts} hosts, which each write their own parts, "
+            "into a folder that all see; got none. Make a PersistentVolumeClaim, or use enable_checkpointing=false"
+        )
     if run.mount is None:
         return ["without --claim, pods write to disks of their own that end with them: a run cannot go on"]
     if not f"{folder.rstrip('/')}/".startswith(f"{run.mount.rstrip('/')}/"):
