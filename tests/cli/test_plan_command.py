@@ -31,6 +31,27 @@ def test_a_topology_counts_the_devices_of_its_chips(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "fsdp 128 × expert 4 × tensor 1 = 512 devices" in text
     assert "ragged-all-to-all" in text
+    assert "for all 59 MoE layers" in text  # that of multi-token prediction among them
+    assert "does not fit" not in text
+
+
+def test_weights_that_are_gathered_again_are_counted(capsys):
+    assert plan(("mixtral-tiny", "fsdp_parallelism=4"), json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    gathered = [each for each in found["collectives"] if each["kind"] == "all-gather"]
+    assert {each["what"] for each in gathered} >= {"wi_0", "wi_1", "wo"}
+    assert found["sent_again_bytes"] == sum(each["sent_bytes"] for each in gathered) > 0
+    assert plan(("mixtral-tiny", "expert_parallelism=4"), json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    router = next(each for each in found["collectives"] if each["what"] == "router_kernel")
+    assert found["sent_again_bytes"] == router["sent_bytes"]
+
+
+def test_what_does_not_fit_and_devices_without_work_are_told(capsys):
+    assert plan(("mixtral-8x7b",), topology="v6e:2x2") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "it does not fit" in text
+    assert "1 of 4 devices used; fsdp_parallelism=-1 takes them all" in text
 
 
 def test_one_device_sends_nothing(capsys):
@@ -46,6 +67,7 @@ def test_one_device_sends_nothing(capsys):
         (("mixtral-tiny",), {"devices": 0}, "expected --devices >= 1, got 0"),
         (("mixtral-tiny", "fsdp_parallelism=0"), {}, "expected fsdp_parallelism >= 1, or -1 for .*, got 0"),
         (("mixtral-tiny", "expert_parallelism=3"), {}, "its expert=8 is not divisible by expert_parallelism=3"),
+        (("mixtral-tiny",), {"topology": "v6e:4x5"}, "topology 'v6e:4x5': expected chips in 2 directions"),
         (("mixtral-tiny",), {"topology": "v9:2x2"}, "unknown topology 'v9:2x2'"),
     ],
 )

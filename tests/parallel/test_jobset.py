@@ -177,6 +177,16 @@ def test_a_topology_that_is_not_offered_is_refused(name):
             (*RENDER, "--", "train", "deepseek-v3", "expert_parallelism=512"),
             r"expert=256 is not divisible by expert_parallelism=512",
         ),
+        (
+            ("launch", "--processes", "2", "--devices-per-process", "0", "--", "train"),
+            "devices-per-process >= 1, got 0",
+        ),
+        ((*RENDER, *TRAIN, "steps=-3"), "steps"),
+        ((*RENDER, *TRAIN, "learning_rate=-1"), "learning_rate"),
+        (
+            (*RENDER, "--claim", "runs:/runs", *TRAIN[:-1], "base_output_directory=/runs/../tmp"),
+            "base_output_directory=/tmp: expected a folder in /runs",
+        ),
         ((*RENDER, *TRAIN), "expected --claim NAME:/PATH for the checkpoints of 64 hosts"),
         ((*RENDER, "--claim", "runs:/disk", *TRAIN), "base_output_directory=/runs/x: expected a folder in /disk"),
     ],

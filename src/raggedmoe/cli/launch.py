@@ -1,7 +1,9 @@
 """`raggedmoe launch`: a run of several processes, here or, as a manifest, on a cluster."""
 
 import json
+import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -14,7 +16,7 @@ from raggedmoe.parallel.jobset import ClusterRun, manifest
 from raggedmoe.parallel.launcher import LocalRun
 from raggedmoe.parallel.launcher import launch as launch_here
 from raggedmoe.parallel.slices import slice_named
-from raggedmoe.train.settings import parse_settings
+from raggedmoe.train.settings import in_keys, parse_settings
 
 COMMANDS = ("train",)  # those that join the other processes
 FORMS = ("jobset",)
@@ -88,7 +90,9 @@ def launch(
             LocalRun(
                 command=(*THIS, *command),
                 num_processes=processes,
-                devices_per_process=devices_per_process or _devices_each(command[1:], processes),
+                devices_per_process=_devices_each(command[1:], processes)
+                if devices_per_process is None
+                else devices_per_process,
                 grace=grace,
             )
         )
@@ -134,23 +138,23 @@ def _devices_each(words: tuple[str, ...], num_processes: int) -> int | None:
 def _checked(run: ClusterRun) -> list[str]:
     """Refuse settings that cannot run on these slices, as the pods would; and what the user should be told."""
     try:
-        from raggedmoe.models.specs import param_specs
-        from raggedmoe.train.config import make_model, make_plan
+        from raggedmoe.train.config import make_config
     except ImportError as error:
         raise ValueError(
             f"the settings are checked with more packages ({error}): pip install 'raggedmoe[train]'"
         ) from None
     settings = parse_settings(run.command[1:])
     v, num_devices = settings.values, run.slice.num_devices * run.num_slices
-    plan = make_plan(settings, num_devices)
+    try:
+        plan = make_config(settings, HARDWARE[run.slice.chip], num_devices).plan
+    except ValueError as error:
+        raise ValueError(in_keys(str(error))) from error
     if plan.degrees.num_devices != num_devices:
         raise ValueError(
             f"the degrees use {plan.degrees.num_devices} devices, but {run.num_slices} × {run.slice.name} has "
             f"{num_devices}; expected all of them: set one degree to -1, or use a smaller topology"
         )
-    for name, spec in param_specs(make_model(settings, HARDWARE[run.slice.chip], plan)).items():
-        plan.spec(name, spec)
-    folder = v["base_output_directory"]
+    folder = os.path.normpath(v["base_output_directory"])
     if not v["enable_checkpointing"]:
         return ["enable_checkpointing=false: after a failure the run begins anew"]
     num_hosts = run.slice.num_hosts * run.num_slices
@@ -161,6 +165,6 @@ def _checked(run: ClusterRun) -> list[str]:
         )
     if run.mount is None:
         return ["without --claim, pods write to disks of their own that end with them: a run cannot go on"]
-    if not f"{folder.rstrip('/')}/".startswith(f"{run.mount.rstrip('/')}/"):
+    if not Path(folder).is_relative_to(os.path.normpath(run.mount)):
         raise ValueError(f"base_output_directory={folder}: expected a folder in {run.mount}, where --claim is mounted")
     return []

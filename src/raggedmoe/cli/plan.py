@@ -1,6 +1,5 @@
 """`raggedmoe plan`: how a run is split over devices, before there are any."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from json import dumps
@@ -15,9 +14,10 @@ from raggedmoe.hardware import Hardware, hardware_named
 from raggedmoe.mesh import AXES
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.specs import param_specs
-from raggedmoe.parallel.collectives import Collective, Step, layer_collectives, least_sent, sent_for_rows
+from raggedmoe.parallel.collectives import Collective, Step, layer_collectives, least_sent, sent_again, sent_for_rows
 from raggedmoe.parallel.degrees import Degrees
 from raggedmoe.parallel.plan import Plan
+from raggedmoe.parallel.slices import slice_named
 from raggedmoe.params import ParamSpec
 from raggedmoe.partition import axes_of, is_routed
 
@@ -55,15 +55,18 @@ def plan(
     except ValueError as error:
         raise ValueError(in_keys(str(error))) from error
     made, model = config.plan, config.step.model
+    moe_layers = len(model.moe_layers) + config.step.mtp_layers
     tokens = config.run.micro_batch_size * config.data.sequence_length // made.degrees.num_token_shards
     step = Step(num_tokens=tokens, dtype=str(np.dtype(model.dtype)), ragged=chip.platform != "cpu")
     found = layer_collectives(model.moe, made, step)
     state = state_bytes(model, made)
     if json:
-        print(dumps(_as_json(made, model, step, found, state), indent=1))
+        print(dumps(_as_json(made, model, step, found, state, moe_layers), indent=1))
         return 0
     console = Console(highlight=False)
     console.print(f"[bold]{settings.values['model_name']}[/] on {_mesh_line(made, chip, topology)}")
+    for note in config.notes:
+        console.print(f"  {note}")
     console.print(
         f"strategy {model.moe.strategy_name}; {tokens:,} tokens of a micro-batch on each device, {step.dtype}"
     )
@@ -71,13 +74,19 @@ def plan(
     console.print(_parameter_table(made, model))
     total = state.params + state.moments
     room = f" of {_size(_device_bytes(chip))}" if chip.hbm_bytes else ""
-    console.print(f"state of one device: {_size(total)}{room} (parameters {_size(state.params)}, optimizer the rest)\n")
+    console.print(f"state of one device: {_size(total)}{room} (parameters {_size(state.params)}, optimizer the rest)")
+    if chip.hbm_bytes and total > _device_bytes(chip):
+        console.print("[bold]it does not fit[/]: split it over more devices, fsdp_parallelism=-1 for example")
+    console.print()
     if not found:
         console.print("an MoE layer sends nothing: its experts, weights and tokens are all on one device")
         return 0
-    console.print("each MoE layer, a micro-batch: bytes of a collective, and what a device sends of them")
+    console.print(
+        "router and routed experts of each MoE layer, a micro-batch: bytes of a collective, and what a device sends of "
+        "them (what all tokens use, shared experts too, XLA moves as it sees fit)"
+    )
     console.print(_collective_table(found, made.degrees.sizes))
-    for line in _volume_lines(made, model, step, found):
+    for line in _volume_lines(made, model, step, found, moe_layers):
         console.print(line)
     return 0
 
@@ -90,8 +99,7 @@ def _devices(values: Mapping[str, Any], devices: int | None, topology: str | Non
         from raggedmoe.aot.topology import chip_named
 
         chip = chip_named(topology)
-        chips = math.prod(int(size) for size in topology.partition(":")[2].split("x"))
-        return chip, chips * chip.devices_per_chip
+        return chip, slice_named(topology).num_devices
     if devices is None:
         degrees = Degrees(**{axis: values[f"{axis}_parallelism"] for axis in AXES})
         if degrees.open:
@@ -164,22 +172,24 @@ def _collective_table(found: list[Collective], sizes: Mapping[str, int]) -> Tabl
     return table
 
 
-def _volume_lines(made: Plan, model: ModelConfig, step: Step, found: list[Collective]) -> Iterator[str]:
-    layers = sum(kind.moe for stack in model.stacks for kind in stack.kinds * stack.repeats)
-    total = sum(each.sent_bytes for each in found)
-    yield f"a device sends {_size(total)} a layer, {_size(layers * total)} for all {layers} MoE layers"
-    if made.degrees.fsdp > 1 or model.remat != "none":
-        yield "sent again, as the backward pass does not keep it: gathered weights, and what remat leaves out"
+def _volume_lines(made: Plan, model: ModelConfig, step: Step, found: list[Collective], layers: int) -> Iterator[str]:
+    total, again = sum(each.sent_bytes for each in found), sent_again(found)
+    more = f", and {_size(again)} again, as the backward pass gathers weights anew" if again else ""
+    yield f"a device sends {_size(total)} a layer{more}: {_size(layers * (total + again))} for all {layers} MoE layers"
+    if model.remat != "none":
+        yield f"remat={model.remat}: what is computed again in the backward pass is sent again too; not counted here"
     least = least_sent(model.moe, made, step)
     if least:
         sent = sent_for_rows(found)
         yield (
-            f"{model.moe.strategy_name}: {sent / step.num_tokens:,.0f} bytes a token for its rows and their gradients, "
-            f"{sent / least:.3f} × the least ({least / step.num_tokens:,.0f})"
+            f"{model.moe.strategy_name}: a device sends {sent / step.num_tokens:,.0f} bytes for the rows of each of "
+            f"its tokens and their gradients, {sent / least:.3f} × the least ({least / step.num_tokens:,.0f})"
         )
 
 
-def _as_json(made: Plan, model: ModelConfig, step: Step, found: list[Collective], state: Any) -> dict[str, Any]:
+def _as_json(
+    made: Plan, model: ModelConfig, step: Step, found: list[Collective], state: Any, moe_layers: int
+) -> dict[str, Any]:
     specs = param_specs(model)
     return {
         "mesh": made.degrees.sizes,
@@ -191,6 +201,8 @@ def _as_json(made: Plan, model: ModelConfig, step: Step, found: list[Collective]
             for (name, spec), here in zip(specs.items(), made.device_bytes(specs).values(), strict=True)
         },
         "collectives": [{**vars(each), "sent_bytes": each.sent_bytes} for each in found],
+        "moe_layers": moe_layers,
+        "sent_again_bytes": sent_again(found),
         "least_sent_bytes": least_sent(model.moe, made, step),
     }
 

@@ -45,7 +45,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """What one device sends, by the usual algorithms; a ragged exchange: at most, where no row stays."""
+        """What one device sends, by the usual algorithms; of a ragged exchange one row in n stays, on average."""
         return SENT[self.kind](self.num_devices) * self.num_bytes
 
 
@@ -79,6 +79,13 @@ def least_sent(config: MoEConfig, plan: Plan, step: Step) -> float:
         "ring": token * (ranks - 1),
     }
     return 4.0 * per_way.get(config.strategy_name, 0)
+
+
+def sent_again(found: list[Collective]) -> float:
+    """Bytes that a device sends once more in a model's backward pass, which gathers weights anew and keeps none."""
+    return sum(
+        each.sent_bytes for each in found if each.kind == GATHER and each.direction == FORWARD and FSDP in each.axes
+    )
 
 
 def sent_for_rows(found: list[Collective]) -> float:
