@@ -106,15 +106,21 @@ def check_all_take_part(layout: Layout) -> None:
         )
 
 
-def on_this_host(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of which this process can read every part. All processes must ask; one layer is moved at a time."""
+def on_first_host(params: dict[str, Any]) -> dict[str, Any] | None:
+    """Parameters of which process 0 can read every part; None on the others, who must ask too, and keep nothing.
+
+    One layer is moved at a time.
+    """
+    is_first = jax.process_index() == 0
     if all(value.is_fully_addressable for value in params.values()):
-        return params
+        return params if is_first else None
     found = {}
     for name, value in params.items():
-        whole = np.empty(value.shape, value.dtype)
+        whole = np.empty(value.shape, value.dtype) if is_first else None
         for place in range(value.shape[0] if value.ndim > 1 else 1):
             part = slice(place, place + 1) if value.ndim > 1 else slice(None)
-            whole[part] = multihost_utils.process_allgather(value[part], tiled=True)
+            here = multihost_utils.process_allgather(value[part], tiled=True)
+            if whole is not None:
+                whole[part] = here
         found[name] = whole
-    return found
+    return found if is_first else None

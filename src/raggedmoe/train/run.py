@@ -13,7 +13,7 @@ from raggedmoe.train import run_folder
 from raggedmoe.train.checkpoint import Checkpoints
 from raggedmoe.train.config import TrainConfig, on_one_device
 from raggedmoe.train.data import Batches, Data
-from raggedmoe.train.layout import Layout, on_this_host
+from raggedmoe.train.layout import Layout, on_first_host
 from raggedmoe.train.metrics import MetricsWriter, NoMetrics
 from raggedmoe.train.programs import Programs
 from raggedmoe.train.record import read_run
@@ -124,8 +124,8 @@ def save(run: Run, state: TrainState, step: int, metric: float | None) -> None:
 
 def finish(run: Run, state: TrainState) -> str:
     """Write the trained model, and say how it went. Of several processes the first does; all take part."""
-    params = on_this_host(state.params)
-    if jax.process_index() != 0:
+    params = on_first_host(state.params)
+    if params is None:
         return ""
     model = Decoder(on_one_device(run.config.step.model), params=params)
     folder = run_folder.save_model(run.config.run.folder, model, run.data.tokenizer_json())
