@@ -4,9 +4,11 @@ import math
 import re
 from collections import Counter
 
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
+RAGGED = "ragged-all-to-all"
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", RAGGED, "collective-permute")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
 _OPERATION = re.compile(rf"= (?P<result>.*?) (?P<kind>{'|'.join(KINDS)})(?:-start)?\((?P<operands>.*)")
+_DEFINED = re.compile(r"^\s*(?:ROOT )?(%\S+) = (\S+) ")
 _ARRAY = re.compile(r"\b([a-z]\w+)\[([\d,]*)\]")
 # {{0,1},{2,3}}, or [groups, size]<=…, or mesh['data'=2,'expert'=4] {'expert'}
 _GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]|mesh\[(.*?)\] \{(.*?)\})")
@@ -35,15 +37,20 @@ def group_size(line):
 def collectives(hlo):
     """Bytes of each kind of collective over groups of each size: of what is gathered, scattered, summed or exchanged.
 
-    Those over a single device communicate nothing and are left out.
+    Those over a single device communicate nothing and are left out. Of a ragged exchange, the rows of the device's own
+    tokens: the smaller of what is sent and of what is received into, as one of them has room for all that may come.
     """
-    found = Counter()
+    found, defined = Counter(), dict(_DEFINED.match(line).groups() for line in hlo.splitlines() if _DEFINED.match(line))
     for line in hlo.splitlines():
         match = _OPERATION.search(line)
         if match is None:
             continue
         size = group_size(line)
         if size > 1:
-            result = array_bytes(match["result"])
-            found[match["kind"], size] += result * size if match["kind"] == "reduce-scatter" else result
+            kind = match["kind"]
+            if kind == RAGGED:
+                sides = re.findall(r"%[\w.\-]+", match["operands"])[:2]
+                found[kind, size] += min(array_bytes(defined[side]) for side in sides)
+            else:
+                found[kind, size] += array_bytes(match["result"]) * (size if kind == "reduce-scatter" else 1)
     return found
