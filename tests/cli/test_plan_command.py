@@ -54,6 +54,22 @@ def test_what_does_not_fit_and_devices_without_work_are_told(capsys):
     assert "1 of 4 devices used; fsdp_parallelism=-1 takes them all" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "room", "even"),
+    [
+        ((), "4,096 rows of a layer, 1.05 MB (as many as can come", "1,024"),
+        (("token_chunks=2",), "2,048 rows of one of 2 chunks of tokens, 524 kB", "512"),
+        (("ragged_buffer_factor=1.5",), "1,536 rows of a layer, 393 kB (ragged_buffer_factor=1.5", "1,024"),
+    ],
+)
+def test_the_room_for_rows_is_printed_beside_an_even_share(words, room, even, capsys):
+    sizes = ("per_device_batch_size=2", "max_target_length=256")
+    assert plan(("mixtral-tiny", "expert_parallelism=4", *sizes, *words)) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"a device has room for {room}" in text
+    assert text.endswith(f"evenly shared it gets {even}")
+
+
 def test_one_device_sends_nothing(capsys):
     assert plan(("mixtral-tiny",)) == 0
     assert "an MoE layer sends nothing" in capsys.readouterr().out

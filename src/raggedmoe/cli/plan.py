@@ -14,7 +14,16 @@ from raggedmoe.hardware import Hardware, hardware_named
 from raggedmoe.mesh import AXES
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.specs import param_specs
-from raggedmoe.parallel.collectives import Collective, Step, layer_collectives, least_sent, sent_again, sent_for_rows
+from raggedmoe.moe.config import ACROSS_RANKS
+from raggedmoe.parallel.collectives import (
+    Collective,
+    Step,
+    layer_collectives,
+    least_sent,
+    received_rows,
+    sent_again,
+    sent_for_rows,
+)
 from raggedmoe.parallel.degrees import Degrees
 from raggedmoe.parallel.plan import Plan
 from raggedmoe.parallel.slices import slice_named
@@ -185,6 +194,20 @@ def _volume_lines(made: Plan, model: ModelConfig, step: Step, found: list[Collec
             f"{model.moe.strategy_name}: a device sends {sent / step.num_tokens:,.0f} bytes for the rows of each of "
             f"its tokens and their gradients, {sent / least:.3f} × the least ({least / step.num_tokens:,.0f})"
         )
+    if model.moe.strategy_name in ACROSS_RANKS:
+        yield _buffer_line(made, model, step)
+
+
+def _buffer_line(made: Plan, model: ModelConfig, step: Step) -> str:
+    rows, chunks = received_rows(model.moe, made, step), model.moe.token_chunks
+    even = -(-step.num_tokens // chunks) * model.moe.experts_per_token
+    size = _size(rows * model.moe.model_dim * np.dtype(step.dtype).itemsize)
+    if model.moe.ragged_buffer_factor is None:
+        why = "as many as can come; ragged_buffer_factor makes it smaller"
+    else:
+        why = f"ragged_buffer_factor={model.moe.ragged_buffer_factor:g}; rows beyond are dropped and counted"
+    part = "a layer" if chunks == 1 else f"one of {chunks} chunks of tokens"
+    return f"a device has room for {rows:,} rows of {part}, {size} ({why}); evenly shared it gets {even:,}"
 
 
 def _as_json(

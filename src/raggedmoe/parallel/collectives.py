@@ -174,7 +174,7 @@ def _of_tensor_ranks(config: MoEConfig, plan: Plan, step: Step) -> Iterator[Coll
         yield _collective(REDUCE, "unpermute", FORWARD, (TENSOR,), whole)
         yield _collective(REDUCE, "dispatch", BACKWARD, (TENSOR,), whole)
     else:
-        rows = sum(rows_here(config, plan.degrees.expert, part.stop - part.start) for part in _parts(config, step))
+        rows = sum(_rows_of_parts(config, plan, step))
         hidden, projections = rows * config.expert_dim, 2 if config.experts.gated else 1
         yield _collective(REDUCE, "up projections", FORWARD, (TENSOR,), projections * hidden * WIDE)
         yield _collective(REDUCE, "hidden rows", BACKWARD, (TENSOR,), hidden * size)
@@ -189,6 +189,15 @@ def _of_tensor_ranks(config: MoEConfig, plan: Plan, step: Step) -> Iterator[Coll
 
 def _parts(config: MoEConfig, step: Step) -> list[slice]:
     return even_parts(step.num_tokens, config.token_chunks)
+
+
+def received_rows(config: MoEConfig, plan: Plan, step: Step) -> int:
+    """Rows that a device has room for at once: of its largest chunk of tokens."""
+    return max(_rows_of_parts(config, plan, step))
+
+
+def _rows_of_parts(config: MoEConfig, plan: Plan, step: Step) -> list[int]:
+    return [rows_here(config, plan.degrees.expert, part.stop - part.start) for part in _parts(config, step)]
 
 
 def rows_here(config: MoEConfig, num_ranks: int, num_tokens: int) -> int:
