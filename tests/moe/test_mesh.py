@@ -7,6 +7,7 @@ cases are `slow`.
 import functools
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +175,55 @@ def test_layer_is_that_of_one_device_and_sends_what_the_plan_says(case):
         moved = np.asarray(updated_selection_bias(bias, out.load, rate)) - np.asarray(bias)
         direction = np.sign(value.load.sum() - value.load * NUM_EXPERTS)
         np.testing.assert_allclose(moved, rate * direction, atol=1e-6)
+
+
+SHARED = moe_config(
+    {"aux_loss_weight": 0.3},
+    experts=ExpertConfig(num_shared=2, shared_gate=True),
+    **{**SIZES, "num_experts": 8},
+)
+
+
+@functools.cache
+def expected_with_shared():
+    """The arrays, and what both oracles say."""
+    x, cotangent = (random_tokens(SHARED, NUM_TOKENS, seed=seed, dtype=np.float32) for seed in (1, 3))
+    params = random_params(SHARED, dtype=np.float32)
+    value = numpy_layer.layer(x, params, SHARED)
+    with jax.enable_x64(True):
+        wide_x, wide_params, wide_cotangent = jax.tree.map(
+            lambda array: jnp.asarray(array, np.float64), (x, params, cotangent)
+        )
+        gradients = dense_gradients(wide_x, wide_params, SHARED, wide_cotangent, value.experts)
+    return (x, params, cotangent), value, gradients
+
+
+@pytest.mark.parametrize("tensor_split", OPTIONS["tensor_split"])
+@pytest.mark.parametrize(
+    ("strategy", "degrees"),
+    [
+        ("ring", {"data": 2, "expert": 2, "tensor": 2}),
+        ("local", {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("all_to_all", {"fsdp": 2, "expert": 2, "tensor": 2}),
+        pytest.param("ring", {"expert": 4, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("all_to_all", {"data": 2, "fsdp": 2, "expert": 2}, marks=pytest.mark.slow),
+        pytest.param("local", {"data": 4, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("ring", {"data": 2, "tensor": 4}, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(f"{name}{size}" for name, size in value.items()),
+)
+def test_shared_experts_have_their_gradients_on_every_mesh(strategy, degrees, tensor_split):
+    """They are in no stage: XLA exchanged the gradients of two devices' tokens where nothing said how they lie."""
+    (x, params, cotangent), value, slopes = expected_with_shared()
+    config, plan = (
+        replace(SHARED, strategy=strategy, tensor_split=tensor_split),
+        plan_of(tensor_split=tensor_split, **degrees),
+    )
+    params, x, cotangent = placed(plan, config, params, x, cotangent)
+    out, gradients = gradients_on_mesh(x, params, config, plan.mesh(), cotangent)
+    assert_agrees(out, value)
+    assert set(gradients) == set(slopes)
+    assert_gradients_close(gradients, slopes)
 
 
 def test_more_width_chunks_than_a_rank_has_columns_send_what_the_plan_says():

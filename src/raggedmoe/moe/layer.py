@@ -67,7 +67,8 @@ def moe_route_and_compute(
         output = grid.constrained(output, TOKENS)
     if params.shared is not None:
         with jax.named_scope("shared_experts"):
-            shared = shared_experts(x, params.shared, config.experts.activation)
+            # In no stage: without a word about its layout, XLA exchanges two devices' gradients of x (docs/log.md).
+            shared = shared_experts(grid.constrained(x, TOKENS), params.shared, config.experts.activation)
             output = output + (shared if mask is None else jnp.where(mask[:, None], shared, 0))
     return MoEOutput(
         output=output,
