@@ -6,12 +6,14 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from raggedmoe.cli.bench import bench
 from raggedmoe.cli.explain import explain
 from raggedmoe.cli.layer_choice import layer_of, shape_of
 from raggedmoe.cli.main import COMMANDS, main
+from raggedmoe.cli.train import make_host_devices
 from raggedmoe.cli.verify import _report, verify
 from raggedmoe.kernels.registry import KernelChoice
 from raggedmoe.moe.presets import PRESETS
@@ -126,6 +128,31 @@ def test_import_needs_no_optional_package():
     """Neither plotting nor other people's kernels, nor Pallas, are loaded by the import."""
     code = "import sys, raggedmoe; print([m for m in sys.modules if m in ('matplotlib', 'tokamax', 'torch')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "code"),
+    [("train", OSError("disk"), 74), ("train", ValueError("setting"), 2), ("report", OSError("disk"), 2)],
+)
+def test_a_disk_may_be_back_when_a_run_is_started_again_a_wrong_setting_stays(
+    monkeypatch, capsys, command, error, code
+):
+    def raising():
+        raise error
+
+    monkeypatch.setitem(COMMANDS, command, raising)
+    monkeypatch.setattr(processes, "leave", lambda code, *, failed=False: None)
+    assert run(monkeypatch, capsys, command) == (code, "", f"raggedmoe: {error}\n")
+
+
+@pytest.mark.parametrize(("num_processes", "made"), [(1, 8), (2, 4), (3, 3)])
+def test_each_process_makes_its_share_of_the_host_devices(monkeypatch, num_processes, made):
+    asked = []
+    monkeypatch.delenv("XLA_FLAGS")
+    monkeypatch.setattr(jax.config, "update", lambda name, value: asked.append((name, value)))
+    values = {"data_parallelism": 2, "fsdp_parallelism": -1, "expert_parallelism": 4, "tensor_parallelism": 1}
+    assert make_host_devices(values, num_processes) == made
+    assert asked == [("jax_num_cpu_devices", made)]
 
 
 @pytest.mark.parametrize(("code", "failed"), [(74, True), (75, False), (0, False)])

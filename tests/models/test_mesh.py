@@ -33,7 +33,7 @@ def with_strategy(config, degrees):
 
 def on_mesh(config, degrees, params, ids):
     """The arrays in their places, and the mesh."""
-    plan = Plan(degrees=degrees)
+    plan = Plan(degrees=degrees, tensor_split=config.moe.tensor_split)
     mesh = plan.mesh()
     places = plan.shardings(mesh, param_specs(config))
     return jax.device_put(params, places), jax.device_put(ids, plan.tokens(mesh)), mesh, places
@@ -50,6 +50,14 @@ def single():
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "mixed" else pytest.mark.slow) for n in MESHES])
 def test_loss_and_all_gradients_do_not_depend_on_the_mesh(single, name):
     assert_same_on(MESHES[name], *single)
+
+
+def test_experts_split_over_the_width_beside_shared_ones_have_the_same_gradients(single):
+    """On a mesh where XLA, without a word about shared experts' tokens, exchanged two devices' gradients."""
+    config, *rest = single
+    assert config.moe.experts.num_shared
+    by_width = dataclasses.replace(config, moe=dataclasses.replace(config.moe, tensor_split="model_dim"))
+    assert_same_on(Degrees(data=2, expert=2, tensor=2), by_width, *rest)
 
 
 def assert_same_on(degrees, config, params, ids, value, gradients):

@@ -31,7 +31,7 @@ def run_on_mesh(x, params, config, mesh, **options):
     return layer(x, params, config, mesh=mesh, **options)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "mesh"))
+@functools.partial(jax.jit, static_argnames=("config", "mesh", "num_sequences"))
 def gradients_on_mesh(x, params, config, mesh, cotangent, **options):
     """The layer's result, and the gradients of the scalar loss for the tokens and every parameter."""
 

@@ -236,6 +236,28 @@ def test_more_width_chunks_than_a_rank_has_columns_send_what_the_plan_says():
     assert collectives(run.as_text()) == planned(config, plan)
 
 
+@pytest.mark.parametrize(
+    ("router", "options"),
+    [
+        ({"aux_loss": "sequence", "aux_loss_weight": 0.3, "z_loss_weight": 0.2}, {"strategy": "local"}),
+        ({"selection": "expert_choice", "z_loss_weight": 0.2}, {"strategy": "capacity", "capacity_factor": 1.0}),
+    ],
+    ids=["sequence", "expert-choice"],
+)
+def test_other_losses_of_routers_send_what_the_plan_says(router, options):
+    config, plan = einsum_config_of(router, options), plan_of(data=2, fsdp=2)
+    x, _, _, cotangent = arrays()
+    params, x, cotangent = placed(plan, config, random_params(config, dtype=np.float32), x, cotangent)
+    run = gradients_on_mesh.lower(x, params, config, plan.mesh(), cotangent, num_sequences=8).compile()
+    assert collectives(run.as_text()) == planned(config, plan)
+
+
+def einsum_config_of(router, options):
+    """Experts are of no interest there: what compiles soonest."""
+    kernels = {} if options["strategy"] == "capacity" else {"kernels": KernelChoice(grouped_matmul="xla")}
+    return moe_config(router, **SIZES, **options, **kernels)
+
+
 @pytest.mark.parametrize("strategy", ["all_to_all", "ring"])
 def test_a_replay_that_names_an_expert_twice_is_refused_or_means_the_same_on_a_mesh(strategy):
     here, there = (moe_config(**SIZES, strategy=name) for name in ("local", strategy))

@@ -1,5 +1,6 @@
 """What the environment says of a process, and what a process alone does."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -49,6 +50,15 @@ def test_a_process_alone_joins_nothing_and_decides_for_itself():
     assert not processes.agreed_stop(3, wanted=False)
     processes.wait_for_all("nobody")
     processes.leave(3)
+
+
+def test_a_cluster_that_jax_does_not_find_is_named_with_what_to_set():
+    code = "from raggedmoe.parallel import processes as p; p.join()"
+    given = {**os.environ, "RAGGEDMOE_COORDINATOR": "auto"}
+    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "RAGGEDMOE_COORDINATOR=auto: expected a cluster that JAX knows" in done.stderr
+    assert "set it to host:port of process 0, with RAGGEDMOE_NUM_PROCESSES and RAGGEDMOE_PROCESS_ID" in done.stderr
 
 
 @pytest.mark.slow

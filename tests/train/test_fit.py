@@ -108,7 +108,7 @@ def test_a_step_that_the_compiler_counts_as_too_large_is_refused():
     check_compiled_fit(None, 10)
     check_compiled_fit(10, None)
     check_compiled_fit(10 * GB, 10 * GB)
-    with pytest.raises(ValueError, match=r"a step needs 12.0 GB.*has 10.0 GB: 2.0 GB too little"):
+    with pytest.raises(ValueError, match=r"a step or an evaluation needs 12.0 GB.*has 10.0 GB: 2.0 GB too little"):
         check_compiled_fit(12 * GB, 10 * GB)
 
 

@@ -245,7 +245,7 @@ def test_other_data_than_the_checkpoints_were_made_with_are_refused(run, tmp_pat
 
 
 def test_two_processes_cannot_train_into_one_folder(run, tmp_path):
-    with locked(tmp_path / "run"), pytest.raises(ValueError, match="another process trains into it"):
+    with locked(tmp_path / "run"), pytest.raises(BlockingIOError, match="another process trains into it"):
         run()
 
 

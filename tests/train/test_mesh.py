@@ -9,16 +9,32 @@ import numpy as np
 import pytest
 
 from raggedmoe.cli.train import train
+from raggedmoe.hardware import HARDWARE
 from raggedmoe.models.specs import param_specs
 from raggedmoe.parallel.degrees import Degrees
 from raggedmoe.parallel.plan import Plan
-from raggedmoe.train import checkpoint
+from raggedmoe.train import begin, checkpoint
+from raggedmoe.train import layout as layout_module
+from raggedmoe.train import programs as programs_module
+from raggedmoe.train.begin import check_same_everywhere
 from raggedmoe.train.checkpoint import CheckpointConfig, Checkpoints
-from raggedmoe.train.layout import check_all_take_part, make_layout
+from raggedmoe.train.config import make_config
+from raggedmoe.train.fit import state_bytes
+from raggedmoe.train.layout import check_all_take_part, make_layout, moved_parts
 from raggedmoe.train.programs import ONE_DEVICE, compile_programs, make_init, state_template
+from raggedmoe.train.settings import parse_settings, plain
 from tests.train.runs import TINY, curve, lines
 from tests.train.runs import train as train_in_process
-from tests.train.small_step import BATCH, WHOLE, assert_same_bits, drawn_params, first_state, small_model
+from tests.train.small_step import (
+    BATCH,
+    EPS,
+    WHOLE,
+    assert_same_bits,
+    drawn_params,
+    first_state,
+    gradients,
+    small_model,
+)
 
 STEPS = 10
 MODEL = dataclasses.replace(small_model(aux_loss="sequence", aux_loss_weight=0.1, z_loss_weight=0.03), mtp_layers=0)
@@ -32,19 +48,23 @@ def placed(state, layout, config=PARTS):
 
 
 def run_steps(layout, state):
-    """The losses of every step, and the state after them."""
-    programs, losses = compile_programs(PARTS, BATCH, None, layout), []
+    """The losses of every step, the state after them, and the gradients of the first."""
+    programs, losses, first = compile_programs(PARTS, BATCH, None, layout), [], None
     for _ in range(STEPS):
         state, report = programs.step(state, BATCH)
+        first = first or jax.device_get(gradients(state))
         losses.append(report.losses)
-    return jax.device_get(losses), state
+    return jax.device_get(losses), state, first
 
 
 def test_ten_steps_on_a_mesh_have_the_losses_of_one_device_and_leave_the_state_in_its_place():
     """All losses of routers, several micro-batches, the loss-free rule; each device has one row of a micro-batch."""
-    begin = jax.tree.map(jnp.copy, first_state(PARTS))  # a step takes its state's memory, where each array has its own
-    single, _ = run_steps(ONE_DEVICE, jax.tree.map(jnp.copy, begin))
-    found, state = run_steps(SPLIT, placed(begin, SPLIT))
+    state = jax.tree.map(jnp.copy, first_state(PARTS))  # a step takes its state's memory, where each array has its own
+    single, _, expected = run_steps(ONE_DEVICE, jax.tree.map(jnp.copy, state))
+    found, state, first = run_steps(SPLIT, placed(state, SPLIT))
+    for name, gradient in expected.items():  # Adam does not tell a gradient from twice that gradient
+        bound = 64 * EPS * float(np.abs(gradient).max())
+        np.testing.assert_allclose(first[name], gradient, rtol=0, atol=bound, err_msg=name)
     for ours, theirs in zip(found, single, strict=True):
         for name in ("loss", "aux_loss", "z_loss"):
             np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-4, err_msg=name)
@@ -103,6 +123,35 @@ def test_a_process_that_would_have_no_device_is_refused(monkeypatch):
             check_all_take_part(layout)
 
 
+def test_processes_with_other_settings_or_data_are_refused(monkeypatch):
+    config = make_config(parse_settings(["demo", "learning_rate=0.1"]), HARDWARE["cpu"])
+    check_same_everywhere(config, "abc")
+    theirs = {**plain(config.settings.values), "learning_rate": 0.001, "the data": "def"}
+    monkeypatch.setattr(begin, "as_first_says", lambda mine: theirs)
+    message = r"differs from process 0: learning_rate=0.1 here and 0.001 there; the data=abc here and def there; expec"
+    with pytest.raises(ValueError, match=message):
+        check_same_everywhere(config, "abc")
+
+
+def test_a_large_parameter_is_moved_between_hosts_in_few_parts(monkeypatch):
+    monkeypatch.setattr(layout_module, "MOVED_BYTES", 64)
+    assert moved_parts((), 4) == [slice(None)]
+    assert moved_parts((3, 100), 4) == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    assert moved_parts((10, 4), 4) == [slice(0, 4), slice(4, 8), slice(8, 10)]
+    assert moved_parts((10,), 4) == [slice(0, 10)]
+
+
+def test_an_evaluation_that_needs_more_than_a_step_counts(monkeypatch):
+    """With the optimizer's state beside it."""
+    config = dataclasses.replace(WHOLE, model=dataclasses.replace(MODEL, num_layers=1, dense_layers=()))
+    monkeypatch.setattr(programs_module, "_bytes_needed", lambda compiled, beside=0: beside or 1)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: None)
+    for layout in (ONE_DEVICE, make_layout(Plan(degrees=Degrees(fsdp=4)))):
+        assert compile_programs(config, BATCH, None, layout).bytes_needed == 1
+        moments = state_bytes(config.model, layout.plan).moments
+        assert moments <= compile_programs(config, BATCH, BATCH, layout).bytes_needed <= 1.01 * moments
+
+
 def test_a_folder_that_a_process_does_not_see_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
@@ -151,6 +200,8 @@ def assert_same_curve(found, expected):
             theirs.get("tokens"),
         )
         np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-4)
+        if theirs["step"] == 1 and theirs["kind"] == "train":  # a gradient summed twice leaves Adam's curve as it is
+            np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -47,8 +47,10 @@ def main() -> None:
         )
     except (ValueError, CannotRunError, OSError) as error:  # OSError: a full disk, a file that may not be read
         print(f"raggedmoe: {error}", file=sys.stderr)
-        processes.leave(2, failed=True)
-        sys.exit(2)
+        # A setting stays wrong. A disk may be back when a run is started again, a folder no longer in use.
+        code = processes.CANNOT_WRITE if command == "train" and isinstance(error, OSError) else 2
+        processes.leave(code, failed=True)
+        sys.exit(code)
     except KeyboardInterrupt:
         print("raggedmoe: interrupted", file=sys.stderr)
         processes.leave(130, failed=True)

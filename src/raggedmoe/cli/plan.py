@@ -81,9 +81,12 @@ def plan(
     )
     console.print()
     console.print(_parameter_table(made, model))
-    total = state.params + state.moments
+    total = state.total
     room = f" of {_size(_device_bytes(chip))}" if chip.hbm_bytes else ""
-    console.print(f"state of one device: {_size(total)}{room} (parameters {_size(state.params)}, optimizer the rest)")
+    console.print(
+        f"training holds {_size(total)}{room} on each device, activations not counted (parameters "
+        f"{_size(state.params)}, gradients {_size(state.gradients)}, Adam's moments {_size(state.moments)})"
+    )
     if chip.hbm_bytes and total > _device_bytes(chip):
         console.print("[bold]it does not fit[/]: split it over more devices, fsdp_parallelism=-1 for example")
     console.print()
@@ -218,7 +221,7 @@ def _as_json(
         "mesh": made.degrees.sizes,
         "strategy": model.moe.strategy_name,
         "tokens_per_device": step.num_tokens,
-        "state_bytes": state.params + state.moments,
+        "state_bytes": state.total,
         "parameters": {
             name: {"axes": spec.axes, "split": [axes_of(entry) for entry in made.spec(name, spec)], "bytes": here}
             for (name, spec), here in zip(specs.items(), made.device_bytes(specs).values(), strict=True)

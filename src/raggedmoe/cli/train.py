@@ -26,6 +26,9 @@ Train a Mixture-of-Experts language model; without a word, a small one on Python
   raggedmoe train olmoe-tiny steps=200 learning_rate=1e-3
   raggedmoe train deepseek-v2-lite dataset_type=text dataset_path=books/ tokenizer_path=tokenizer.json
   raggedmoe train demo profiler=xplane steps=20 run_name=traced
+  raggedmoe train olmoe-tiny expert_parallelism=4 fsdp_parallelism=2 token_chunks=2     8 devices; a CPU makes them
+
+`raggedmoe plan` with the same words prints who holds what and what is sent; `raggedmoe launch` runs several processes.
 
 MODEL is one of `raggedmoe models`; all others are settings. MaxText's names work too: where they differ from those \
 below they are translated, and one that changes nothing here says so.
@@ -84,13 +87,14 @@ def train(
     try:
         settings = parse_settings(words)
         processes.join()
-        made = make_host_devices(settings.values)
+        made = make_host_devices(settings.values, processes.num_joined())
         hardware = target_hardware()
         config = make_config(settings, hardware, jax.device_count())
         console = None if jax.process_index() == 0 else Console(quiet=True)  # of several processes one talks
         screen = Screen(config.step.optimizer.steps, config.run.log_period, console)
         if made and hardware.platform == "cpu":
-            screen.say(f"made {made} host devices of this CPU, as the degrees ask for so many")
+            each = "in each process, " if jax.process_count() > 1 else ""
+            screen.say(f"made {made} host devices of this CPU, {each}as the degrees ask for so many")
         outcome = run(config, hardware, screen)
     except ValueError as error:
         raise ValueError(in_keys(str(error))) from error
@@ -99,12 +103,13 @@ def train(
     return outcome.code
 
 
-def make_host_devices(values: Mapping[str, Any]) -> int:
-    """Have the CPU's backend, if it has not started, start with the devices that the degrees ask for; how many.
+def make_host_devices(values: Mapping[str, Any], num_processes: int = 1) -> int:
+    """Have the CPU's backend, if it has not started, start with the devices that the degrees ask for, or with a
+    process's share of them; how many.
 
     Other backends are not changed by it. 0: nothing was done, as there are as many as were made before.
     """
-    wanted = math.prod(max(values[f"{axis}_parallelism"], 1) for axis in AXES)
+    wanted = math.ceil(math.prod(max(values[f"{axis}_parallelism"], 1) for axis in AXES) / num_processes)
     counted = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if wanted == 1 or counted or jax.config.values["jax_num_cpu_devices"] > 0:
         return 0

@@ -81,9 +81,9 @@ class RouteOutput:
     """
 
     experts: Int[Array, "T K"] | None  # E: nowhere (a masked token)
-    tokens: Int[Array, "E C"] | None  # T: none (an empty slot)
+    tokens: Int[Array, "_ C"] | None  # of each expert, on a mesh on each device; T: none (an empty slot)
     mask: Bool[Array, " T"]  # the tokens that count
-    weights: Float[Array, "T K"] | Float[Array, "E C"]  # zero where there is no expert or no token
+    weights: Float[Array, "T K"] | Float[Array, "_ C"]  # zero where there is no expert or no token
     aux_loss: Float[Array, ""]  # load balance, times its configured weight
     z_loss: Float[Array, ""]  # size of the logits, times its configured weight
     load: Int[Array, " E"]  # routed slots of each expert

@@ -108,9 +108,8 @@ def _columns(config: MoEConfig, plan: Plan) -> int:
 
 
 def _of_router(config: MoEConfig, plan: Plan) -> Iterator[Collective]:
-    num_experts, sizes = config.num_experts, plan.degrees.sizes
-    sums = 3 * num_experts + 3  # load and tokens, each for the loss and to report; probabilities; z-loss
-    yield _collective(REDUCE, "losses and load", FORWARD, TOKEN_AXES, sums * WIDE)
+    sizes = plan.degrees.sizes
+    yield _collective(REDUCE, "losses and load", FORWARD, TOKEN_AXES, _sums_of_router(config) * WIDE)
     for name, spec in config.param_specs().items():
         if not name.startswith("router_") or name == "router_selection_bias":
             continue
@@ -122,6 +121,16 @@ def _of_router(config: MoEConfig, plan: Plan) -> Iterator[Collective]:
         yield _collective(REDUCE, name, BACKWARD, tuple(axis for axis in TOKEN_AXES if axis not in split), here)
     if config.router.selection == "balanced":
         yield _collective(GATHER, "tokens before", FORWARD, TOKEN_AXES, plan.degrees.num_token_shards * WIDE)
+
+
+def _sums_of_router(config: MoEConfig) -> int:
+    """Numbers that all devices sum: load; tokens and squares for the z-loss; what the balance loss is made of."""
+    always = config.num_experts + 2
+    if config.router.selection == "expert_choice":
+        return always
+    if config.router.aux_loss == "sequence":
+        return always + 2  # the loss of each device's sequences, and how many there are
+    return always + 2 * config.num_experts + 1  # counts and probabilities; tokens
 
 
 def _of_weights(config: MoEConfig, plan: Plan, step: Step) -> Iterator[Collective]:

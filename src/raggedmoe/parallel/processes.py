@@ -118,7 +118,7 @@ def join(place: Place | None = None, environment: Mapping[str, str] | None = Non
     # JAX's service for preemptions takes SIGTERM away from the trainer, which saves on it.
     jax.config.update("jax_enable_preemption_service", False)
     local = place.coordinator is not None and place.coordinator.startswith("127.0.0.1:")
-    with _limited(place):
+    with _limited(place), _found(place):
         jax.distributed.initialize(
             coordinator_address=place.coordinator,
             num_processes=place.num_processes,
@@ -131,6 +131,20 @@ def join(place: Place | None = None, environment: Mapping[str, str] | None = Non
         )
     _membership = _Membership(compat.coordination())
     sys.excepthook = _unhandled
+
+
+@contextlib.contextmanager
+def _found(place: Place) -> Iterator[None]:
+    """Where JAX knows of no cluster, it says which of its arguments it misses, which no user gave."""
+    try:
+        yield
+    except ValueError as error:
+        if place.coordinator is not None:
+            raise
+        raise ValueError(
+            f"{COORDINATOR}={AUTO}: expected a cluster that JAX knows (GKE, Slurm, Open MPI), found none ({error}); "
+            f"set it to host:port of process 0, with {NUM_PROCESSES} and {PROCESS_ID}, or leave it out"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -182,6 +196,11 @@ def agreed_stop(step: int, wanted: bool) -> bool:
 
 # Places where processes wait for each other, counted in each of them: all come by in the same order.
 _meetings = itertools.count()
+
+
+def num_joined() -> int:
+    """Processes of this run. Starts no backend, unlike `jax.process_count`."""
+    return 1 if _membership is None else _membership.service.num_processes
 
 
 def wait_for_all(what: str) -> None:

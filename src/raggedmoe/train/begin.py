@@ -78,6 +78,18 @@ def opened_checkpoints(config: TrainConfig) -> Any:
     return contextlib.nullcontext() if config.checkpoints is None else Checkpoints(config.checkpoints)
 
 
+def check_same_everywhere(config: TrainConfig, fingerprint: str) -> None:
+    """Processes with other settings or other data would train models of their own, and nobody would see it."""
+    mine = {**plain(config.settings.values), "the data": fingerprint}
+    first = as_first_says(mine)
+    other = [f"{name}={value} here and {first.get(name)} there" for name, value in mine.items() if first[name] != value]
+    if other:
+        raise ValueError(
+            f"process {jax.process_index()} differs from process 0: {'; '.join(other)}; expected all processes to be "
+            "started with the same words, and to find the same data"
+        )
+
+
 def restored_state(config: TrainConfig, data: Data, checkpoints: Checkpoints | None, layout: Layout) -> Restored | None:
     """What the newest good checkpoint holds, if there is one and it is this run's."""
     if checkpoints is None or not as_first_says(checkpoints.steps()):
@@ -122,6 +134,7 @@ def make_run(
     screen: Screen,
     hardware: Hardware,
     layout: Layout,
+    memory: int | None,
 ) -> Run:
     """All parts together, described in run.json."""
     model, mtp_layers = config.step.model, config.step.mtp_layers
@@ -135,6 +148,7 @@ def make_run(
         checkpoints=checkpoints,
         screen=screen,
         layout=layout,
+        memory=memory,
         batches=data.train_batches(layout.own_rows(config.data.batch_size, config.step.micro_batches)),
         flops_per_token=train_flops(model, config.data.sequence_length, mtp_layers=mtp_layers),
         peak_flops=peak_flops(hardware, model.dtype, config.plan.degrees.num_devices),

@@ -60,7 +60,8 @@ def memory_bytes(hardware: Hardware, num_devices: int = 1) -> int | None:
         host = _host_memory()
         return None if host is None else host // num_devices
     stats: dict[str, Any] = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit") or hardware.hbm_bytes
+    whole = hardware.hbm_bytes
+    return stats.get("bytes_limit") or (None if whole is None else whole // hardware.devices_per_chip)
 
 
 def _host_memory() -> int | None:
@@ -105,11 +106,11 @@ def check_fit(name: str, config: ModelConfig, tokens: int, available: int | None
 
 
 def check_compiled_fit(needed: int | None, available: int | None, plan: Plan = ONE_DEVICE) -> None:
-    """Refuse a step that needs more memory than there is, by the compiler's count, before the state is made."""
+    """Refuse programs that need more memory than there is, by the compiler's count, before the state is made."""
     if needed is None or available is None or needed <= available:
         return
     raise ValueError(
-        f"a step needs {_gb(needed)}, by the compiler's count, {_who(plan)} {_gb(available)}: "
+        f"a step or an evaluation needs {_gb(needed)}, by the compiler's count, {_who(plan)} {_gb(available)}: "
         f"{_gb(needed - available)} too little; use a smaller per_device_batch_size with gradient_accumulation_steps, "
         "a smaller max_target_length, or remat=full"
     )

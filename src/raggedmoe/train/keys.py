@@ -100,7 +100,7 @@ def _section(name: str, *keys: tuple) -> list[Key]:
 
 
 _FREE: dict[str, Any] = {"may_change": True}
-_DEGREE = "devices along this axis; -1: all that are left"
+_LEFT = "; -1: all devices that are left"
 
 KEYS: dict[str, Key] = {
     key.name: key
@@ -246,10 +246,16 @@ KEYS: dict[str, Key] = {
         ),
         *_section(
             "parallel",
-            ("data_parallelism", "int", 1, _DEGREE, _FREE),
-            ("fsdp_parallelism", "int", 1, _DEGREE, _FREE),
-            ("expert_parallelism", "int", 1, _DEGREE, _FREE),
-            ("tensor_parallelism", "int", 1, _DEGREE, _FREE),
+            ("data_parallelism", "int", 1, f"devices that split the batch, each with the whole state{_LEFT}", _FREE),
+            ("fsdp_parallelism", "int", 1, f"that split the batch and the state, gathered when used{_LEFT}", _FREE),
+            ("expert_parallelism", "int", 1, f"that split the batch and hold E/n experts each{_LEFT}", _FREE),
+            (
+                "tensor_parallelism",
+                "int",
+                1,
+                f"that share the same tokens, and split heads, vocabulary and the experts' width{_LEFT}",
+                _FREE,
+            ),
             (
                 "expert_strategy",
                 "str",

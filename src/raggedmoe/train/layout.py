@@ -1,5 +1,6 @@
 """Where a run's state and batches are: on one device, or on a plan's mesh, which may be of several processes."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from raggedmoe.parallel.plan import Plan
 from raggedmoe.params import Specs
 from raggedmoe.train.rows import Batch, in_micro_batches
 
+MOVED_BYTES = 2**28  # of a parameter at a time between hosts
 # [parts B S]: the rows of every micro-batch are split, so that none has to move when its turn comes.
 PARTS_OF_TOKENS = PartitionSpec(None, TOKEN_AXES)
 
@@ -106,10 +108,18 @@ def check_all_take_part(layout: Layout) -> None:
         )
 
 
+def moved_parts(shape: tuple[int, ...], itemsize: int) -> list[slice]:
+    """Along the first dimension, as few as leave each with at most `MOVED_BYTES`, or with one entry."""
+    if not shape:
+        return [slice(None)]
+    step = max(1, MOVED_BYTES // max(1, itemsize * math.prod(shape[1:])))
+    return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+
+
 def on_first_host(params: dict[str, Any]) -> dict[str, Any] | None:
     """Parameters of which process 0 can read every part; None on the others, who must ask too, and keep nothing.
 
-    One layer is moved at a time.
+    A layer is moved at a time, or several, or some entries of a vocabulary: what has about `MOVED_BYTES`.
     """
     is_first = jax.process_index() == 0
     if all(value.is_fully_addressable for value in params.values()):
@@ -117,8 +127,7 @@ def on_first_host(params: dict[str, Any]) -> dict[str, Any] | None:
     found = {}
     for name, value in params.items():
         whole = np.empty(value.shape, value.dtype) if is_first else None
-        for place in range(value.shape[0] if value.ndim > 1 else 1):
-            part = slice(place, place + 1) if value.ndim > 1 else slice(None)
+        for part in moved_parts(value.shape, value.dtype.itemsize):
             here = multihost_utils.process_allgather(value[part], tiled=True)
             if whole is not None:
                 whole[part] = here

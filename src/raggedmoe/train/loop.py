@@ -10,6 +10,7 @@ from raggedmoe.hardware import Hardware
 from raggedmoe.parallel.processes import CANNOT_WRITE, agreed_stop, wait_for_all
 from raggedmoe.train import run_folder
 from raggedmoe.train.begin import (
+    check_same_everywhere,
     first_state,
     given_params,
     headline,
@@ -49,6 +50,7 @@ def train(config: TrainConfig, hardware: Hardware, screen: Screen) -> Outcome:
     layout = make_layout(plan)
     check_all_take_part(layout)
     data = open_data(config.data, model.vocab_size)
+    check_same_everywhere(config, data.fingerprint)
     with run_folder.locked(config.run.folder):
         screen.say(headline(config, data, hardware))
         for note in config.notes:
@@ -64,7 +66,9 @@ def train(config: TrainConfig, hardware: Hardware, screen: Screen) -> Outcome:
                 check_compiled_fit(programs.bytes_needed, available, plan)
                 screen.say(f"compiled in {time.perf_counter() - start:.1f} s")
                 wait_for_all("compiled")
-                run = make_run(config, data, held_out, programs, metrics, checkpoints, screen, hardware, layout)
+                run = make_run(
+                    config, data, held_out, programs, metrics, checkpoints, screen, hardware, layout, available
+                )
                 state = first_state(run, restored, given, layout)
                 if restored is None:
                     evaluate(run, state, 0)
@@ -133,6 +137,7 @@ def _make_more_room(run: Run, step: int, dropped: int) -> None:
     run.metrics.event(step, "rerun", text)
     run.screen.say(f"step {step}: {text}")
     programs = compile_programs(larger, next(run.data.train_batches()), None, run.layout)
+    check_compiled_fit(programs.bytes_needed, run.memory, run.config.plan)
     run.config = replace(run.config, step=larger)
     run.programs = replace(programs, held_out=run.programs.held_out)
 

@@ -1,6 +1,7 @@
 """The compiled programs of a run, and which kernels are in them."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +27,7 @@ class Programs:
     step: Callable[[TrainState, Batch], Any]
     held_out: Callable[[Any, Batch], Any] | None  # None: nothing is held out
     kernels: list[dict[str, Any]]  # what was chosen for each operation, and why not the others, for run.json
-    bytes_needed: int | None  # at a step's fullest; None: the compiler does not say
+    bytes_needed: int | None  # at the fullest of a step or an evaluation; None: the compiler does not say
 
 
 ONE_DEVICE = make_layout(Plan(degrees=Degrees()))
@@ -63,7 +64,7 @@ def compile_programs(
     step = functools.partial(train_step, config=config, mesh=layout.mesh)
     with recorded_selections() as selections:
         lowered = jax.jit(step, donate_argnums=0, out_shardings=(places_of(template), None)).lower(template, shapes)
-    held_out = None
+    held_out, needed = None, []
     if held_out_batch is not None:
         held_out_shapes = layout.batch(held_out_batch)
         # The loss of the model, whatever room its training has.
@@ -71,24 +72,35 @@ def compile_programs(
         evaluate = jax.jit(functools.partial(held_out_loss, config=model, mesh=layout.mesh))
         evaluated = evaluate.lower(template.params, held_out_shapes).compile()
         held_out = lambda params, batch: evaluated(params, layout.put(batch, held_out_shapes))  # noqa: E731
+        # With room for all rows it can need more than a step; the rest of the state is there meanwhile.
+        needed.append(_bytes_needed(evaluated, beside=_device_bytes(template.optimizer)))
     compiled = lowered.compile()
+    needed.append(_bytes_needed(compiled))
     rows = layout.own_rows(batch.ids.shape[0], config.micro_batches)
     return Programs(
         init=make_init(config, layout),
         step=lambda state, batch: compiled(state, layout.put(batch, shapes, rows)),
         held_out=held_out,
         kernels=described_kernels(selections),
-        bytes_needed=_bytes_needed(compiled),
+        bytes_needed=max((each for each in needed if each is not None), default=None),
     )
 
 
-def _bytes_needed(compiled: Any) -> int | None:
-    """What a step holds at its fullest, by the compiler; None: it does not say."""
+def _device_bytes(template: Any) -> int:
+    """Of a tree of shapes, what one device holds."""
+    return sum(
+        leaf.dtype.itemsize * math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(template)
+    )
+
+
+def _bytes_needed(compiled: Any, beside: int = 0) -> int | None:
+    """What a program holds at its fullest, by the compiler, and what is there beside it; None: it does not say."""
     found = compiled.memory_analysis()
     if found is None:
         return None
     shared = found.alias_size_in_bytes  # the new state lies where the old one was
-    return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes - shared
+    return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes - shared + beside
 
 
 def described_kernels(selections: list[Selection]) -> list[dict[str, Any]]:

@@ -37,6 +37,7 @@ class Run:
     screen: Screen
     layout: Layout
     batches: Batches
+    memory: int | None  # of each device, in bytes; None: nobody says
     flops_per_token: float
     peak_flops: float
     load: np.ndarray  # of every layer's experts since the last line of load.jsonl

@@ -42,7 +42,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(
+            raise BlockingIOError(
                 f"{folder}: another process trains into it; wait for it, or use another run_name"
             ) from None
         yield
