@@ -191,7 +191,13 @@ def test_parameters_move_by_adamw(start, whole):
         decay = ADAM.weight_decay * old if specs[name].contracts else 0
         # The first step's moments, corrected for their start at zero, are the gradient and its square.
         expected = old - rate * (g / (np.abs(g) + ADAM.epsilon) + decay)
-        np.testing.assert_allclose(whole[0].params[name], expected, atol=4 * EPS, rtol=0, err_msg=name)
+        # XLA may compute a gradient twice, for each moment: the two differ by the rounding of their sum's terms, which
+        # are as large as the largest gradient. Of an update that is a part of a gradient that small.
+        twice = 4 * EPS * np.abs(g).max() / np.maximum(np.abs(g), np.finfo(np.float32).tiny)
+        bound = 4 * EPS + rate * np.minimum(twice, 1)
+        difference = np.abs(np.asarray(whole[0].params[name], np.float64) - expected)
+        assert (difference <= bound).all(), (name, (difference / bound).max())
+        assert np.median(bound) < 5 * EPS, name
 
 
 def test_the_report_is_what_happened(whole):
