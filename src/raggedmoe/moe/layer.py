@@ -46,7 +46,7 @@ def moe_route_and_compute(
     if mask is not None:
         # What a masked token holds, NaN too, reaches nothing: neither the router's gradient nor a sum.
         x = jnp.where(mask[:, None], x, 0)
-    if replay is not None:  # inside `shard_map` no value can be looked at
+    if replay is not None and config.router.selection != "expert_choice":  # in `shard_map` no value can be looked at
         checked_replay(replay, x.shape[0], config.experts_per_token, config.num_experts)
     with jax.named_scope("route"):
         stage = functools.partial(
