@@ -59,6 +59,7 @@ def test_what_does_not_fit_and_devices_without_work_are_told(capsys):
     [
         ((), "4,096 rows of a layer, 1.05 MB (as many as can come", "1,024"),
         (("token_chunks=2",), "2,048 rows of one of 2 chunks of tokens, 524 kB", "512"),
+        (("tensor_parallelism=2", "tensor_split=model_dim"), "8,192 rows of a layer, 1.05 MB", "2,048"),
         (("ragged_buffer_factor=1.5",), "1,536 rows of a layer, 393 kB (ragged_buffer_factor=1.5", "1,024"),
     ],
 )

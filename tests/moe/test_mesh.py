@@ -245,14 +245,14 @@ def test_more_width_chunks_than_a_rank_has_columns_send_what_the_plan_says():
     ids=["sequence", "expert-choice"],
 )
 def test_other_losses_of_routers_send_what_the_plan_says(router, options):
-    config, plan = einsum_config_of(router, options), plan_of(data=2, fsdp=2)
+    config, plan = quick_config(router, options), plan_of(data=2, fsdp=2)
     x, _, _, cotangent = arrays()
     params, x, cotangent = placed(plan, config, random_params(config, dtype=np.float32), x, cotangent)
     run = gradients_on_mesh.lower(x, params, config, plan.mesh(), cotangent, num_sequences=8).compile()
     assert collectives(run.as_text()) == planned(config, plan)
 
 
-def einsum_config_of(router, options):
+def quick_config(router, options):
     """Experts are of no interest there: what compiles soonest."""
     kernels = {} if options["strategy"] == "capacity" else {"kernels": KernelChoice(grouped_matmul="xla")}
     return moe_config(router, **SIZES, **options, **kernels)

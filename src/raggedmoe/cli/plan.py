@@ -18,6 +18,7 @@ from raggedmoe.moe.config import ACROSS_RANKS
 from raggedmoe.parallel.collectives import (
     Collective,
     Step,
+    columns_here,
     layer_collectives,
     least_sent,
     received_rows,
@@ -204,7 +205,7 @@ def _volume_lines(made: Plan, model: ModelConfig, step: Step, found: list[Collec
 def _buffer_line(made: Plan, model: ModelConfig, step: Step) -> str:
     rows, chunks = received_rows(model.moe, made, step), model.moe.token_chunks
     even = -(-step.num_tokens // chunks) * model.moe.experts_per_token
-    size = _size(rows * model.moe.model_dim * np.dtype(step.dtype).itemsize)
+    size = _size(rows * columns_here(model.moe, made) * np.dtype(step.dtype).itemsize)
     if model.moe.ragged_buffer_factor is None:
         why = "as many as can come; ragged_buffer_factor makes it smaller"
     else:

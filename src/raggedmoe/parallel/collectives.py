@@ -73,7 +73,7 @@ def least_sent(config: MoEConfig, plan: Plan, step: Step) -> float:
     experts one in n stays. ring: every token to all others, the sums back, and both gradients.
     """
     ranks = plan.degrees.expert
-    token = step.num_tokens * _columns(config, plan) * np.dtype(step.dtype).itemsize
+    token = step.num_tokens * columns_here(config, plan) * np.dtype(step.dtype).itemsize
     per_way = {
         "all_to_all": token * config.experts_per_token * (ranks - 1) / ranks,
         "ring": token * (ranks - 1),
@@ -102,7 +102,7 @@ def _split_axes(plan: Plan, name: str, spec: ParamSpec) -> tuple[str, ...]:
     return tuple(axis for entry in plan.spec(name, spec) for axis in axes_of(entry))
 
 
-def _columns(config: MoEConfig, plan: Plan) -> int:
+def columns_here(config: MoEConfig, plan: Plan) -> int:
     """Of a token's width, what one device moves."""
     return config.model_dim // (plan.degrees.tensor if plan.tensor_split == "model_dim" else 1)
 
@@ -154,7 +154,7 @@ def _of_weights(config: MoEConfig, plan: Plan, step: Step) -> Iterator[Collectiv
 def _of_rows(config: MoEConfig, plan: Plan, step: Step) -> Iterator[Collective]:
     tokens, per_token = step.num_tokens, config.experts_per_token
     size, ranks = np.dtype(step.dtype).itemsize, plan.degrees.expert
-    moved = tokens * _columns(config, plan) * size
+    moved = tokens * columns_here(config, plan) * size
     slots = tokens * per_token * WIDE
     if config.strategy_name in ("ring", "dense"):
         yield _collective(GATHER, "routing", FORWARD, (EXPERT,), 2 * ranks * slots)  # experts and their weights
@@ -190,7 +190,7 @@ def _of_tensor_ranks(config: MoEConfig, plan: Plan, step: Step) -> Iterator[Coll
         yield _collective(GATHER, "output", FORWARD, (TENSOR,), whole)
         yield _collective(GATHER, "input", BACKWARD, (TENSOR,), whole)
     # Where they weigh rows, which is once for each chunk of columns; where all tokens come, those of all ranks.
-    chunks = len(even_parts(_columns(config, plan), config.width_chunks))
+    chunks = len(even_parts(columns_here(config, plan), config.width_chunks))
     copies = chunks * (plan.degrees.expert if config.strategy_name in ("ring", "dense") else 1)
     slots = tokens * config.experts_per_token
     yield _collective(REDUCE, "routing weights", BACKWARD, (TENSOR,), copies * slots * WIDE)
