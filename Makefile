@@ -64,4 +64,4 @@ bench: $(READY)
 	$(BIN)/raggedmoe bench grouped_matmul expert_ffn layer sweep train --plot out/bench.png
 
 clean:
-	rm -rf .venv .venv-* out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-* out .mypy_cache .ruff_cache .pytest_cache .hypothesis .jax_cache

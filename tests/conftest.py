@@ -19,6 +19,10 @@ if QUICKLY:
         _flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(_flags).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# A second run compiles only what has changed since; processes that tests start compile into the same folder.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 _certificates = tempfile.TemporaryDirectory(prefix="raggedmoe-certificates-")
 os.environ["RAGGEDMOE_CERTIFICATES"] = _certificates.name
 

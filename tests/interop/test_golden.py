@@ -53,9 +53,18 @@ def case(request, golden_model):
 
 
 every_fixture = pytest.mark.parametrize("case", FIXTURES, indirect=True, scope="module")
-# Generation compiles two functions more.
+# Generation compiles two functions more. The short suite has each kind of cache: the latent's, one with windows and
+# sinks, and that of plain keys and values, with normalised queries.
+EACH_KIND_OF_CACHE = ("deepseek_v3", "gpt_oss", "qwen3_moe")
 every_family = pytest.mark.parametrize(
-    "case", [name for name in FIXTURES if name not in VARIANTS], indirect=True, scope="module"
+    "case",
+    [
+        pytest.param(name, marks=[] if name in EACH_KIND_OF_CACHE else [pytest.mark.slow])
+        for name in FIXTURES
+        if name not in VARIANTS
+    ],
+    indirect=True,
+    scope="module",
 )
 
 

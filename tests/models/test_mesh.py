@@ -31,6 +31,11 @@ def with_strategy(config, degrees):
     return dataclasses.replace(config, moe=dataclasses.replace(config.moe, strategy=strategy))
 
 
+def with_ragged_dot(config):
+    """The same model with XLA's own grouped matmul, which compiles in half the time of the CPU's tile loops."""
+    return dataclasses.replace(config, moe=dataclasses.replace(config.moe, moe_backend="ragged_dot"))
+
+
 def on_mesh(config, degrees, params, ids):
     """The arrays in their places, and the mesh."""
     plan = Plan(degrees=degrees, tensor_split=config.moe.tensor_split)
@@ -42,7 +47,7 @@ def on_mesh(config, degrees, params, ids):
 @pytest.fixture(scope="module")
 def single():
     """A model with its loss and gradients on one device: latent attention, a dense layer, further predictions."""
-    config = tiny("deepseek-v3-tiny", num_layers=2, dense_layers=(0,), scan_layers=False)
+    config = with_ragged_dot(tiny("deepseek-v3-tiny", num_layers=2, dense_layers=(0,), scan_layers=False))
     params, ids = drawn_params(config), drawn_ids(config, ROWS, LENGTH)
     return config, params, ids, *quick_jit(jax.value_and_grad(loss_of(config, ids)))(params)
 
@@ -85,16 +90,17 @@ def assert_same_on(degrees, config, params, ids, value, gradients):
     ],
 )
 def test_scanned_layers_on_a_mesh_are_the_same(model, degrees, changes):
-    config = tiny(model, num_layers=2, **changes)
+    config = with_ragged_dot(tiny(model, num_layers=2, **changes))
     params, ids = drawn_params(config), drawn_ids(config, ROWS, LENGTH)
     value, gradients = quick_jit(jax.value_and_grad(loss_of(config, ids)))(params)
     assert_same_on(degrees, config, params, ids, value, gradients)
 
 
-@pytest.mark.parametrize("strategy", ["local", "all_to_all", "ring"])
+# The strategies keep the same arrays: they gather weights in one place.
+@pytest.mark.parametrize("strategy", ["all_to_all", *(pytest.param(s, marks=pytest.mark.slow) for s in ("local", "ring"))])
 def test_gathered_weights_are_not_kept_for_the_backward_pass(strategy):
     """A scan's results beside its carry are what is kept of every layer; in `shard_map` with all devices' in front."""
-    config = tiny("deepseek-v3-tiny", num_layers=2, dense_layers=(), mtp_layers=0)
+    config = with_ragged_dot(tiny("deepseek-v3-tiny", num_layers=2, dense_layers=(), mtp_layers=0))
     config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, strategy=strategy))
     params, ids = jax.eval_shape(lambda: drawn_params(config)), jnp.zeros((12, 10), jnp.int32)
     mesh = Plan(degrees=Degrees(fsdp=2, expert=1 if strategy == "local" else 2)).mesh()
@@ -110,8 +116,9 @@ def test_gathered_weights_are_not_kept_for_the_backward_pass(strategy):
 
     sizes = {spec.num_elements for spec in param_specs(config).values() if spec.contracts is not None}
     gathered = {size * copies for size in sizes for copies in (1, 2, 4)}
-    assert not gathered & set(kept())
-    assert len(kept(remat="full")) < len(kept())
+    usually = kept()
+    assert not gathered & set(usually)
+    assert len(kept(remat="full")) < len(usually)
 
 
 def test_sequences_that_the_mesh_cannot_split_are_refused():
