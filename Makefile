@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_TPU := $(VENV)/.ready-tpu
 
-.PHONY: help demo test test-all test-tpu lint format bench clean
+.PHONY: help demo test test-all test-tpu test-mutants lint format bench clean
 
 help:
 	@echo "make demo      train a small model on Python's own sources, a report of the run, a sample of its text"
 	@echo "make test      the tests"
 	@echo "make test-all  the tests, slow ones included"
 	@echo "make test-tpu  compile every kernel for every TPU, and interpret it: no TPU needed; docs/tpu-matrix.md"
+	@echo "make test-mutants SEED=0   inject bugs, and see which test catches each; another seed, other bugs"
 	@echo "make lint      format, lint, types, direction of imports"
 	@echo "make format    rewrite the files as the formatter wants them"
 	@echo "make bench     the benchmark of docs/speed.md"
@@ -49,6 +50,10 @@ test-tpu: $(READY_TPU)
 	QUICK_COMPILE=1 $(TESTS) -m tpu
 	QUICK_COMPILE=1 $(TESTS) tests/kernels/test_interpreted.py
 	PYTHONPATH=tests $(BIN)/python -m aot.matrix --write docs/tpu-matrix.md
+
+SEED ?= 0
+test-mutants: $(READY)
+	$(BIN)/python -m tests.mutants --seed $(SEED)
 
 lint: $(READY)
 	$(BIN)/ruff check src tests
