@@ -83,8 +83,7 @@ def magnitudes(operation: Operation, example: Example) -> dict[str, Any]:
         (dict(example.arrays), example.cotangent),
     )
     if operation.name == "expert_ffn":
-        function = functools.partial(_ffn_majorant, activation=example.options["activation"])
-        return _run(function, (), arrays, cotangent)
+        return _run(_ffn_majorant, (("activation", example.options["activation"]),), arrays, cotangent)
     options = {**example.options, "implementation": "reference"}
     options.pop("preferred_element_type", None)
     return _run(operation.function, tuple(options.items()), arrays, cotangent)
