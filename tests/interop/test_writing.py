@@ -1,5 +1,7 @@
 """A folder is whole or not there."""
 
+import fcntl
+import os
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,6 +11,7 @@ import pytest
 from raggedmoe import interop
 from raggedmoe.interop import writing
 from raggedmoe.models.module import Decoder
+from tests.disk_calls import DiskCalls
 from tests.interop.folders import GOLDEN
 
 SAVES = {"hugging face": interop.save, "native": interop.save_native}
@@ -77,6 +80,51 @@ def test_an_interrupted_save_of_the_second_file_leaves_nothing(save, tmp_path, g
     with pytest.raises(KeyboardInterrupt):
         save(golden_model("olmoe"), tmp_path / "out", shard_bytes=50_000)
     assert list(tmp_path.iterdir()) == []
+
+
+@every_save
+def test_every_file_is_on_the_disk_before_the_folder_gets_its_name(save, tmp_path, golden_model, monkeypatch):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    calls = DiskCalls(monkeypatch)
+    save(golden_model("olmoe"), tmp_path / "out", companions=tmp_path / "source", shard_bytes=50_000)
+    calls.check_named_safely(tmp_path / "out")
+
+
+def test_what_killed_writers_left_is_removed_and_what_another_writes_is_not(tmp_path):
+    dead = [tmp_path / f".out.{process}.partial" for process in (2**22 + 1, os.getpid())]
+    others = [tmp_path / name for name in (".out.more.1.partial", ".out.partial", ".in.1.partial", "out.1.partial")]
+    alive = tmp_path / f".out.{2**22 + 2}.partial"
+    for folder in (*dead, *others, alive):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    descriptor = os.open(alive, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # as its writer does; the system takes it back from one that is killed
+        with writing.new_folder(tmp_path / "out") as partial:
+            assert list(partial.iterdir()) == []
+    finally:
+        os.close(descriptor)
+    assert set(tmp_path.iterdir()) == {alive, tmp_path / "out", *others}
+
+
+def test_a_writer_holds_the_lock_by_which_others_know_that_it_lives(tmp_path):
+    with writing.new_folder(tmp_path / "out") as partial:
+        descriptor = os.open(partial, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(descriptor)
+
+
+def test_a_file_system_without_locks_is_written_to(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(37, "No locks available")
+
+    (tmp_path / ".out.1.partial").mkdir()
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with writing.new_folder(tmp_path / "out") as partial:
+        (partial / "config.json").write_text("{}")
+    assert {path.name for path in tmp_path.iterdir()} == {".out.1.partial", "out"}
 
 
 @every_save

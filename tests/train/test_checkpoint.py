@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from raggedmoe.train import checkpoint, manifest
 from raggedmoe.train.checkpoint import CheckpointConfig, Checkpoints
+from tests.disk_calls import DiskCalls
 
 ROWS = 3000
 
@@ -255,6 +256,12 @@ def test_killed_at_any_moment_every_restart_resumes(tmp_path):
     halves, resumed = map(int, ran.stdout.split())
     assert halves > 0, "no kill came in the middle of a write: the test shows nothing"
     assert resumed > 0, "no child saved anything: the test shows nothing"
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    calls = DiskCalls(monkeypatch)
+    save(opened(tmp_path, asynchronous=False), 1)
+    calls.check_named_safely(tmp_path / "step_00000001")
 
 
 # Files that change

@@ -1,14 +1,17 @@
-"""Writing a model's folder: everything beside it first, then one rename, so that a folder is whole or not there."""
+"""Writing a model's folder: all of it beside its place, on the disk, then one rename: it is whole or not there."""
 
+import contextlib
+import fcntl
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from raggedmoe.disk import sync, sync_tree
 from raggedmoe.interop.folder import INDEX, SINGLE
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.progress import bytes_bar
@@ -30,22 +33,53 @@ COMPANIONS = (
 )
 
 
-@contextmanager
+@contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to write to, which becomes ``folder`` if all goes well and vanishes if not."""
     folder = folder.resolve()  # "." has no name to put the partial folder beside
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder}: expected a new or empty folder, got one with files; name another or remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     partial.mkdir()
+    with _locked(partial):
+        try:
+            yield partial
+            sync_tree(partial)
+            partial.replace(folder)  # also of an empty one
+            sync(folder.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete what killed writers of ``folder`` left beside it, but not what another is writing."""
+    partials = re.compile(rf"\.{re.escape(folder.name)}\.\d+\.partial")
+    for leftover in folder.parent.iterdir():
+        if partials.fullmatch(leftover.name):
+            with _locked(leftover) as is_ours:
+                if is_ours:
+                    shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Whether a folder could be locked. The lock of a process that ends, ends with it; some file systems have none."""
     try:
-        yield partial
-        if folder.exists():
-            folder.rmdir()
-        partial.replace(folder)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # it has just become a model, or was removed
+        yield False
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = True
+    except OSError:
+        is_locked = False
+    try:
+        yield is_locked
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        os.close(descriptor)
 
 
 def write_tensors(

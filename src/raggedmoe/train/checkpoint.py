@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from raggedmoe.disk import sync, sync_tree
 from raggedmoe.parallel.processes import as_first_says, wait_for_all
 from raggedmoe.train.manifest import (
     STATE,
@@ -32,8 +33,6 @@ from raggedmoe.train.manifest import (
     plain_json,
     read_manifest,
     stored_files,
-    sync,
-    sync_to_disk,
     verified_manifest,
     write_manifest,
 )
@@ -265,7 +264,7 @@ class Checkpoints:
             if not self._is_first:
                 return
             write_manifest(partial, replace(manifest, files=stored_files(partial / STATE)))
-            sync_to_disk(partial)
+            sync_tree(partial)
             if path.exists():
                 self._set_aside(manifest.step)
             partial.rename(path)

@@ -5,7 +5,6 @@ orbax reads a file with a flipped bit as if nothing had happened: sizes and chec
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -121,22 +120,6 @@ def stored_files(state: Path) -> dict[str, StoredFile]:
     return {
         name: StoredFile(size=(state / name).stat().st_size, sha256=_sha256(state / name)) for name in _files(state)
     }
-
-
-def sync_to_disk(folder: Path) -> None:
-    """Force a folder, and all that is in it, out of the system's memory."""
-    for parent, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            sync(Path(parent, name))
-        sync(Path(parent))
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def plain_json(value: Any, where: str = "extra") -> Any:

@@ -4,14 +4,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, SupportsFloat
 
 import numpy as np
 
-from raggedmoe.train.manifest import sync
+from raggedmoe.disk import replace_file
 
 METRICS = "metrics.jsonl"
 LOAD = "load.jsonl"
@@ -23,8 +23,8 @@ class MetricsWriter:
     """Appends to ``metrics.jsonl``, ``load.jsonl`` and TensorBoard's event files in a run's folder.
 
     ``resume_step=None`` starts a run and refuses a folder that has metrics. A number goes on after that step: what a
-    killed run wrote past it is cut off, half a line at the end too. So a run that was killed before its first
-    checkpoint starts again with 0. Each line is handed to the operating system at once, for those who watch the file.
+    killed run wrote past it is cut off, half a line at the end too: those steps are done again. Each line is handed to
+    the operating system at once, for those who watch the file.
     """
 
     def __init__(self, folder: Path, *, resume_step: int | None, tensorboard: bool = True) -> None:
@@ -130,15 +130,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [values for _, values in _numbered_lines(path)]
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """The file has the new content or, should the machine stop in between, the old one; never a part."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync(path.parent)  # the rename itself is in the folder
+def last_step(path: Path) -> int:
+    """The last step that a file has a line of; -1: none."""
+    return max((step for step, _ in _steps(path)), default=-1)
 
 
 def _numbered_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -165,18 +159,20 @@ def _cut_after(path: Path, step: int) -> None:
     """Leaves only the lines up to a step, and only whole ones."""
     if not path.exists():
         return
-    kept = []
+    content = b"".join(_line(values) for own_step, values in _steps(path) if own_step <= step)
+    if content != path.read_bytes():
+        replace_file(path, content)
+
+
+def _steps(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each line with its step, which all lines that a run goes on from must have."""
     for number, values in _numbered_lines(path):
         if not isinstance(values.get("step"), int):
             raise ValueError(
                 f"{path}, line {number}: expected a whole number as step, got {values.get('step')!r}; "
                 "remove the line or move the file away"
             )
-        if values["step"] <= step:
-            kept.append(_line(values))
-    content = b"".join(kept)
-    if content != path.read_bytes():
-        replace_file(path, content)
+        yield values["step"], values
 
 
 def _line(values: dict[str, Any]) -> bytes:

@@ -15,20 +15,22 @@ from typing import Any
 
 import jax
 
+from raggedmoe.disk import replace_file, sync
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.native import save
 from raggedmoe.models.module import Decoder
-from raggedmoe.train.metrics import LOAD, METRICS, TENSORBOARD, replace_file
+from raggedmoe.train.metrics import LOAD, METRICS, TENSORBOARD, last_step
 from raggedmoe.train.record import REPORT, RUN
 
 MODEL, PROFILE, CHECKPOINTS = "model", "profile", "checkpoints"
+NEW_MODEL, OLD_MODEL = f"{MODEL}.new", f"{MODEL}.old"  # while one replaces the other
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Makes the folder if needed, and keeps other runs from training into it. The lock ends with the process.
 
-    Of the processes of one run the first holds it.
+    Of the processes of one run the first holds it. What one that was killed left of a model is put in order.
     """
     if jax.process_index() != 0:
         yield
@@ -45,6 +47,7 @@ def locked(folder: Path) -> Iterator[None]:
             raise BlockingIOError(
                 f"{folder}: another process trains into it; wait for it, or use another run_name"
             ) from None
+        _recover_model(folder)
         yield
 
 
@@ -59,39 +62,85 @@ def describe(folder: Path, run: Mapping[str, Any]) -> None:
 
 
 def set_aside(folder: Path, *, checkpoints: bool) -> Path | None:
-    """Move an earlier run's files into a folder of their own, and say where; None: there are none.
+    """Move an earlier run's files into a folder of their own, and say where; None: it has no results.
 
-    Its checkpoints first, so that a kill in between leaves none to resume without their description.
+    Its checkpoints first, so that a kill in between leaves none to resume without their description; then what is
+    nothing without results.
     """
-    names = (*((CHECKPOINTS,) if checkpoints else ()), METRICS, LOAD, TENSORBOARD, MODEL, PROFILE, REPORT, RUN)
-    present = [folder / name for name in names if (folder / name).exists()]
-    present = [path for path in present if path.is_file() or any(path.iterdir())]
-    if not present:
+    results = (PROFILE, REPORT, LOAD, MODEL, METRICS)
+    names = (*((CHECKPOINTS,) if checkpoints else ()), RUN, TENSORBOARD, *results)
+    present = {name: folder / name for name in names if _has_content(folder / name)}
+    if not present.keys() & {CHECKPOINTS, *results}:
         return None
+    aside = _new_folder_aside(folder)
+    for path in present.values():
+        path.rename(aside / path.name)
+    return aside
+
+
+def set_aside_finished(folder: Path, step: int) -> Path | None:
+    """Keep the results of a finished run that goes on from a checkpoint before its end, and say where.
+
+    Copies of the files that the run goes on with, and the model itself; None: it was not finished, or ends there.
+    """
+    if not (folder / MODEL).exists() or not (folder / METRICS).exists():
+        return None
+    earlier, last = described(folder) or {}, last_step(folder / METRICS)
+    if last <= step or last != earlier.get("settings", {}).get("steps"):
+        return None
+    aside = _new_folder_aside(folder)
+    for path in (folder / name for name in (RUN, LOAD, METRICS)):
+        if path.exists():
+            shutil.copy2(path, aside / path.name)
+    for path in (folder / name for name in (REPORT, MODEL)):
+        if path.exists():
+            path.rename(aside / path.name)
+    return aside
+
+
+def _has_content(path: Path) -> bool:
+    if path.is_dir():
+        return any(path.iterdir())
+    return path.exists() and path.stat().st_size > 0
+
+
+def _new_folder_aside(folder: Path) -> Path:
     number = 1
     while (folder / f"earlier-{number}").exists():
         number += 1
     aside = folder / f"earlier-{number}"
     aside.mkdir()
-    for path in present:
-        path.rename(aside / path.name)
     return aside
 
 
 def save_model(folder: Path, model: Decoder, tokenizer: str | None) -> Path:
-    """The trained model, with its tokenizer, as `raggedmoe generate` and `export` read it; replaces an older one."""
-    target, fresh, old = folder / MODEL, folder / f"{MODEL}.new", folder / f"{MODEL}.old"
-    for leftover in (fresh, old):
-        _remove(leftover)
+    """The trained model, with its tokenizer, as `raggedmoe generate` and `export` read it; replaces an older one.
+
+    If there was one, then at every moment one of the folders model, model.new and model.old is whole, and the next run
+    begins with it in its place.
+    """
+    target, new, old = (folder / name for name in (MODEL, NEW_MODEL, OLD_MODEL))
     with tempfile.TemporaryDirectory(prefix="raggedmoe-") as companions:
         if tokenizer is not None:
             (Path(companions) / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-        save(model, fresh, companions=Path(companions))
+        save(model, new, companions=Path(companions))
     if target.exists():
         target.rename(old)
-    fresh.rename(target)
+    new.rename(target)
+    sync(folder)
     _remove(old)
     return target
+
+
+def _recover_model(folder: Path) -> None:
+    """After a kill in `save_model`: the newest whole model takes its place, and what is left of others goes."""
+    target, new, old = (folder / name for name in (MODEL, NEW_MODEL, OLD_MODEL))
+    for whole in (new, old):
+        if whole.exists() and not target.exists():
+            whole.rename(target)
+    sync(folder)
+    for leftover in (new, old, *folder.glob(f".{NEW_MODEL}.*.partial")):
+        _remove(leftover)
 
 
 def _remove(folder: Path) -> None:

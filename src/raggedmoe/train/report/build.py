@@ -4,7 +4,8 @@ import math
 from html import escape
 from pathlib import Path
 
-from raggedmoe.train.metrics import LOAD, METRICS, replace_file
+from raggedmoe.disk import replace_file
+from raggedmoe.train.metrics import LOAD, METRICS
 from raggedmoe.train.record import DEAD_LINES, REPORT, RUN, RunRecord, is_number, part, read_run, series
 from raggedmoe.train.report import page as html
 from raggedmoe.train.report.curves import drops_section, loss_section, smoothing_window, speed_section, why_no_mfu
