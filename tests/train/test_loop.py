@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 
 import jax.numpy as jnp
@@ -210,6 +211,61 @@ def test_a_finished_run_is_not_trained_again(run, tmp_path, capsys):
     assert run() == 0
     assert "resumed after step 12" in capsys.readouterr().out
     assert curve(tmp_path / "run") == before
+
+
+class CompilingError(Exception):
+    """The run has looked at its folder, and would compile now."""
+
+
+@pytest.fixture
+def finished(whole, tmp_path):
+    """A copy of the finished run where the same command finds it."""
+    folder = shutil.copytree(whole, tmp_path / "run")
+    described = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(described.replace(str(whole.parent), str(tmp_path)))
+    return folder
+
+
+@pytest.fixture
+def begin(run, monkeypatch):
+    """The same command up to the moment where it would compile."""
+
+    def compile_programs(*args, **options):
+        raise CompilingError
+
+    monkeypatch.setattr(loop, "compile_programs", compile_programs)
+
+    def start():
+        with pytest.raises(CompilingError):
+            run()
+
+    return start
+
+
+def files(folder, *names):
+    """The contents of the files of these names, or in folders of these names."""
+    paths = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in paths.items() if name.split("/")[0] in names}
+
+
+def test_the_results_of_a_finished_run_whose_checkpoints_are_gone_are_set_aside(finished, begin, capsys):
+    shutil.rmtree(finished / "checkpoints")
+    names = ("metrics.jsonl", "load.jsonl", "run.json", "tensorboard", "model")
+    before = files(finished, *names)
+    begin()
+    assert f"the results of an earlier run are now in {finished / 'earlier-1'}" in capsys.readouterr().out
+    assert {name.split("/")[0] for name in before} == set(names)
+    assert files(finished / "earlier-1", *names) == before
+
+
+def test_the_results_of_a_finished_run_whose_last_checkpoint_is_gone_are_set_aside(finished, begin, capsys):
+    shutil.rmtree(finished / "checkpoints" / "step_00000012")
+    names = ("metrics.jsonl", "load.jsonl", "run.json", "model")
+    before = files(finished, *names)
+    begin()
+    assert f"the results of an earlier run are now in {finished / 'earlier-1'}" in capsys.readouterr().out
+    assert files(finished / "earlier-1", *names) == before
+    assert max(line["step"] for line in lines(finished / "metrics.jsonl")) == 8
 
 
 def test_a_run_without_checkpoints_moves_an_earlier_one_aside(run, tmp_path):

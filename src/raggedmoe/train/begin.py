@@ -19,7 +19,7 @@ from raggedmoe.train.checkpoint import Checkpoints, Restored
 from raggedmoe.train.config import TrainConfig
 from raggedmoe.train.data import Data
 from raggedmoe.train.layout import Layout
-from raggedmoe.train.metrics import METRICS, MetricsWriter, NoMetrics
+from raggedmoe.train.metrics import MetricsWriter, NoMetrics
 from raggedmoe.train.optimizer import make_optimizer
 from raggedmoe.train.programs import Programs, places_of, state_template
 from raggedmoe.train.rows import Batch
@@ -108,20 +108,18 @@ def restored_state(config: TrainConfig, data: Data, checkpoints: Checkpoints | N
 
 
 def opened_metrics(config: TrainConfig, restored: Restored | None, screen: Screen) -> MetricsWriter | NoMetrics:
-    """The files to go on with. What another run left is moved aside, not overwritten."""
+    """The files to go on with. Results that the run does not go on from are moved aside, not overwritten."""
     if jax.process_index() != 0:
         return NoMetrics()
     folder = config.run.folder
     if restored is None:
-        earlier = run_folder.described(folder)
-        same = earlier is not None and earlier.get("settings") == plain(config.settings.values)
-        killed_early = same and config.checkpoints is not None
-        aside = None if killed_early else run_folder.set_aside(folder, checkpoints=config.checkpoints is None)
-        if aside is not None:
-            screen.say(f"an earlier run was here: moved to {aside}")
-    step = -1 if restored is None else restored.step  # without a checkpoint not even the first evaluation stays
-    began = (folder / METRICS).exists()
-    return MetricsWriter(folder, resume_step=step if began else None, tensorboard=config.run.tensorboard)
+        aside = run_folder.set_aside(folder, checkpoints=config.checkpoints is None)
+    else:
+        aside = run_folder.set_aside_finished(folder, restored.step)
+    if aside is not None:
+        screen.say(f"the results of an earlier run are now in {aside}")
+    step = None if restored is None else restored.step
+    return MetricsWriter(folder, resume_step=step, tensorboard=config.run.tensorboard)
 
 
 def make_run(
