@@ -1,7 +1,10 @@
 """The connections over which processes hear of each other's end, all within this process."""
 
 import contextlib
+import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -124,19 +127,171 @@ def test_a_hub_that_can_hear_no_longer_ends_the_run(three, monkeypatch):
     assert second.texts[0].startswith("process 0 of 3 cannot hear the others any longer (ZeroDivisionError(")
 
 
-def test_a_stranger_on_the_port_is_sent_away_and_harms_nobody(three):
-    first, second, _ = three
-    with socket.create_connection(("127.0.0.1", first.side.port), timeout=5) as stranger:
-        stranger.sendall(b"hello guess 2\nfail 1\n")
-        assert stranger.recv(100) == b""
-    with socket.create_connection(("127.0.0.1", first.side.port), timeout=5):
-        pass
-    time.sleep(0.3)
-    assert not first.told.is_set()
-    assert not second.told.is_set()
+def test_no_more_connections_are_taken_once_all_have_come(three):
+    first, second, third = three
+    first.side.close_port()
+    deadline = time.monotonic() + 5
+    while first.side._servers and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", first.side.port), timeout=5)
+    third.die()
+    for process in (first, second):
+        assert process.told.wait(5)
 
 
-def test_a_wrong_token_is_refused():
+# Strangers on the port, before all processes have come
+
+
+def stranger(hub):
+    return contextlib.closing(socket.create_connection(("127.0.0.1", hub.port), timeout=5))
+
+
+def is_sent_away(connection):
+    """Whether the other side closes the connection without a word, before the time that `stranger` gives it."""
+    try:
+        return connection.recv(100) == b""
+    except ConnectionResetError:  # it did not read all
+        return True
+
+
+HELLO = peers._hello(TOKEN, 2)
+SENT = {
+    "another protocol": b"GET / HTTP/1.1\r\nHost: process-0\r\n\r\n",
+    "no text": b"\xff" * len(HELLO),
+    "megabytes without a line": b"x" * 2**22,
+    "another token": HELLO.replace(TOKEN.encode(), b"guess!"),
+    "the number of no process": peers._hello(TOKEN, 3),
+    "the number of process 0": peers._hello(TOKEN, 0),
+    "no number": HELLO[:-9] + b"\xb2" * 8 + b"\n",
+    "a process that is here already": peers._hello(TOKEN, 1),
+    "an order before the token": b"fail 1\n" + HELLO,
+}
+
+
+@pytest.mark.parametrize("sent", SENT)
+def test_a_stranger_is_sent_away_whatever_it_says(sent, three):
+    first, second, third = three
+    with stranger(first.side) as connection:
+        with contextlib.suppress(ConnectionError):  # sent away before the last byte
+            connection.sendall(SENT[sent])
+        assert is_sent_away(connection)
+    third.die()
+    for process in (first, second):
+        assert process.told.wait(5)
+        assert process.texts[0].startswith("process 2 of 3 has ended;")  # which is all that they ever heard
+
+
+def test_how_much_of_a_token_is_right_cannot_be_found_byte_by_byte(three):
+    hub = three[0].side
+    with stranger(hub) as connection:
+        connection.sendall(b"\xff" * (len(HELLO) - 1))
+        connection.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        connection.settimeout(5)
+        connection.sendall(b"\xff")
+        assert is_sent_away(connection)
+
+
+@pytest.mark.parametrize("pause", [5.0, 0.02], ids=["silent", "slow"])
+def test_a_stranger_is_sent_away_when_its_time_is_over(pause, monkeypatch):
+    monkeypatch.setattr(peers, "HELLO_SECONDS", 0.3)
+    with contextlib.closing(Process(0).side) as hub, stranger(hub) as connection:
+        connection.settimeout(pause)
+        began, closed = time.monotonic(), False
+        while not closed and time.monotonic() < began + 5:
+            with contextlib.suppress(TimeoutError):
+                closed = is_sent_away(connection)
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b"h")  # too few in that time to make a hello
+        assert closed
+
+
+def test_many_strangers_make_room_for_each_other_and_for_processes(monkeypatch):
+    monkeypatch.setattr(peers, "HELLO_SECONDS", 60.0)
+    first = Process(0)
+    with contextlib.ExitStack() as open_connections:
+        open_connections.callback(first.side.close)
+        strangers = [open_connections.enter_context(stranger(first.side)) for _ in range(3 * peers.MOST_STRANGERS)]
+        second = Process(1, first.side)
+        open_connections.callback(second.side.close)
+        assert is_sent_away(strangers[0])
+        assert len(first.side._strangers) <= peers.MOST_STRANGERS
+        second.die()
+        assert first.told.wait(5)
+    assert first.texts[0].startswith("process 1 of 3 has ended")
+
+
+# Loaded from its file: it needs neither JAX nor the package around it.
+HUB = f"""
+import importlib.util, os, resource, sys, threading
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[1])))
+spec = importlib.util.spec_from_file_location("peers", {peers.__file__!r})
+sys.modules["peers"] = peers = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(peers)
+def lost(text):
+    print(text, flush=True)
+    os._exit(0)
+print(peers.Hub(num_processes=3, token={TOKEN!r}, host="127.0.0.1", lost=lost).port, flush=True)
+threading.Event().wait(60)
+"""
+
+
+@pytest.mark.parametrize("descriptors", [256, 16], ids=["few", "fewer than strangers may have"])
+def test_processes_join_among_1500_silent_strangers_whatever_descriptors_are_left(descriptors):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2000:
+        pytest.skip("this system gives a process fewer than 2000 descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        hub = subprocess.Popen([sys.executable, "-S", "-c", HUB, str(descriptors)], stdout=subprocess.PIPE, text=True)
+        stack.enter_context(hub)
+        stack.callback(hub.kill)
+        address = ("127.0.0.1", int(hub.stdout.readline()))
+        for _ in range(1500):
+            stack.enter_context(contextlib.closing(socket.create_connection(address, timeout=5)))
+        told = threading.Event()
+        member = Member(process=1, num_processes=3, token=TOKEN, address=address, lost=lambda text: told.set())
+        stack.callback(member.close)
+        assert not told.is_set()
+        member._connection.shutdown(socket.SHUT_WR)
+        assert hub.stdout.readline().startswith("process 1 of 3 has ended;")
+
+
+def test_a_wrong_token_is_refused(monkeypatch):
+    monkeypatch.setattr(peers, "CONNECT_SECONDS", 0.3)
     hub = Process(0).side
     with contextlib.closing(hub), pytest.raises(ConnectionError, match="did not answer as process 0 does"):
-        Member(process=1, num_processes=2, token="guess", address=("127.0.0.1", hub.port), lost=print)
+        Member(process=1, num_processes=2, token="guess!", address=("127.0.0.1", hub.port), lost=print)
+
+
+# Where process 0 listens
+
+
+def listens_at(host):
+    hub = Hub(num_processes=2, token=TOKEN, host=host, lost=print)
+    with contextlib.closing(hub):
+        return {server.getsockname()[0] for server in hub._servers}
+
+
+def test_process_0_listens_at_the_coordinators_address_alone(caplog):
+    assert listens_at("127.0.0.2") == {"127.0.0.2"}
+    assert listens_at("localhost") <= {"127.0.0.1", "::1"}
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("number", ["192.0.2.1", "127.0.1.1"], ids=["of a virtual service", "of this machine alone"])
+def test_process_0_listens_everywhere_if_the_others_know_it_by_another_address(number, monkeypatch, caplog):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (number, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert listens_at("process-0.cluster") <= {"::", "0.0.0.0"}
+    assert "process-0.cluster, which is no address of this machine" in caplog.text
+
+
+def test_of_several_addresses_those_of_this_machine_are_taken(monkeypatch):
+    numbers = ("192.0.2.1", "127.0.0.2")
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (number, 0)) for number in numbers]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert listens_at("127.0.0.2") == {"127.0.0.2"}

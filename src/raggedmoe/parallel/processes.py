@@ -263,7 +263,7 @@ def _say(text: str) -> None:
 
 def _watch(service: compat.Coordination, lost: Callable[[str], None]) -> Hub | Member | None:
     """The connection to the other processes; None, with a warning, where process 0 cannot be reached."""
-    host, _, _ = service.address.rpartition(":")
+    host = service.address.rpartition(":")[0].strip("[]")  # brackets are around IPv6
     peers: Hub | Member | None = None
     if service.process == 0:
         token = secrets.token_hex(16)
@@ -285,8 +285,10 @@ def _watch(service: compat.Coordination, lost: Callable[[str], None]) -> Hub | M
                 "heartbeats, after up to %d s",
                 service.process, host, port, error, HEARTBEAT_SECONDS,
             )  # fmt: skip
-    # From here on, process 0 knows all whom it will hear.
+    # From here on, process 0 knows all whom it will hear: nobody else has any business on its port.
     service.client.wait_at_barrier("raggedmoe/peers", 60_000)
+    if isinstance(peers, Hub):
+        peers.close_port()
     return peers
 
 
