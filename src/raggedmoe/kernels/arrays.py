@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
+LEAST, MOST = -(2**31), 2**31 - 1  # of int32
 
 
 def accumulator(*dtypes: Any) -> jnp.dtype:
@@ -70,7 +72,7 @@ def check_sizes_fit(operation: str, group_sizes: Any, num_rows: int) -> None:
     """Require group sizes whose values are known now to be non-negative and to sum to at most the rows there are."""
     if isinstance(group_sizes, jax.core.Tracer):
         return
-    values = jax.device_get(group_sizes)
+    values = np.asarray(jax.device_get(int32(group_sizes)), np.int64)
     if values.size and values.min() < 0:
         raise ValueError(f"{operation}: expected group_sizes >= 0, got {int(values.min())} at {int(values.argmin())}")
     if values.sum() > num_rows:
@@ -85,9 +87,27 @@ def structs(**arrays: Any) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in arrays.items() if a is not None}
 
 
+def int32(array: Any) -> jax.Array:
+    """Integers of any type as int32, in which all sizes, indices and sums of them are computed.
+
+    What int32 cannot hold becomes its last value, or its first: no array is as long, so what is out of range stays so.
+    """
+    # NumPy's are cut before JAX sees them: without x64 it would wrap their values into 32 bits.
+    numpy = np if isinstance(array, np.ndarray | np.generic) else jnp
+    limits = jnp.iinfo(array.dtype)
+    if limits.max > MOST:
+        array = numpy.minimum(array, numpy.asarray(MOST, array.dtype))
+    if limits.min < LEAST:
+        array = numpy.maximum(array, numpy.asarray(LEAST, array.dtype))
+    return jnp.asarray(array).astype(jnp.int32)
+
+
 def scalar(value: Any, default: int) -> jax.Array:
     """An int32 scalar from an optional Python or traced integer."""
-    array = jnp.asarray(default if value is None else value)
+    value = default if value is None else value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return jnp.int32(min(max(value, LEAST), MOST))
+    array = value if hasattr(value, "dtype") else jnp.asarray(value)
     if array.shape != () or not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"expected an integer scalar, got {array.dtype}{list(array.shape)}; pass an int or an int32[]")
-    return array.astype(jnp.int32)
+    return int32(array)

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from raggedmoe import compat
 from raggedmoe.hardware import target_hardware
+from raggedmoe.kernels.arrays import int32
+from raggedmoe.kernels.attention.operands import segment_numbers
 from raggedmoe.models.cache import Cache, remembered
 from raggedmoe.models.config import LayerKind, ModelConfig, Stack
 from raggedmoe.models.matmul import project, wide_project
@@ -53,12 +55,12 @@ class DecoderOutput:
 
 def decode(
     params: Params,
-    ids: Int[Array, "B S"],
+    ids: Integer[Array, "B S"],
     config: ModelConfig,
     *,
     mask: Bool[Array, "B S"] | None = None,
-    segments: Int[Array, "B S"] | None = None,
-    positions: Int[Array, "B S"] | None = None,
+    segments: Integer[Array, "B S"] | None = None,
+    positions: Integer[Array, "B S"] | None = None,
     cache: Cache | None = None,
     cache_is_empty: bool = False,
     key: jax.Array | None = None,
@@ -84,6 +86,7 @@ def decode(
     """
     check_rows(ids.shape[0], mesh)
     _check(ids, mask, segments, positions, cache)
+    ids, segments = int32(ids), None if segments is None else segment_numbers(segments)
     slots = None if cache is None else _slots(cache, mask, ids.shape)
     attends_to_cache = cache is not None and not cache_is_empty
     if mask is not None and not attends_to_cache:
@@ -123,7 +126,7 @@ def decode(
 
 
 def embed(
-    params: Params, ids: Int[Array, "B S"], config: ModelConfig, mesh: Mesh | None = None
+    params: Params, ids: Integer[Array, "B S"], config: ModelConfig, mesh: Mesh | None = None
 ) -> Float[Array, "B S D"]:
     """The tokens' vectors."""
     table = params["embedding"]
@@ -311,12 +314,12 @@ def knows_further(documents: Int[Array, "B S"], module: int) -> Bool[Array, "B S
 def predict_further(
     params: Params,
     hidden: Float[Array, "B S D"],
-    ids: Int[Array, "B S"],
+    ids: Integer[Array, "B S"],
     config: ModelConfig,
     *,
     mask: Bool[Array, "B S"] | None = None,
-    segments: Int[Array, "B S"] | None = None,
-    positions: Int[Array, "B S"] | None = None,
+    segments: Integer[Array, "B S"] | None = None,
+    positions: Integer[Array, "B S"] | None = None,
     key: jax.Array | None = None,
     hardware: str | None = None,
     mesh: Mesh | None = None,
@@ -331,6 +334,7 @@ def predict_further(
       hidden: `DecoderOutput.hidden` of the same tokens, which module 0 starts from; the others as for `decode`.
     """
     check_rows(ids.shape[0], mesh)
+    ids, segments = int32(ids), None if segments is None else segment_numbers(segments)
     if positions is None:
         positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     turned = turns(config.attention.rope, config.attention.rope_dim, positions, config.dtype)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Integer
 
 from raggedmoe.models.cache import Cache
 from raggedmoe.models.config import ModelConfig
@@ -55,7 +55,7 @@ class Decoder(nnx.Module):
         """The parameters as the functions of `raggedmoe.models.decoder` take them."""
         return {name: variable[...] for name, variable in self.variables.items()}
 
-    def __call__(self, ids: Int[Array, "B S"], *, key: jax.Array | None = None) -> Float[Array, "B S V"]:
+    def __call__(self, ids: Integer[Array, "B S"], *, key: jax.Array | None = None) -> Float[Array, "B S V"]:
         """Logits of the token after each, in float32 at least. ``key``: for random routing and jitter."""
         self._check_ids(ids)
         params = self.params
@@ -63,10 +63,10 @@ class Decoder(nnx.Module):
 
     def hidden(
         self,
-        ids: Int[Array, "B S"],
+        ids: Integer[Array, "B S"],
         *,
         mask: Bool[Array, "B S"] | None = None,
-        segments: Int[Array, "B S"] | None = None,
+        segments: Integer[Array, "B S"] | None = None,
         cache: Cache | None = None,
         key: jax.Array | None = None,
     ) -> DecoderOutput:
@@ -74,7 +74,7 @@ class Decoder(nnx.Module):
         self._check_ids(ids)
         return decode(self.params, ids, self.config, mask=mask, segments=segments, cache=cache, key=key)
 
-    def logits_further(self, ids: Int[Array, "B S"]) -> list[Float[Array, "B S V"]]:
+    def logits_further(self, ids: Integer[Array, "B S"]) -> list[Float[Array, "B S V"]]:
         """Multi-token prediction: for each module, logits of one token further than the last."""
         self._check_ids(ids)
         params = self.params

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from raggedmoe.moe.balance import Axis
 from raggedmoe.moe.config import MoEConfig
@@ -29,8 +29,8 @@ def moe_route_and_compute(
     mesh: Mesh | AbstractMesh | None = None,
     mask: Bool[Array, " T"] | None = None,
     key: jax.Array | None = None,
-    token_ids: Int[Array, " T"] | None = None,
-    replay: Int[Array, "T K"] | None = None,
+    token_ids: Integer[Array, " T"] | None = None,
+    replay: Integer[Array, "T K"] | None = None,
     num_sequences: int = 1,
     first_expert: Int[Array, ""] | None = None,
 ) -> MoEOutput:
@@ -87,8 +87,8 @@ def route_part(
     router: RouterParams | dict[str, Any],
     mask: Bool[Array, " T"] | None,
     key: jax.Array | None,
-    token_ids: Int[Array, " T"] | None,
-    replay: Int[Array, "T K"] | None,
+    token_ids: Integer[Array, " T"] | None,
+    replay: Integer[Array, "T K"] | None,
     *,
     config: MoEConfig,
     num_sequences: int,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Integer
 
 from raggedmoe.moe.config import ACROSS_RANKS, MoEConfig
 from raggedmoe.moe.layer import moe_route_and_compute
@@ -79,8 +79,8 @@ class MoE(nnx.Module):
         *,
         mask: Bool[Array, "..."] | None = None,
         key: jax.Array | None = None,
-        token_ids: Int[Array, "..."] | None = None,
-        replay: Int[Array, "... K"] | None = None,
+        token_ids: Integer[Array, "..."] | None = None,
+        replay: Integer[Array, "... K"] | None = None,
     ) -> MoEOutput:
         """The layer on ``x [..., D]``; the other arguments have its leading dimensions.
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
-from raggedmoe.kernels.arrays import accumulator
+from raggedmoe.kernels.arrays import accumulator, int32
 from raggedmoe.moe import balance
 from raggedmoe.moe.balance import Axis
 from raggedmoe.moe.config import RouterConfig
@@ -27,8 +27,8 @@ def route(
     *,
     mask: Bool[Array, " T"] | None = None,
     key: jax.Array | None = None,
-    token_ids: Int[Array, " T"] | None = None,
-    replay: Int[Array, "T K"] | None = None,
+    token_ids: Integer[Array, " T"] | None = None,
+    replay: Integer[Array, "T K"] | None = None,
     num_sequences: int = 1,
     capacity: int | None = None,
     axis: Axis = None,
@@ -148,7 +148,7 @@ def select_experts(
     experts_per_token: int,
     mask: Bool[Array, " T"],
     key: jax.Array | None = None,
-    token_ids: Int[Array, " T"] | None = None,
+    token_ids: Integer[Array, " T"] | None = None,
     *,
     first_token: int | Int[Array, ""] = 0,
     axis: Axis = None,
@@ -228,7 +228,7 @@ def checked_replay(replay: jax.Array, num_tokens: int, experts_per_token: int, n
             )
         if ((values[:, 1:] == values[:, :-1]) & (values[:, 1:] < num_experts)).any():
             raise ValueError("expected replay with different experts for each token, got one twice in a row")
-    return replay.astype(jnp.int32)
+    return int32(replay)
 
 
 def _expert_choice(

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from raggedmoe.kernels.arrays import accumulator, matmul_precision, varying_like
+from raggedmoe.kernels.arrays import accumulator, int32, matmul_precision, varying_like
 from raggedmoe.mesh import TENSOR, TOKEN_AXES
 from raggedmoe.models.matmul import wide_project
 from raggedmoe.models.vocabulary import TOKENS, TablePlace, table_place
@@ -34,7 +34,7 @@ def chunk_tokens(num_tokens: int, vocab_size: int) -> int:
 def cross_entropy_sum(
     hidden: Float[Array, "T D"],
     head: Float[Array, "V D"],
-    targets: Int[Array, " T"],
+    targets: Integer[Array, " T"],
     weights: Float[Array, " T"],
     mesh: Mesh | None = None,
 ) -> Float[Array, ""]:
@@ -44,7 +44,7 @@ def cross_entropy_sum(
     The weights are given, not learned: they get no gradient. With a plan's mesh, T is split over its token axes.
     """
     place = None if mesh is None else table_place(mesh, head.shape)
-    return _cross_entropy_sum(hidden, head, targets, weights, place)
+    return _cross_entropy_sum(hidden, head, int32(targets), weights, place)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

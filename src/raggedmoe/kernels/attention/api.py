@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from raggedmoe.hardware import Hardware, target_hardware
-from raggedmoe.kernels.arrays import check_array, check_size, structs
-from raggedmoe.kernels.attention.operands import Operands, sees_something
+from raggedmoe.kernels.arrays import check_array, check_size, int32, structs
+from raggedmoe.kernels.attention.operands import Operands, sees_something, segment_numbers
 from raggedmoe.kernels.placement import placement
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
 
@@ -34,8 +34,8 @@ def attention(
     value: Float[Array, "B L M W"],
     *,
     scale: float | None = None,
-    positions: Int[Array, "B S"] | None = None,
-    segments: Int[Array, "B S"] | None = None,
+    positions: Integer[Array, "B S"] | None = None,
+    segments: Integer[Array, "B S"] | None = None,
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
     implementation: Choice = "auto",
@@ -67,6 +67,8 @@ def attention(
     batch, length, heads, _ = query.shape
     if 0 in (batch, length, heads, key.shape[1], value.shape[3]):
         return jnp.zeros((batch, length, heads, value.shape[3]), query.dtype)
+    positions = None if positions is None else int32(positions)
+    segments = None if segments is None else segment_numbers(segments)
     target = target_hardware(hardware, (query, key, value))
     arrays = structs(query=query, key=key, value=value, positions=positions, segments=segments, sinks=sinks)
     options = {"scale": scale, "window": window, **placement(query, key, value)}
@@ -74,16 +76,11 @@ def attention(
     backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
     plan = _Plan(forward.function, backward.function, scale, window)
     if positions is None:
-        return _attention(plan, Operands(query, key, value, None, _int32(segments), sinks))
+        return _attention(plan, Operands(query, key, value, None, segments, sinks))
     # What stands in a query that sees nothing reaches nothing, NaN included; and so for its cotangent.
-    positions = _int32(positions)
     seeing = sees_something(positions, key.shape[1], window)[:, :, None, None]
     out = _attention(plan, Operands(jnp.where(seeing, query, 0), key, value, positions, None, sinks))
     return jnp.where(seeing, out, 0)
-
-
-def _int32(array: Any) -> Any:
-    return None if array is None else array.astype(jnp.int32)
 
 
 def _static(scale: Any, window: Any, width: int) -> tuple[float, int | None]:

@@ -3,9 +3,10 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from raggedmoe.kernels.arrays import accumulator, matmul_precision
+from raggedmoe.kernels.arrays import MOST, accumulator, matmul_precision
 
 
 class Operands(NamedTuple):
@@ -43,6 +44,22 @@ def sees_something(position: Int[Array, "#B S"], num_slots: int, window: int | N
     """Whether a query sees any slot. Without positions all do: each sees itself."""
     seeing = position >= 0
     return seeing if window is None else seeing & (position - window < num_slots - 1)
+
+
+def segment_numbers(segments: Any) -> Int[Array, "B S"]:
+    """Segments of any integer type as int32: equal where they were equal, negative where they were negative.
+
+    Those that int32 cannot hold are numbered: cast or cut, different ones could become the same.
+    """
+    limits = jnp.iinfo(segments.dtype)
+    if limits.max <= MOST:
+        return jnp.asarray(segments).astype(jnp.int32)
+    if isinstance(segments, np.ndarray):  # before JAX sees them: without x64 it would wrap their values
+        numbers = np.unique(segments, return_inverse=True)[1]
+    else:
+        numbers = jnp.unique(segments, return_inverse=True, size=segments.size)[1]
+    numbers = jnp.asarray(numbers, jnp.int32).reshape(segments.shape)
+    return jnp.where(segments < 0, numbers - segments.size, numbers) if limits.min < 0 else numbers
 
 
 def by_key_head(array: Any, num_key_heads: int) -> Any:

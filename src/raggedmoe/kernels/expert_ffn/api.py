@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import check_array, check_size, check_sizes_fit, structs
@@ -49,7 +49,7 @@ def expert_ffn(
     wi_0: Float[Array, "G F D"],
     wi_1: Float[Array, "G F D"] | None,
     wo: Float[Array, "G F D"],
-    group_sizes: Int[Array, " G"],
+    group_sizes: Integer[Array, " G"],
     *,
     biases: ExpertBiases | None = None,
     activation: str = "silu",

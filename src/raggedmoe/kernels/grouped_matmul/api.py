@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from raggedmoe.hardware import Hardware, target_hardware
-from raggedmoe.kernels.arrays import FLOATS, check_array, check_size, check_sizes_fit, scalar, structs
+from raggedmoe.kernels.arrays import FLOATS, MOST, check_array, check_size, check_sizes_fit, int32, scalar, structs
 from raggedmoe.kernels.placement import placement, varying_alike
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
 
@@ -29,10 +30,10 @@ class _Plan:
 def grouped_matmul(
     lhs: Float[Array, "R I"],
     rhs: Float[Array, "G I O"] | Float[Array, "G O I"],
-    group_sizes: Int[Array, " E"],
+    group_sizes: Integer[Array, " E"],
     *,
     transpose_rhs: bool = False,
-    group_offset: int | Int[Array, ""] | None = None,
+    group_offset: int | Integer[Array, ""] | None = None,
     preferred_element_type: DTypeLike | None = None,
     implementation: Choice = "auto",
     hardware: Hardware | str | None = None,
@@ -43,8 +44,8 @@ def grouped_matmul(
       lhs: rows, ordered by group. What stands past the last group is never used, NaN included.
       rhs: one matrix for each group held here, ``[G I O]``, or ``[G O I]`` with ``transpose_rhs``.
       group_sizes: the rows in each of the model's groups. An empty group costs and contributes nothing, and its
-        matrix's gradient is zero. Groups that run past the end of ``lhs`` are refused where
-        the sizes are known, and cut there where they are traced.
+        matrix's gradient is zero. Sizes that are negative or run past the end of ``lhs`` are
+        refused where they are known; where they are traced, a negative one is none and groups are cut at the end.
       group_offset: None, and G == E; or the number of the group that ``rhs[0]`` is, whose rows start at
         ``sum(group_sizes[:group_offset])``.
       preferred_element_type: type of the result, by default that of ``lhs``. Sums are float32 at least in any case.
@@ -76,15 +77,22 @@ def grouped_matmul(
 
 
 def group_bounds(
-    group_sizes: Int[Array, " E"], num_groups: int, num_rows: int, group_offset: Any = None
+    group_sizes: Integer[Array, " E"], num_groups: int, num_rows: int, group_offset: Any = None
 ) -> Int[Array, " {num_groups}+1"]:
-    """Group g of those held here owns the rows ``bounds[g] <= r < bounds[g + 1]``."""
-    ends = jnp.cumsum(group_sizes.astype(jnp.int32), dtype=jnp.int32)
-    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    if group_offset is not None:
-        # Groups before the first and after the last of the model's have no rows: clipped, both their bounds agree.
-        bounds = jnp.take(bounds, scalar(group_offset, 0) + jnp.arange(num_groups + 1, dtype=jnp.int32), mode="clip")
-    return jnp.minimum(bounds, num_rows)
+    """Group g of those held here owns the rows ``bounds[g] <= r < bounds[g + 1]``.
+
+    A negative size is none, and groups are cut at the last row. Every implementation reads sizes from here alone.
+    """
+    sizes = jnp.clip(int32(group_sizes), 0, num_rows)
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    if sizes.shape[0] * num_rows > MOST:  # the first sum that int32 cannot hold is negative; from there on all are cut
+        ends = jnp.where(lax.cummax((ends < 0).astype(jnp.int32)) > 0, num_rows, ends)
+    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.minimum(ends, num_rows)])
+    if group_offset is None:
+        return bounds
+    # Groups before the first and after the last of the model's have no rows: clipped, both their bounds agree.
+    first = jnp.clip(scalar(group_offset, 0), -num_groups, sizes.shape[0])
+    return jnp.take(bounds, first + jnp.arange(num_groups + 1, dtype=jnp.int32), mode="clip")
 
 
 def _check(lhs: Any, rhs: Any, group_sizes: Any, transpose_rhs: bool, group_offset: Any) -> None:

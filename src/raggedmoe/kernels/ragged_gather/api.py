@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from raggedmoe.hardware import Hardware, target_hardware
-from raggedmoe.kernels.arrays import check_array, check_size, scalar, structs
+from raggedmoe.kernels.arrays import check_array, check_size, int32, scalar, structs
 from raggedmoe.kernels.placement import placement, varying_alike
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
 
@@ -26,12 +26,12 @@ class _Plan:
 
 def ragged_gather(
     x: Float[Array, "T D"],
-    indices: Int[Array, " R"],
+    indices: Integer[Array, " R"],
     *,
-    start: int | Int[Array, ""] | None = None,
-    end: int | Int[Array, ""] | None = None,
+    start: int | Integer[Array, ""] | None = None,
+    end: int | Integer[Array, ""] | None = None,
     weights: Float[Array, " R"] | None = None,
-    inverse: Int[Array, "T K"] | None = None,
+    inverse: Integer[Array, "T K"] | None = None,
     implementation: Choice = "auto",
     hardware: Hardware | str | None = None,
 ) -> Float[Array, "R D"]:
@@ -61,6 +61,7 @@ def ragged_gather(
         check_size(NAME, "inverse.shape[0]", x.shape[0], inverse.shape[0], "give one line for each row of x")
     if 0 in x.shape or indices.shape[0] == 0:
         return jnp.zeros((indices.shape[0], x.shape[1]), x.dtype)
+    indices, inverse = int32(indices), None if inverse is None else int32(inverse)
     target = target_hardware(hardware, (x, indices))
     arrays = structs(x=x, indices=indices, weights=weights, inverse=inverse)
     options = placement(x, indices)

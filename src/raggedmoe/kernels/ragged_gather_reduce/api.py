@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from raggedmoe.hardware import Hardware, target_hardware
-from raggedmoe.kernels.arrays import check_array, check_size, scalar, structs
+from raggedmoe.kernels.arrays import check_array, check_size, int32, scalar, structs
 from raggedmoe.kernels.placement import placement, varying_alike
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
 
@@ -26,12 +26,12 @@ class _Plan:
 
 def ragged_gather_reduce(
     rows: Float[Array, "R D"],
-    indices: Int[Array, "T K"],
+    indices: Integer[Array, "T K"],
     *,
     weights: Float[Array, "T K"] | None = None,
-    start: int | Int[Array, ""] | None = None,
-    end: int | Int[Array, ""] | None = None,
-    inverse: Int[Array, " R"] | None = None,
+    start: int | Integer[Array, ""] | None = None,
+    end: int | Integer[Array, ""] | None = None,
+    inverse: Integer[Array, " R"] | None = None,
     implementation: Choice = "auto",
     hardware: Hardware | str | None = None,
 ) -> Float[Array, "T D"]:
@@ -66,6 +66,7 @@ def ragged_gather_reduce(
         check_size(NAME, "len(inverse)", rows.shape[0], inverse.shape[0], "give one slot for each row")
     if 0 in rows.shape or 0 in indices.shape:
         return jnp.zeros((indices.shape[0], rows.shape[1]), rows.dtype)
+    indices, inverse = int32(indices), None if inverse is None else int32(inverse)
     target = target_hardware(hardware, (rows, indices))
     arrays = structs(rows=rows, indices=indices, weights=weights, inverse=inverse)
     options = placement(rows, indices)
