@@ -53,7 +53,7 @@ def attention(
       positions: where each query is; negative: it sees nothing. By default query i is at position i, and L == S.
       segments: a query sees slots of its own segment only (packed sequences). Not together with ``positions``.
       window: a query sees the last ``window`` positions up to its own.
-      sinks: for each query head, a logit that joins the softmax's sum and brings no value.
+      sinks: for each query head, a logit that joins the softmax's sum and brings no value; minus infinity: none.
       implementation: "auto", a name, a tuple of names in order of preference, or `Directions`.
       hardware: the chip to choose for; by default that of the mesh in use, or of the arrays.
 

@@ -48,8 +48,11 @@ def forward(operands, *, scale, window):
 
     def one_chunk(_, chunk):
         rows = chunk.query.shape[:-1]
-        peak = jnp.full(rows, jnp.finfo(wide).min, wide) if sinks is None else jnp.broadcast_to(sinks, rows)
-        total = jnp.full(rows, 0 if sinks is None else 1, wide)
+        # The highest so far is never minus infinity, even where a sink is: from itself it could not be subtracted.
+        peak, total = jnp.full(rows, jnp.finfo(wide).min, wide), jnp.zeros(rows, wide)
+        if sinks is not None:
+            peak = jnp.maximum(peak, sinks)
+            total = jnp.exp(sinks - peak)
         mean = jnp.zeros((*rows, slots.value.shape[-1]), wide)
 
         def add(j, state):

@@ -55,7 +55,7 @@ def segment_numbers(segments: Any) -> Int[Array, "B S"]:
     if limits.max <= MOST:
         return jnp.asarray(segments).astype(jnp.int32)
     if isinstance(segments, np.ndarray):  # before JAX sees them: without x64 it would wrap their values
-        numbers = np.unique(segments, return_inverse=True)[1]
+        numbers: Any = np.unique(segments, return_inverse=True)[1]
     else:
         numbers = jnp.unique(segments, return_inverse=True, size=segments.size)[1]
     numbers = jnp.asarray(numbers, jnp.int32).reshape(segments.shape)

@@ -47,7 +47,7 @@ def _make(
         arrays["segments"] = jnp.asarray(numbers, jnp.int32)
         seen = seen & (numbers[:, :, None] == numbers[:, None, :])
     if sinks:
-        arrays["sinks"] = normal(rng, (heads,), dtype)
+        arrays["sinks"] = normal(rng, (heads,), dtype).at[0].set(-jnp.inf)  # minus infinity: this head has none
     unread = ~seen.any(1)[:, :, None, None]
     arrays |= {name: jnp.where(unread, jnp.asarray(GARBAGE, dtype), arrays[name]) for name in ("key", "value")}
     seeing = seen.any(2)[:, :, None, None]
