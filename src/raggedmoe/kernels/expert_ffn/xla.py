@@ -4,6 +4,7 @@ import functools
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.expert_ffn import matmuls
+from raggedmoe.kernels.grouped_matmul import masked_dot
 from raggedmoe.kernels.grouped_matmul import xla as grouped_matmul
 from raggedmoe.kernels.proof import COMPILED_XLA
 from raggedmoe.kernels.registry import Call, Implementation
@@ -11,9 +12,8 @@ from raggedmoe.kernels.registry import Call, Implementation
 
 def note(call: Call, hardware: Hardware) -> str | None:
     """What the contract's sixth point makes us say."""
-    if hardware.platform == "cpu":
-        return "XLA multiplies every row by every group's matrix on a CPU: G times the work"
-    return "three ragged dots, not fused: the hidden rows go through memory"
+    unfused = "three ragged dots, not fused: the hidden rows go through memory"
+    return "; ".join(filter(None, (masked_dot.note(call, hardware), unfused)))
 
 
 IMPLEMENTATION = Implementation(
@@ -23,5 +23,6 @@ IMPLEMENTATION = Implementation(
     backward=functools.partial(matmuls.backward, grouped_matmul),
     rank={"cpu": 20, "gpu": 20, "tpu": 20},
     proofs=COMPILED_XLA,
+    why_not=masked_dot.why_not,
     note=note,
 )

@@ -62,6 +62,8 @@ def transposed(lhs, rhs, bounds, *, hardware):
 
 def why_not(call: Call, hardware: Hardware) -> str | None:
     """Why it cannot run."""
+    if hardware.platform != "tpu":
+        return f"a kernel for TPUs, not for {hardware.platform}"
     reason = tokamax.why_not(call, hardware)
     if reason is None and importlib.util.find_spec("tokamax._src.ops.gmm_v2") is None:
         return "this tokamax has no second kernel; it came with tokamax 0.0.13, which needs Python 3.12"

@@ -117,12 +117,17 @@ def compiled_for(chip: Hardware) -> Iterator[None]:
 
 
 def why_not(call: Call, hardware: Hardware) -> str | None:
-    """What none of these kernels takes."""
-    dtype = call.arrays["lhs"].dtype
+    """What none of the TPU kernels takes."""
     if hardware.platform != "tpu":
         return f"a kernel for TPUs, not for {hardware.platform}"
+    return types_why_not(call) or unchecked_why_not(call)
+
+
+def types_why_not(call: Call) -> str | None:
+    """The types that none of them takes."""
+    dtype = call.arrays["lhs"].dtype
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"takes bfloat16 and float32, got {dtype}"
     if call.options["out_dtype"] not in ("bfloat16", "float32"):
         return f"gives bfloat16 and float32, not {call.options['out_dtype']}"
-    return unchecked_why_not(call)
+    return None

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.arrays import accumulator, matmul_precision
+from raggedmoe.kernels.grouped_matmul import masked_dot
 from raggedmoe.kernels.grouped_matmul.gradients import gradients
 from raggedmoe.kernels.proof import COMPILED_XLA
 from raggedmoe.kernels.registry import Call, Implementation
@@ -70,11 +71,8 @@ def _ragged_dot(lhs, rhs, bounds, numbers):
 
 def note(call: Call, hardware: Hardware) -> str | None:
     """What the contract's sixth point makes us say."""
-    if hardware.platform == "cpu":
-        return "XLA multiplies every row by every group's matrix on a CPU: G times the work"
-    if call.options["group_offset"]:
-        return "group_offset costs two rolls of the rows"
-    return None
+    rolls = "group_offset costs two rolls of the rows" if call.options["group_offset"] else None
+    return "; ".join(filter(None, (masked_dot.note(call, hardware), rolls))) or None
 
 
 IMPLEMENTATION = Implementation(
@@ -84,5 +82,6 @@ IMPLEMENTATION = Implementation(
     backward=functools.partial(gradients, forward, transposed),
     rank={"cpu": 20, "gpu": 20, "tpu": 20},
     proofs=COMPILED_XLA,
+    why_not=masked_dot.why_not,
     note=note,
 )
