@@ -12,7 +12,7 @@ from raggedmoe.kernels.example import Example
 from raggedmoe.kernels.proof import Level, level_on
 from raggedmoe.kernels.registry import OPERATIONS, implementations
 from raggedmoe.verify.attention_bound import attention_bounds
-from raggedmoe.verify.check import SUM_ROUNDINGS, _run
+from raggedmoe.verify.check import FFN_ROUNDINGS, SUM_ROUNDINGS, _run
 
 
 def on_cpu(name: str) -> list[str]:
@@ -66,6 +66,9 @@ def beyond_rounding(name: str, example: Example, found: dict[str, jax.Array]) ->
         out_eps = float(jnp.finfo(array.dtype).eps)
         sum_eps = 1.0 if name == "attention" else float(jnp.finfo(jnp.promote_types(array.dtype, jnp.float32)).eps)
         bound = out_eps * np.abs(expected[quantity]) + sum_eps * errors[quantity]
+        if name == "expert_ffn" and example.arrays["rows"].dtype.itemsize == 2:  # hidden activations are rounded too
+            hidden_eps = float(jnp.finfo(example.arrays["rows"].dtype).eps)
+            bound += FFN_ROUNDINGS * hidden_eps * errors[quantity] / SUM_ROUNDINGS
         difference = np.abs(np.asarray(array, np.float64) - expected[quantity])
         share = np.divide(difference, bound, out=np.where(difference == 0, 0.0, np.inf), where=bound > 0)
         if not (share <= 1).all():  # a NaN is not either

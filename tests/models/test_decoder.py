@@ -83,7 +83,7 @@ def test_keeping_less_takes_less_memory(by_remat):
     "remat", [("attn_proj_out", "kv_a", "moe_up", "moe_down"), pytest.param("full", marks=pytest.mark.slow)]
 )
 def test_gradients_of_latent_attention_and_further_predictions_are_the_same_recomputed_layer_by_layer(remat):
-    config = with_einsum_experts(tiny("deepseek-v3-tiny"))
+    config = with_einsum_experts(tiny("deepseek-v3-tiny", num_layers=2))
     params, ids = drawn_params(config), drawn_ids(config, 2, 24)
     kept = dataclasses.replace(config, remat=remat, scan_layers=False)
     plain_value, plain_gradients = quick_jit(jax.value_and_grad(loss_of(config, ids)))(params)
@@ -138,7 +138,7 @@ def test_hash_routing_gets_the_tokens_ids():
 
 
 def test_the_attention_kernel_changes_neither_value_nor_gradient():
-    config = with_einsum_experts(tiny("gpt-oss-tiny"))
+    config = with_einsum_experts(tiny("gpt-oss-tiny", num_layers=2))
     params, ids = drawn_params(config), drawn_ids(config, 2, 40)
     results = {}
     for implementation in ("dot_product", "chunked"):
@@ -150,7 +150,7 @@ def test_the_attention_kernel_changes_neither_value_nor_gradient():
 
 
 def test_packed_documents_do_not_see_each_other():
-    config = with_einsum_experts(tiny("deepseek-v2-tiny"))
+    config = with_einsum_experts(tiny("deepseek-v2-tiny", num_layers=2))
     params = drawn_params(config)
     first, second = drawn_ids(config, 1, 9, seed=1), drawn_ids(config, 1, 15, seed=2)
     packed = jnp.concatenate([first, second], axis=1)
@@ -184,7 +184,7 @@ def test_packed_documents_have_the_gradients_of_separate_ones():
 
 
 def test_padding_in_front_is_seen_by_no_token_that_counts():
-    config = with_einsum_experts(tiny("gpt-oss-tiny"))
+    config = with_einsum_experts(tiny("gpt-oss-tiny", num_layers=2))
     params, ids = drawn_params(config), drawn_ids(config, 1, 12)
     run = quick_jit(decode, static_argnums=2)
     padded = jnp.concatenate([drawn_ids(config, 1, 4, seed=9), ids], axis=1)
@@ -218,7 +218,7 @@ def test_tokens_that_do_not_count_change_nothing_before_them():
 @pytest.mark.parametrize("name", ["deepseek-v3-tiny", "gpt-oss-tiny"])
 def test_a_cache_filled_in_parts_gives_the_whole_sequences_states(name):
     """In chunks of 7, 7 and 1 tokens: what a chunk sees of the earlier ones comes from the cache alone."""
-    config = with_einsum_experts(tiny(name))
+    config = with_einsum_experts(tiny(name, num_layers=2))
     params, ids = drawn_params(config), drawn_ids(config, 2, 15)
     run = quick_jit(decode, static_argnums=2)
     whole = run(params, ids, config).hidden
@@ -248,7 +248,9 @@ def test_latent_attention_caches_the_latent_only(name):
 
 
 @pytest.mark.parametrize(
-    "config", [tiny("deepseek-v2-tiny"), with_einsum_experts(tiny("gpt-oss-tiny"))], ids=["latent", "sinks"]
+    "config",
+    [tiny("deepseek-v2-tiny", num_layers=2), with_einsum_experts(tiny("gpt-oss-tiny", num_layers=2))],
+    ids=["latent", "sinks"],
 )
 def test_a_batch_in_bfloat16_is_generated_as_its_prompts_alone(config):
     config = dataclasses.replace(config, dtype=jnp.dtype("bfloat16"), param_dtype=jnp.dtype("bfloat16"))

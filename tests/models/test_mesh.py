@@ -97,7 +97,9 @@ def test_scanned_layers_on_a_mesh_are_the_same(model, degrees, changes):
 
 
 # The strategies keep the same arrays: they gather weights in one place.
-@pytest.mark.parametrize("strategy", ["all_to_all", *(pytest.param(s, marks=pytest.mark.slow) for s in ("local", "ring"))])
+@pytest.mark.parametrize(
+    "strategy", ["all_to_all", *(pytest.param(s, marks=pytest.mark.slow) for s in ("local", "ring"))]
+)
 def test_gathered_weights_are_not_kept_for_the_backward_pass(strategy):
     """A scan's results beside its carry are what is kept of every layer; in `shard_map` with all devices' in front."""
     config = with_ragged_dot(tiny("deepseek-v3-tiny", num_layers=2, dense_layers=(), mtp_layers=0))

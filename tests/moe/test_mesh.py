@@ -91,6 +91,8 @@ def pairwise(found):
 
 
 ALL = list(cases())
+
+
 def is_small(case):
     """Two of everything, four only of ranks of experts, whose order two would not show; experts split if they can be."""
     other_degrees = max(case[name] for name in ("fsdp", "tensor", "data"))
