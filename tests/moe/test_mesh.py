@@ -94,7 +94,7 @@ ALL = list(cases())
 
 
 def is_small(case):
-    """Two of everything, four only of ranks of experts, whose order two would not show; experts split if they can be."""
+    """Two of everything, and four of the experts' ranks alone, whose order two would not show."""
     other_degrees = max(case[name] for name in ("fsdp", "tensor", "data"))
     return case["expert"] <= 4 and other_degrees <= 2 and case["token_chunks"] <= 2
 

@@ -2,8 +2,8 @@
 
 On a GPU the rows are copied once for each group, zero where they are not the group's, and multiplied by all matrices
 in one piece: ``[R, G·I] x [G·I, O]``. Compiled for an H100, 8192 rows of width 2048 in 16 groups become
-``[8192, 32768] x [32768, 1408]``, and the weights' gradient ``[16, 8192, 2048]ᵀ x [16, 8192, 1408]`` (docs/log.md). On a
-CPU the work is the same.
+``[8192, 32768] x [32768, 1408]``, and the weights' gradient is ``[16, 8192, 2048]ᵀ x [16, 8192, 1408]`` (docs/log.md).
+On a CPU the work is the same.
 """
 
 from raggedmoe.hardware import GIB, Hardware

@@ -1,8 +1,8 @@
 """How our contract is put to tokamax's ragged dot on a GPU.
 
-Its groups start at row 0, ours at ``bounds[0]``. Its Triton kernel leaves the rows of no group as they are in memory, and
-gives the matrix of an empty group the products of rows that are not its own (tokamax 0.0.12 and 0.0.17): both are set to
-zero here.
+Its groups start at row 0, ours at ``bounds[0]``. Its Triton kernel leaves the rows of no group as they are in memory,
+and gives the matrix of an empty group the products of rows that are not its own (tokamax 0.0.12 and 0.0.17): both are
+set to zero here.
 """
 
 import jax.numpy as jnp
