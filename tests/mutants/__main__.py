@@ -42,7 +42,7 @@ def main(words: list[str]) -> int:
     def run(number: int) -> Verdict:
         verdict = try_mutant(tree, mutants[number], reach, review, seconds=options.seconds)
         where = f"{verdict.mutant.file}:{verdict.mutant.line}"
-        print(f"{number + 1:3} {where}, {verdict.mutant.rule}: {verdict.text} ({verdict.seconds:.0f} s)", flush=True)
+        print(f"{number + 1:3} {where}, {verdict.mutant.rule}, {verdict.seconds:.0f} s: {verdict.text}", flush=True)
         return verdict
 
     with ThreadPoolExecutor(options.workers) as pool:

@@ -32,7 +32,7 @@ class Verdict:
     def text(self) -> str:
         if self.caught_by is not None:
             return self.caught_by
-        tests = f"{self.num_tests} test" + "s" * (self.num_tests != 1)
+        tests = f"{self.num_tests} test{'s' * (self.num_tests != 1)} in {self.seconds:.0f} s"
         return f"survived {tests}: {self.why_not}" if self.why_not else f"SURVIVED {tests}"
 
 
@@ -109,7 +109,7 @@ def catcher(results: list[Result], reach: Reach, *, stopped: bool) -> str | None
         return None
     if not stopped:
         return f"{last.test} (the process broke off)"
-    return f"{last.test} (did not end)" if last.seconds > 5 * reach.seconds[last.test] + 10 else None
+    return f"{last.test} (did not end)" if last.seconds > 3 * reach.seconds[last.test] + 10 else None
 
 
 def table(tree: Tree, verdicts: list[Verdict]) -> str:

@@ -19,6 +19,7 @@ from tests.mutants.rules import Mutant, mutants_of
 # Data of the examples that tests and benchmarks run, and what is only looked at.
 NOT_MUTATED = ("kernels/*/specs.py", "kernels/example.py", "train/report/*", "train/screen.py", "interop/progress.py")
 COPIED = ("src", "tests", "docs", "pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile", ".ci")
+FOREIGN = ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "TEST_SHARE")  # of tests that run this, and of .ci/run
 COMPILED = ".jax_cache"  # programs that the checkout's tests have compiled; a mutant changes few of them
 
 
@@ -72,7 +73,7 @@ class Tree:
         results, log = self.root / "tmp" / "results", self.root / "tmp" / "log"
         results.write_text("")
         environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name not in FOREIGN},
             "PYTHONPATH": str(self.root / "src"),
             "TMPDIR": str(self.root / "tmp" / "of" / "tests"),
             "QUICK_COMPILE": "1",
@@ -86,12 +87,13 @@ class Tree:
             environment[TESTS] = str(order)
         options = ["-q", "-p", "tests.mutants.plugin", "-p", "no:cacheprovider", "-m", "not slow"]
         with log.open("w") as output:
+            shown = None if tests is None else output  # all of them take minutes
             process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", *options, *arguments],
                 cwd=self.root,
                 env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                stdout=shown,
+                stderr=shown,
                 start_new_session=True,
             )
             try:
