@@ -99,9 +99,15 @@ def wrong_axis(node: ast.expr, around: Around) -> ast.expr | None:
     return ast.Constant(0 if node.value == 1 and around[-1] is keyword else node.value + 1)
 
 
+def is_masked(node: ast.AST) -> bool:
+    """A `where` of three, or `lax.select`."""
+    of_lax = called(node) == "select" and ast.unparse(node.func).endswith("lax.select")
+    return (called(node) == "where" or of_lax) and len(node.args) == 3
+
+
 def dropped_mask(node: ast.expr, around: Around) -> ast.expr | None:
     """`a` for `where(mask, a, b)`, `first` for `first & second`."""
-    if called(node) in ("where", "select") and len(node.args) == 3:
+    if is_masked(node):
         return node.args[1]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd):
         return node.left
@@ -110,7 +116,7 @@ def dropped_mask(node: ast.expr, around: Around) -> ast.expr | None:
 
 def inverted_mask(node: ast.expr, around: Around) -> ast.expr | None:
     """`where(mask, b, a)` for `where(mask, a, b)`."""
-    if called(node) in ("where", "select") and len(node.args) == 3:
+    if is_masked(node):
         mask, a, b = node.args
         return ast.Call(node.func, [mask, b, a], node.keywords)
     return None
@@ -147,10 +153,17 @@ def missing_gradient(node: ast.expr, around: Around) -> ast.expr | None:
     return ast.BinOp(ast.Constant(0), ast.Mult(), node)
 
 
+def is_path(node: ast.BinOp) -> bool:
+    """Whether `/` joins a path, as far as names tell: one of them is a folder's, or on the right is a text's."""
+    words = {getattr(each, "id", getattr(each, "attr", "")).lower() for each in ast.walk(node)}
+    on_disk = any(part in word for word in words for part in ("folder", "path", "root", "parent", "home", "tmp"))
+    return on_disk or is_text(node.right) or (isinstance(node.right, ast.Name) and node.right.id.isupper())
+
+
 def wrong_normaliser(node: ast.expr, around: Around) -> ast.expr | None:
     """`a` for `a / b` where that is no path, `sum` for `mean`."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-        return None if is_text(node.right) or is_text(node.left) else node.left
+        return None if is_path(node) else node.left
     if called(node) == "mean" and isinstance(node.func, ast.Attribute):
         return ast.Call(ast.Attribute(node.func.value, "sum"), node.args, node.keywords)
     return None
@@ -168,7 +181,7 @@ def wrong_factor(node: ast.expr, around: Around) -> ast.expr | None:
 
 
 def rounding(node: ast.expr, around: Around) -> ast.expr | None:
-    """Up instead of down: `-(-a // b)` for `a // b`."""
+    """Up instead of down: `-(-a // b)` for `a // b`; and the other way round, as a part of `-(-a // b)`."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
         up = ast.BinOp(ast.UnaryOp(ast.USub(), node.left), ast.FloorDiv(), node.right)
         return ast.UnaryOp(ast.USub(), up)
@@ -261,7 +274,7 @@ RULES = {
     "gradient missing": missing_gradient,
     "normaliser missing": wrong_normaliser,
     "factor missing": wrong_factor,
-    "rounded up": rounding,
+    "rounding": rounding,
     "boundary": boundary,
     "condition inverted": inverted_condition,
     "and for or": and_for_or,
