@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -169,6 +170,33 @@ def test_those_that_do_not_end_by_themselves_are_asked_to_and_then_killed(capsys
     assert launch(run) == 7
     assert time.monotonic() - began < 10
     assert "[process 0] asked" in capsys.readouterr().out
+
+
+def test_thirty_signals_to_the_launcher_in_a_second_reach_each_process_once(tmp_path):
+    counting = (
+        f"asked = []; signal.signal(signal.SIGTERM, lambda *_: asked.append(0)); open(r'{tmp_path}/' + str(me), 'w'); "
+        "until = time.monotonic() + 30\n"
+        "while not asked and time.monotonic() < until: time.sleep(0.02)\n"
+        "time.sleep(1.5); sys.exit(75 if len(asked) == 1 else 9)"
+    )
+
+    def send():
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.02)
+        for _ in range(30):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1 / 30)
+
+    strays = []
+    before = signal.signal(signal.SIGTERM, lambda *_: strays.append(0))
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        assert launch(LocalRun(command=script(counting), num_processes=2)) == 75
+        assert strays == []
+    finally:
+        sender.join()
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_each_process_is_told_its_place_and_one_number_of_devices():

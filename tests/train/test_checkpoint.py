@@ -9,6 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -513,6 +514,33 @@ def test_an_error_under_way_is_not_hidden_by_a_failed_save(tmp_path, monkeypatch
 
     with pytest.raises(ZeroDivisionError):
         run()
+
+
+def test_a_second_signal_does_not_wait_for_a_save_which_nobody_resumes_from(three, tmp_path, monkeypatch):
+    going_on, plain = threading.Event(), checkpoint.write_manifest
+
+    def slowly(*args):
+        going_on.wait(60)
+        plain(*args)
+
+    monkeypatch.setattr(checkpoint, "write_manifest", slowly)
+    checkpoints = opened(three)
+
+    def run() -> None:
+        with checkpoints:
+            save(checkpoints, 40)
+            raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        assert not (three / "step_00000040").exists()
+        left = opened(shutil.copytree(three, tmp_path / "left"))  # as the process would leave it
+        check_is_of(left.restore(state_at(0)), 30)
+        assert names(tmp_path / "left") == {"step_00000010", "step_00000020", "step_00000030"}
+    finally:
+        going_on.set()
+        checkpoints.wait()
 
 
 def test_a_save_that_is_not_asynchronous_raises_by_itself(tmp_path, monkeypatch):

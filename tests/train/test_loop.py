@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import signal
+import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 from raggedmoe import interop
 from raggedmoe.cli.train import train
 from raggedmoe.models.generate import generate
+from raggedmoe.parallel import stop_signals
 from raggedmoe.train import loop
 from raggedmoe.train.report import write_report
 from raggedmoe.train.run_folder import locked
@@ -21,6 +24,12 @@ from tests.train.runs import TINY, curve, lines, share_programs
 pytestmark = pytest.mark.usefixtures("shared_programs")
 STEPS = 12
 WORDS = (*TINY, f"steps={STEPS}", "checkpoint_period=4", "eval_interval=5", "eval_steps=2", "load_period=5")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    """A signal is never followed by others that were sent with it, unless a test says so."""
+    monkeypatch.setattr(stop_signals, "SAME_REQUEST", 0.0)
 
 
 @pytest.fixture
@@ -95,6 +104,36 @@ def test_a_signal_saves_and_the_same_command_goes_on_exactly(run, tmp_path, whol
     assert "resumed after step 7" in capsys.readouterr().out
     assert curve(tmp_path / "run") == curve(whole)
     assert lines(tmp_path / "run" / "load.jsonl") == lines(whole / "load.jsonl")
+
+
+def test_thirty_signals_in_a_second_save_once(run, tmp_path, monkeypatch, capsys):
+    def send():
+        for _ in range(30):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1 / 30)
+
+    strays, sender = [], threading.Thread(target=send)
+    before = signal.signal(signal.SIGTERM, lambda *_: strays.append(0))
+    disturb(monkeypatch, 6, sender.start)
+    monkeypatch.setattr(stop_signals, "SAME_REQUEST", 2.0)
+    try:
+        assert run() == loop.INTERRUPTED
+        assert strays == []
+    finally:
+        sender.join()
+        signal.signal(signal.SIGTERM, before)
+    assert "SIGTERM: saved after step" in capsys.readouterr().err
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.partial"))
+
+
+def test_a_later_signal_stops_at_once(run, monkeypatch):
+    def twice():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    disturb(monkeypatch, 6, twice)  # with no time between them
+    with pytest.raises(KeyboardInterrupt):
+        run()
 
 
 def test_a_signal_without_checkpoints_says_that_all_is_lost(run, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """The command line: one thin file a command."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 
@@ -54,6 +55,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print("raggedmoe: interrupted", file=sys.stderr)
         processes.leave(130, failed=True)
-        sys.exit(130)
+        sys.stdout.flush()
+        os._exit(130)  # at once: Python would wait for threads, of which one may write a checkpoint
     processes.leave(code, failed=code == processes.CANNOT_WRITE)
     sys.exit(code)

@@ -10,15 +10,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 from raggedmoe.parallel.peers import FAILED_PATIENCE
 from raggedmoe.parallel.processes import COORDINATOR, CPU_DEVICES, LAUNCHER, LOST, NUM_PROCESSES, PROCESS_ID
+from raggedmoe.parallel.stop_signals import StopSignals
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Once one has failed, the others end by themselves: at once if it was killed, or having waited for it. If they do not,
 # they are asked to (SIGTERM) after so many seconds, and get --grace more.
 BY_THEMSELVES = FAILED_PATIENCE + 3.0
@@ -146,7 +144,15 @@ def launch(run: LocalRun) -> int:
         output = _Output()
         for child in children:
             child.read(output)
-        with _passed_on(children) as asked:
+        asked: list[signal.Signals] = []
+
+        def pass_on(number: signal.Signals) -> None:
+            """To every process: they save, and end."""
+            asked.append(number)
+            for child in children:
+                child.send(number)
+
+        with StopSignals(pass_on):
             failed = _watched(children, run.grace, asked)
         for child in children:
             for reader in child.readers:
@@ -165,7 +171,7 @@ def launch(run: LocalRun) -> int:
     return failed.code
 
 
-def _watched(children: list[_Child], grace: float, asked: list[int]) -> _Child | None:
+def _watched(children: list[_Child], grace: float, asked: list[signal.Signals]) -> _Child | None:
     """Wait for all; None: they ended alike, otherwise the one that failed, and the others have ended with it."""
     while not any(child.code for child in children) and not _all_ended(children, 0.02):
         if len(asked) > 1:  # asked to stop, and asked again
@@ -216,24 +222,6 @@ def _failure(child: _Child, num_processes: int) -> str:
 
 def _is_signal(code: int) -> bool:
     return code > 128 and code - 128 in set(signal.Signals)
-
-
-@contextmanager
-def _passed_on(children: list[_Child]) -> Iterator[list[int]]:
-    """Signals to stop go to every process: they save, and end. Gives those that came."""
-    asked: list[int] = []
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-        for child in children:
-            child.send(signal.Signals(number))
-
-    before: dict[signal.Signals, Any] = {number: signal.signal(number, pass_on) for number in SIGNALS}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _free_port() -> int:

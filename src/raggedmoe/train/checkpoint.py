@@ -125,7 +125,7 @@ class Checkpoints:
     ) -> None:
         if error is None:
             self.wait()
-        else:
+        elif not isinstance(error, KeyboardInterrupt):  # which waits for nothing: the save stays partial, or ends
             self._join()
             if self._failure is not None and self._failure is not error:  # the error that is under way counts
                 logger.error("a checkpoint was not saved: %s", self._failure)

@@ -1,39 +1,36 @@
 """Being asked to stop: SIGTERM and SIGINT are remembered until the step under way is done."""
 
 import signal
-from types import FrameType, TracebackType
-from typing import Any
+from types import TracebackType
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from raggedmoe.parallel.stop_signals import StopSignals
 
 
 class Interruption:
-    """Inside a ``with``, the first signal is only remembered; a second one stops at once.
+    """Inside a ``with``, the first request to stop is only remembered; a second one stops at once.
 
     Outside, before there is anything to save, signals do what they do by default.
     """
 
     def __init__(self) -> None:
         self.signal: str | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._signals = StopSignals(self._remember)
 
     def __enter__(self) -> "Interruption":
-        for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._remember)
+        self._signals.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._signals.__exit__(kind, error, traceback)
 
     @property
     def reason(self) -> str:
         """What a run that stops says of it; of several processes perhaps only one was asked."""
         return self.signal or "a signal to another process"
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _remember(self, number: signal.Signals) -> None:
         if self.signal is not None:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number).name
+        self.signal = number.name
