@@ -175,6 +175,13 @@ def test_a_run_whose_every_loss_is_nan_gives_a_page(tmp_path):
     assert any("finite loss" in text for text in page.missing)
 
 
+def test_a_curve_without_a_value_or_a_mark_is_empty(tmp_path):
+    (tmp_path / METRICS).write_text('{"kind":"train","step":1,"loss":null}\n{"kind":"train","step":2,"loss":null}\n')
+    page = Page(write_report(tmp_path))
+    assert page.tiles["Steps"] == "2"
+    assert page.tiles["Training loss"] == "–"
+
+
 @pytest.mark.parametrize("content", ["{cut", '{"model": 3, "kernels": {"a": 1}, "settings": [], "notes": "x"}'])
 def test_a_spoilt_run_json_costs_only_what_it_held(small, content):
     assert "Layer 7" in Page(write_report(small)).headings
@@ -207,6 +214,45 @@ def test_lines_of_load_with_another_shape_are_left_out_and_counted(small):
     assert "4 lines of load.jsonl are left out" in page.text
     assert page.tiles["Dead experts"] == "1"
     assert "no token in the last 3 records, up to step 3: layer 7 expert 1." in page.text
+
+
+HUGE = "1" + "0" * 400
+
+
+@pytest.mark.parametrize("value", [HUGE, "1.5e308"], ids=["digits", "float64"])
+def test_a_value_that_no_sum_can_hold_counts_as_unknown(small, value):
+    names = ("loss", "seconds", "tokens", "tokens_per_second", "dropped", "grad_norm", "entropy", "mfu", "skipped")
+    values = ",".join(f'"{name}":{value}' for name in names)
+    with (small / METRICS).open("a") as file:
+        for kind in ("train", "eval"):
+            file.write(f'{{"kind":"{kind}","step":4,{values}}}\n{{"kind":"{kind}","step":5,{values}}}\n')
+    (small / RUN).write_text(f'{{"model": {{"total": {value}, "active": {value}, "num_experts": {value}}}}}')
+    page = Page(write_report(small))
+    known = {name: text for name, text in page.tiles.items() if text != "–"}
+    assert known == {"Steps": "5", "Dropped": "0", "Dead experts": "1"}
+
+
+def test_lines_with_a_step_that_is_no_count_are_left_out_and_counted(small):
+    steps = (10**30, 2**63, 2**53, -1, "1e30", "4.5", "null", "true")
+    with (small / METRICS).open("a") as metrics, (small / LOAD).open("a") as load:
+        for step in steps:
+            metrics.write(f'{{"kind":"train","step":{step},"loss":1.0}}\n{{"kind":"event","step":{step}}}\n')
+            load.write(f'{{"step":{step},"load":[[1,2,3]]}}\n')
+    page = Page(write_report(small))
+    assert page.tiles["Steps"] == "3"
+    assert page.tiles["Dead experts"] == "1"
+    assert f"{2 * len(steps)} lines of metrics.jsonl are left out" in " ".join(page.missing)
+    assert f"{len(steps)} lines of load.jsonl are left out" in page.text
+
+
+def test_counts_that_no_sum_can_hold_are_left_out(small):
+    with (small / LOAD).open("a") as file:
+        file.writelines(
+            f'{{"step":{4 + i},"load":[[{count},1,1]]}}\n' for i, count in enumerate((HUGE, "1e400", "1e308"))
+        )
+    page = Page(write_report(small))
+    assert "3 lines of load.jsonl are left out" in page.text
+    assert page.tiles["Dead experts"] == "1"
 
 
 def test_no_drop_is_said_in_words(small):

@@ -11,6 +11,9 @@ from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.train.metrics import LOAD, METRICS, read_jsonl
 
 RUN, REPORT = "run.json", "report.html"
+# What a run writes are float32's numbers, and counts. Beyond these limits sums, axes and int64 would overflow: such a
+# value counts as unknown, and a line with such a step is left out.
+LARGEST_VALUE, LARGEST_STEP = 1e100, 2**53
 DEAD_LINES = 10  # an expert that got nothing in so many last lines of load.jsonl counts as dead
 
 
@@ -60,7 +63,7 @@ class LoadHistory:
     steps: np.ndarray
     counts: np.ndarray
     layers: list[int]  # the layers' numbers in the model
-    left_out: int  # lines whose shape differs from the last one's
+    left_out: int  # lines that are no counts, or whose shape differs from the last one's
 
     @property
     def dead(self) -> list[tuple[int, int]]:
@@ -154,7 +157,11 @@ def read_run(folder: Path) -> RunRecord:
         problems.append(f"{RUN} could not be read: it is no JSON object, perhaps cut off.")
     lines = []
     if (folder / METRICS).is_file():
-        lines = [line for line in read_jsonl(folder / METRICS) if isinstance(line.get("step"), int)]
+        written = read_jsonl(folder / METRICS)
+        lines = [line for line in written if _is_step(line.get("step"))]
+        if len(lines) < len(written):
+            num = len(written) - len(lines)
+            problems.append(f"{num} lines of {METRICS} are left out: they have no whole number below 2**53 as step.")
     else:
         problems.append(f"{METRICS} is missing: the run was stopped before its first step, or the file was moved.")
     by_kind = {
@@ -192,7 +199,12 @@ def _step(line: dict[str, Any]) -> int:
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether a value is a number that can be reckoned with: neither NaN nor past `LARGEST_VALUE`."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_VALUE
+
+
+def _is_step(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_STEP
 
 
 def _float(value: Any) -> float:
@@ -208,9 +220,9 @@ def _load_history(path: Path, layers: list[Any]) -> LoadHistory | None:
         num_lines += 1
         try:
             table = np.array(line.get("load"), dtype=np.float64)
-        except (TypeError, ValueError):  # layers of different lengths, or no numbers
+        except (TypeError, ValueError, OverflowError):  # layers of different lengths, no numbers, or 400 digits
             continue
-        if isinstance(line.get("step"), int) and table.ndim == 2 and table.size:
+        if _is_step(line.get("step")) and table.ndim == 2 and table.size and (abs(table) <= LARGEST_VALUE).all():
             tables[line["step"]] = table
     if not tables:
         return None

@@ -249,7 +249,7 @@ def _style(axes: Any, logarithmic: bool) -> None:
     axes.grid(axis="y", color=COLOURS["grid"], linewidth=0.8)
     axes.set_axisbelow(True)
     axes.margins(x=0.01)
-    if axes.dataLim.width < 2:  # a run of one step still has whole numbers below it
+    if 0 <= axes.dataLim.width < 2:  # a run of one step still has whole numbers below it; -inf: nothing is drawn
         axes.set_xlim(axes.dataLim.x0 - 1, axes.dataLim.x1 + 1)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)

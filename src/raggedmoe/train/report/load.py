@@ -82,7 +82,7 @@ def _what_is_left_out(history: LoadHistory, load: BinnedLoad, num_shown: int) ->
     if num_experts > MAX_ROWS:
         texts.append(f"{num_experts} experts are drawn as {MAX_ROWS} rows: the mean of neighbours.")
     if history.left_out:
-        texts.append(f"{history.left_out} lines of {LOAD} are left out: they are no table of the last line's shape.")
+        texts.append(f"{history.left_out} lines of {LOAD} are left out: they are no counts in the last line's shape.")
     return texts
 
 
