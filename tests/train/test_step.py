@@ -11,6 +11,7 @@ import pytest
 
 from raggedmoe.models.decoder import decode, knows_further, predict_further
 from raggedmoe.models.specs import is_trained, param_specs
+from raggedmoe.moe.config import RouterConfig
 from raggedmoe.train.optimizer import learning_rate_schedule
 from raggedmoe.train.step import StepConfig, batch_gradients
 
@@ -21,11 +22,13 @@ from .small_step import (
     LENGTH,
     MTP_WEIGHT,
     RATE,
+    ROWS,
     WHOLE,
     assert_same_bits,
     drawn_params,
     first_state,
     gradients,
+    packed,
     small_model,
     sorted_out,
     step_of,
@@ -100,6 +103,38 @@ def test_the_batch_wise_loss_and_the_capacity_are_those_of_each_micro_batch():
     assert abs(float(report(*arrays).aux_loss[0]) - expected) > 0.01
     dropped = [int(part.dropped[0]) for part in parts]
     assert int(found.dropped) == sum(dropped) > max(dropped) > 0
+
+
+def test_random_routing_differs_by_step_and_micro_batch():
+    """Four micro-batches of the same tokens: a step adds up what each of them gives with the key of its own number."""
+    preset = tiny("mixtral-tiny", vocab_size=61, num_layers=1)
+    moe = dataclasses.replace(preset.moe, router=RouterConfig(selection="random"), moe_backend="jax")
+    model = dataclasses.replace(preset, moe=moe)
+    config = StepConfig(model=model, optimizer=ADAM, micro_batches=4)
+    rows = packed(ROWS[:2], model.vocab_size)
+    batch = jax.tree.map(lambda array: np.tile(array, (4, 1)), rows)
+    state = dataclasses.replace(first_state(config), step=jnp.asarray(3, jnp.int32))
+
+    def mean_loss(params, number):
+        key = jax.random.fold_in(jax.random.fold_in(state.key, 3), number)
+        where = {"mask": rows.segments >= 0, "segments": rows.segments, "positions": rows.positions}
+        out = decode(params, jnp.asarray(rows.ids), model, **jax.tree.map(jnp.asarray, where), key=key)
+        losses = optax.softmax_cross_entropy_with_integer_labels(out.hidden @ params["head"].T, rows.targets)
+        return (losses * rows.weights).sum() / rows.weights.sum(), out.experts.load
+
+    one = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
+    parts = [jax.device_get(one(state.params, number)) for number in range(4)]
+    after, report = step_of(config)(state, batch)
+    loads = [load for (_, load), _ in parts]
+    assert len({load.tobytes() for load in loads}) == 4
+    np.testing.assert_array_equal(report.losses.load, sum(loads))
+    expected = np.mean([loss for (loss, _), _ in parts], dtype=np.float64)
+    assert abs(float(report.losses.loss) - expected) <= 16 * EPS * expected
+    for name, gradient in gradients(after).items():
+        expected = np.mean([own[name] for _, own in parts], axis=0, dtype=np.float64)
+        # The same terms, one for each of 128 tokens, in sums of another order: √128 roundings, in layer and head.
+        bound = 2 * np.sqrt(batch.ids.size) * EPS * np.abs(expected).max()
+        assert np.abs(gradient - expected).max() <= bound, (name, np.abs(gradient - expected).max() / bound)
 
 
 # --- The objective
