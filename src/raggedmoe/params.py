@@ -29,7 +29,14 @@ class ParamSpec:
 
 
 Specs = Mapping[str, ParamSpec]
+LARGEST_SIZE = 2**31 - 1  # of a dimension: what an int32 counts
 CONSTANTS = {"zeros": 0, "ones": 1}
+
+
+def divisors(size: int) -> list[int]:
+    """All of them, in order: what an error can offer in place of a number that does not divide ``size``."""
+    small = [number for number in range(1, math.isqrt(size) + 1) if size % number == 0]
+    return sorted({*small, *(size // number for number in small)})
 
 
 def stacked(spec: ParamSpec, num: int, axis: str = "layer") -> ParamSpec:

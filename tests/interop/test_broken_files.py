@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from raggedmoe import interop
+from raggedmoe.interop.families import qwen3_moe
+from raggedmoe.interop.hf_config import read_config_json
 from raggedmoe.interop.safetensors_file import BrokenFileError, StoredTensor
 from tests.interop.folders import (
     INDEX,
@@ -66,6 +68,8 @@ HEADERS = {
     "size that is a boolean": lambda entry: entry.update(shape=[True]),
     "shape that is no list": lambda entry: entry.update(shape=32),
     "sizes whose product is absurd": lambda entry: entry.update(shape=[2**62, 2**62]),
+    "more dimensions than an array has": lambda entry: entry.update(shape=[2**62] * 20_000),
+    "more dimensions than an array has, of size 1": lambda entry: entry.update(shape=[32] + [1] * 32),
     "size beyond 64 bits": lambda entry: entry.update(shape=[2**80]),
     "shape larger than its bytes": lambda entry: entry.update(shape=[33]),
     "offsets past the end": lambda entry: entry.update(data_offsets=[o + 10**6 for o in entry["data_offsets"]]),
@@ -124,6 +128,12 @@ FILES = {
     "entry that is no object": (_header(b'{"model.norm.weight": [1, 2]}'), "JSON header"),
     "entry without offsets": (_header(b'{"model.norm.weight": {"dtype": "F32", "shape": [32]}}'), "data_offsets"),
     "tensor twice in the header": (_twice, NORM),
+    # A minute, if each is looked for among all.
+    "20,000 tensors twice in the header": (
+        _header(b"{%s}" % b",".join(b'"%d":{}' % (number % 20_000) for number in range(40_000))),
+        "twice in the header: 0, 1, 2, 3, 4, 5, 6, 7 and 19992 more",
+    ),
+    "number of a million digits": (_header(b'{"model.norm.weight": {"shape": [1%s]}}' % (b"0" * 10**6)), "JSON header"),
     "bytes after the last tensor": (lambda path: path.write_bytes(path.read_bytes() + b"\0" * 8), "by its header"),
 }
 
@@ -169,6 +179,13 @@ def test_a_missing_shard_is_named_with_what_it_holds(sharded, nothing_read):
 def test_an_index_without_a_map_of_tensors_to_files_is_refused(text, sharded, nothing_read):
     (sharded / INDEX).write_text(text)
     refused(sharded, f"{INDEX}: expected")
+
+
+def test_of_many_missing_shards_some_are_named(sharded, nothing_read):
+    held = {f"tensor.{number}": f"{number:06}.safetensors" for number in range(20_000)}  # half a minute, if all by all
+    change_json(sharded / INDEX, lambda index: index.update(weight_map=held))
+    message = refused(sharded, "000000.safetensors, 000001.safetensors", "and 19992 more", "tensor.0, tensor.1")
+    assert len(message) < 1000
 
 
 @pytest.mark.parametrize(
@@ -294,6 +311,40 @@ def test_a_config_with_fewer_layers_lists_the_others_as_unknown(single, nothing_
     message = refused(single, "unknown", "model.layers.1.input_layernorm.weight")
     assert re.search(r"unknown \(\d+\)", message)
     assert "missing" not in message
+
+
+# Small files that ask for much: each of these would take minutes, if not hours, if all of it were made
+
+
+def test_a_config_that_describes_far_more_tensors_than_there_are_is_refused_before_they_are_listed(single):
+    change_config(single, num_hidden_layers=10_000, num_experts=10_000)
+    refused(single, "config.json describes more than 10138 tensors, found 69", "numbers of layers and experts")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_hidden_layers": 10_001}, "expected 'num_hidden_layers' to be at most 10000, got 10001"),
+        (
+            {"num_attention_heads": 10**12, "num_key_value_heads": 7, "head_dim": 8},
+            "num_heads to be at most 2147483647",
+        ),
+        ({"num_attention_heads": 2**31 - 2, "num_key_value_heads": 4, "head_dim": 8}, "use one of [1, 2, 3, 6, 7, 9,"),
+        ({"hidden_size": 2**40, "head_dim": 8}, "at most 2147483647, got 1099511627776"),
+        ({"rope_theta": 10**400}, "expected 'rope_theta' to be a number, got 1000"),
+    ],
+)
+def test_numbers_beyond_all_models_are_refused_with_the_file(changes, named, single):
+    change_config(single, **changes)
+    refused(single, "config.json: ", named)
+
+
+def test_a_list_of_dense_layers_may_be_long(tmp_path):
+    folder = copied("qwen3_moe", tmp_path / "qwen3_moe")
+    change_config(folder, num_hidden_layers=10_000, mlp_only_layers=[20_000] * 100_000)
+    assert qwen3_moe.read_config(read_config_json(folder)).dense_layers == ()
+    change_config(folder, mlp_only_layers=[[0]])
+    refused(folder, "config.json: expected 'mlp_only_layers' to be a list of layers, got [[0]]")
 
 
 # Folders

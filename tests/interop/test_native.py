@@ -118,12 +118,42 @@ def test_a_tensor_of_another_type_is_refused(native):
         lambda config: config.update(moe={"kind": "rope"}),
         lambda config: config.update(param_dtype="float99"),
         lambda config: config.update(param_dtype=[]),
+        lambda config: config.update(vocab_size={"kind": "rope"}),
+        lambda config: config["attention"].update(rope={"kind": "rope", "yarn": {"kind": "rope"}}),
+        lambda config: config["attention"].update(num_heads=10**12, num_kv_heads=7),
+        lambda config: config["moe"].update(num_experts=10**12, router={"kind": "router", "num_groups": 7}),
+        lambda config: config["attention"].update(rope={"kind": "rope", "theta": 10**400}),
     ],
-    ids=["kind", "other kind", "unknown key", "no size", "size", "no attention", "other moe", "type", "no type"],
+    ids=[
+        *("kind", "other kind", "unknown key", "no size", "size", "no attention", "other moe", "type", "no type"),
+        *("nested size", "other yarn", "heads", "experts", "theta"),
+    ],
 )
 def test_a_configuration_that_is_not_a_models_is_refused(change, native):
     change_json(native / "raggedmoe.json", lambda value: change(value["config"]))
     refused(native, "raggedmoe.json")
+
+
+@pytest.mark.parametrize("changes", [{"num_layers": 10**9}, {"mtp_layers": 10**9}, {"num_layers": 10_001}])
+def test_more_layers_than_any_model_has_are_refused_before_they_are_listed(changes, native):
+    change_json(native / "raggedmoe.json", lambda value: value["config"].update(changes))
+    refused(native, "raggedmoe.json: expected num_layers and mtp_layers to be at most 10000 together, got")
+
+
+def test_objects_nested_without_end_are_refused(native):
+    change_json(native / "raggedmoe.json", lambda value: value["config"]["attention"].update(rope="deep"))
+    deep = '{"kind": "rope", "yarn": ' * 900 + "1" + "}" * 900
+    text = (native / "raggedmoe.json").read_text()
+    (native / "raggedmoe.json").write_text(text.replace('"deep"', deep))
+    refused(native, "raggedmoe.json.attention.rope.yarn: expected an object with a kind out of yarn, got {'kind'")
+
+
+def test_of_many_missing_tensors_some_are_listed(native):
+    change_json(native / "raggedmoe.json", lambda value: value["config"].update(mtp_layers=1_000))
+    with pytest.raises(ValueError, match=r"mtp\.0\.attention\.k_norm: missing") as raised:
+        interop.load(native)
+    assert str(raised.value).count("\n") == 21
+    assert "more" in str(raised.value)
 
 
 def test_the_description_says_the_axes_of_every_parameter(native, golden_model):

@@ -1,12 +1,15 @@
 """Configurations refuse what makes no sense, and see which layers are alike."""
 
 import dataclasses
+import re
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from raggedmoe.models.config import GroupedQueryConfig, LatentConfig, RopeConfig, Stack, YarnConfig
+from raggedmoe.models.config import MOST_LAYERS, GroupedQueryConfig, LatentConfig, RopeConfig, Stack, YarnConfig
 from raggedmoe.models.config_json import from_json, to_json
+from raggedmoe.models.count import count_params
 from raggedmoe.models.presets import ALIASES, PRESETS, model_preset
 
 from .drawn import tiny
@@ -83,6 +86,43 @@ def test_stacks_are_the_layers_in_order_whatever_the_pattern(dense, windows):
 def test_layers_without_a_pattern_are_not_one_long_body():
     config = tiny("mixtral-tiny", num_layers=5, dense_layers=(0, 3), mlp_dim=32)
     assert all(len(stack.kinds) <= 2 for stack in config.stacks)
+
+
+def drawn_layers(num_layers, **settings):
+    """Layers in no order, but for a stretch in the middle that repeats."""
+    rng = np.random.default_rng(0)
+    dense = rng.integers(2, size=num_layers)
+    middle = slice(num_layers // 3, num_layers // 2)
+    dense[middle] = np.resize(dense[middle][:7], dense[middle].size)
+    numbers = tuple(int(layer) for layer in np.flatnonzero(dense))
+    return tiny("mixtral-tiny", num_layers=num_layers, dense_layers=numbers, mlp_dim=32, **settings)
+
+
+def test_stacks_are_those_that_reach_furthest():
+    config = drawn_layers(128)
+    kinds = "".join("d" if layer in config.dense_layers else "m" for layer in range(128))
+    expected, rest = [], kinds
+    while rest:  # a regular expression's back-reference finds the repeats of each period
+        reach = {len(match.group()): n for n in range(64, 0, -1) if (match := re.match(rf"(.{{{n}}})\1+", rest))}
+        furthest = max(reach, default=1)
+        expected.append((reach.get(furthest, 1), furthest // reach.get(furthest, 1)))
+        rest = rest[furthest:]
+    assert [(len(stack.kinds), stack.repeats) for stack in config.stacks] == expected
+    assert any(period > 2 and repeats > 1 for period, repeats in expected)
+
+
+def test_the_most_layers_are_looked_through_once():
+    """If the time grew as the square of the layers, or with each use, this would take minutes."""
+    config = drawn_layers(MOST_LAYERS)
+    assert sum(len(stack.kinds) * stack.repeats for stack in config.stacks) == MOST_LAYERS
+    assert config.stacks is config.stacks
+    assert len(config.moe_layers) == MOST_LAYERS - len(config.dense_layers)
+    assert count_params(config).total > count_params(drawn_layers(128)).total
+
+
+def test_more_layers_than_that_are_refused():
+    with pytest.raises(ValueError, match="at most 10000 together, got 9999 and 2"):
+        tiny("deepseek-v3-tiny", num_layers=9_999, mtp_layers=2)
 
 
 @pytest.mark.parametrize("name", PRESETS)

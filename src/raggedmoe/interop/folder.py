@@ -41,11 +41,11 @@ def _indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
             raise BrokenFileError(
                 f"{index}: {held} is said to be in {file!r}; expected the name of a safetensors file in the folder"
             )
-    missing = [file for file in files if not os.path.isfile(folder / file)]  # a name too long is no file either
+    missing = {file for file in files if not os.path.isfile(folder / file)}  # a name too long is no file either
     if missing:
         lost = [name for name, where in named.items() if where in missing]
         raise BrokenFileError(
-            f"{folder}: {', '.join(missing)} named by {INDEX} not found, which hold(s) {_some(lost)}; "
+            f"{folder}: {_some(sorted(missing))} named by {INDEX} not found, which hold(s) {_some(lost)}; "
             "is the download complete?"
         )
     found: dict[str, StoredTensor] = {}

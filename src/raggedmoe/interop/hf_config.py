@@ -1,17 +1,16 @@
 """Reading config.json key by key, so that no setting that we would get wrong passes unseen."""
 
 import logging
-import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from raggedmoe.interop.json_file import read_json_object
-from raggedmoe.models.config import RopeConfig, YarnConfig
+from raggedmoe.models.config import MOST_LAYERS, ModelConfig, RopeConfig, YarnConfig
 
 logger = logging.getLogger("raggedmoe")
 
-MOST_LAYERS = 10_000  # and experts: we list them one by one
 # They describe training, the tokenizer, or the file's origin: no logit depends on them.
 HARMLESS = {
     "_name_or_path",
@@ -92,7 +91,7 @@ class ConfigReader:
         return value
 
     def count(self, key: str, *others: str) -> int:
-        """A number of layers or experts."""
+        """A number of layers or experts: both are listed one by one."""
         value = self.size(key, *others)
         if value > MOST_LAYERS:
             raise ValueError(f"{self.path}: expected {key!r} to be at most {MOST_LAYERS}, got {value}")
@@ -141,7 +140,17 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def model_config(reader: ConfigReader, read_config: Callable[[ConfigReader], ModelConfig]) -> ModelConfig:
+    """What a family makes of a config.json. Where the configuration refuses its values, the error names the file."""
+    try:
+        return read_config(reader)
+    except ValueError as error:
+        if str(error).startswith(f"{reader.path}: "):
+            raise
+        raise ValueError(f"{reader.path}: {error}") from None
 
 
 def read_config_json(folder: Path) -> ConfigReader:

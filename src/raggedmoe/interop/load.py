@@ -14,7 +14,7 @@ from raggedmoe.interop import native
 from raggedmoe.interop.arrays import PIECE_BYTES, aligned_empty, to_device
 from raggedmoe.interop.families.registry import family_named
 from raggedmoe.interop.folder import stored_tensors
-from raggedmoe.interop.hf_config import logger, read_config_json
+from raggedmoe.interop.hf_config import logger, model_config, read_config_json
 from raggedmoe.interop.layout import first_axis, parts_of
 from raggedmoe.interop.matching import Target, matched
 from raggedmoe.interop.progress import Advance, bytes_bar
@@ -48,7 +48,7 @@ def load(
     reader = read_config_json(path)
     family = family_named(reader.need("model_type"), path)
     found = decoded(reader, stored_tensors(path))
-    config = family.read_config(reader)
+    config = model_config(reader, family.read_config)
     reader.warn_of_unread()
     if config.mtp_layers and not any(name.startswith(f"model.layers.{config.num_layers}.") for name in found):
         logger.info("%s: no tensors of multi-token prediction, which its config.json names; left out", path)

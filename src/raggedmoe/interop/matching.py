@@ -1,5 +1,6 @@
 """Which stored tensor fills which parameter: every tensor and every parameter accounted for before any byte is read."""
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -96,7 +97,7 @@ def matched(
     folder: Path, family: Family, config: ModelConfig, found: Mapping[str, Readable]
 ) -> list[tuple[Target, Readable]]:
     """Each target with its tensor, or one error that lists everything that is wrong."""
-    ways = {way: {t.name: t for t in targets(family, config, way)} for way in family.experts}
+    ways = {way: _limited(folder, targets(family, config, way), len(found)) for way in family.experts}
     common = set.intersection(*(set(names) for names in ways.values()))
     present = [way for way, names in ways.items() if (set(names) - common) & found.keys()] or list(ways)[:1]
     wanted = ways[present[0]]
@@ -121,6 +122,18 @@ def matched(
         raise ValueError(_report(folder, problems))
     pairs = [(target, found[name]) for name, target in wanted.items()]
     return pairs + [(target, found[name]) for name, target in extra.items() if name in found]
+
+
+def _limited(folder: Path, wanted: Iterator[Target], num_found: int) -> dict[str, Target]:
+    """The targets by name. A config.json of a line can ask for 10,000 layers of 10,000 experts: not all are listed."""
+    most = 2 * num_found + 10_000
+    listed = {target.name: target for target in itertools.islice(wanted, most + 1)}
+    if len(listed) > most:
+        raise ValueError(
+            f"{folder}: its config.json describes more than {most} tensors, found {num_found}; nothing was loaded; "
+            "check its numbers of layers and experts"
+        )
+    return listed
 
 
 def _is_float(dtype: np.dtype) -> bool:

@@ -22,6 +22,7 @@ from raggedmoe.models.module import Decoder
 from raggedmoe.models.specs import param_specs
 
 CONFIG, FORMAT = "raggedmoe.json", 1
+MOST_SHOWN = 20  # tensors that are wrong, of perhaps very many
 
 
 def is_native(folder: Path) -> bool:
@@ -76,8 +77,11 @@ def load(folder: Path, *, dtype: Any = None, param_dtype: Any = None, progress: 
         if expected != got:
             wrong.append(f"{name} in {found[name].path.name}: expected {expected}, found {got}")
     if wrong:
+        more = [f"and {len(wrong) - MOST_SHOWN} more"] if len(wrong) > MOST_SHOWN else []
         raise ValueError(
-            f"{folder}: the tensors are not those of {CONFIG}; nothing was loaded\n  " + "\n  ".join(wrong)
+            "\n  ".join(
+                [f"{folder}: the tensors are not those of {CONFIG}; nothing was loaded", *wrong[:MOST_SHOWN], *more]
+            )
         )
     config = replace(
         config,

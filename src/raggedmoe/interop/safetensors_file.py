@@ -8,6 +8,8 @@ is a length, a JSON header and the bytes; all that a header may get wrong is che
 import json
 import math
 import os
+import reprlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ import ml_dtypes
 import numpy as np
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_DIMENSIONS = 32  # what any NumPy takes; a checkpoint's tensors have four at most
+MOST_SHOWN = 8  # names in an error, of perhaps very many
 DTYPES: dict[str, Any] = {
     "F64": np.float64,
     "F32": np.float32,
@@ -98,8 +102,9 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"twice in the header: {sorted({name for name in names if names.count(name) > 1})}")
+        twice = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
+        more = f" and {len(twice) - MOST_SHOWN} more" if len(twice) > MOST_SHOWN else ""
+        raise ValueError(f"twice in the header: {', '.join(twice[:MOST_SHOWN])}{more}")
     return found
 
 
@@ -113,9 +118,11 @@ def _stored(path: Path, name: str, entry: tuple[Any, Any, Any], data_start: int)
 
     if not naturals(shape) or not naturals(offsets) or len(offsets) != 2:
         raise BrokenFileError(
-            f"{path}: {name} has shape {shape!r} and data_offsets {offsets!r}; "
+            f"{path}: {name} has shape {reprlib.repr(shape)} and data_offsets {reprlib.repr(offsets)}; "
             "expected a list of sizes, and a start and an end, none negative"
         )
+    if len(shape) > MAX_DIMENSIONS:
+        raise BrokenFileError(f"{path}: {name} has {len(shape)} dimensions; expected at most {MAX_DIMENSIONS}")
     expected = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
     if offsets[1] - offsets[0] != expected:
         raise BrokenFileError(

@@ -1,5 +1,6 @@
 """What a decoder is: small frozen configurations, checked when they are made."""
 
+import functools
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +11,10 @@ from raggedmoe.kernels.expert_ffn.api import check_activation
 from raggedmoe.kernels.registry import Choice, check_choice
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.names import unknown
+from raggedmoe.params import LARGEST_SIZE, divisors
 
+MOST_LAYERS = 10_000  # those of multi-token prediction included: they are listed one by one
+MOST_LAYERS_OF_A_PATTERN = 64  # that `stacks` looks for; the body of a scan that is compiled whole
 QK_NORMS = ("none", "head", "full")
 # What a remat policy may keep, in the order in which a layer computes it.
 SAVED_NAMES = (
@@ -33,6 +37,8 @@ def _positive(config: Any, *names: str) -> None:
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{type(config).__name__}: expected {name} to be a positive integer, got {value!r}")
+        if value > LARGEST_SIZE:
+            raise ValueError(f"{type(config).__name__}: expected {name} to be at most {LARGEST_SIZE}, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +95,9 @@ class GroupedQueryConfig:
         if self.qk_norm not in QK_NORMS:
             raise unknown("qk_norm", self.qk_norm, QK_NORMS)
         if self.num_heads % self.num_kv_heads:
-            fitting = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ValueError(
-                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; use one of {fitting}"
+                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; use one of "
+                f"{divisors(self.num_heads)}"
             )
         if self.clip is not None and self.clip <= 0:
             raise ValueError(f"expected clip > 0 or None, got {self.clip}")
@@ -200,6 +206,11 @@ class ModelConfig:
             raise ValueError(f"expected at least one window, each None or >= 1, got {self.windows}")
         if self.mtp_layers < 0:
             raise ValueError(f"expected mtp_layers >= 0, got {self.mtp_layers}")
+        if self.num_layers + self.mtp_layers > MOST_LAYERS:
+            raise ValueError(
+                f"expected num_layers and mtp_layers to be at most {MOST_LAYERS} together, got {self.num_layers} and "
+                f"{self.mtp_layers}"
+            )
         names = () if self.remat in ("none", "full") else self.remat
         if isinstance(names, str):
             raise ValueError(f"expected remat 'none', 'full' or a tuple of names to keep, got {names!r}")
@@ -226,20 +237,25 @@ class ModelConfig:
         """What a layer is. Layers past the last one, as multi-token prediction has, are MoE layers without window."""
         if layer >= self.num_layers:
             return LayerKind(moe=True, window=None)
-        return LayerKind(moe=layer not in self.dense_layers, window=self.windows[layer % len(self.windows)])
+        return LayerKind(moe=layer not in self._dense, window=self.windows[layer % len(self.windows)])
 
-    @property
+    @functools.cached_property
+    def _dense(self) -> frozenset[int]:
+        return frozenset(self.dense_layers)
+
+    @functools.cached_property
     def moe_layers(self) -> tuple[int, ...]:
         """The numbers of the layers that have experts."""
-        return tuple(layer for layer in range(self.num_layers) if layer not in self.dense_layers)
+        return tuple(layer for layer in range(self.num_layers) if layer not in self._dense)
 
-    @property
+    @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:
         """The layers as the fewest scans: from each start, the repeated pattern that reaches furthest."""
-        kinds = [self.kind(layer) for layer in range(self.num_layers)]
+        equal: dict[LayerKind, LayerKind] = {}  # one object of each kind: identity is the faster comparison
+        kinds = [equal.setdefault(kind, kind) for kind in map(self.kind, range(self.num_layers))]
         found, first = [], 0
         while first < len(kinds):
-            period, repeats = _longest_repeat(kinds[first:])
+            period, repeats = _longest_repeat(kinds, first)
             found.append(Stack(first=first, kinds=tuple(kinds[first : first + period]), repeats=repeats))
             first += period * repeats
         return tuple(found)
@@ -251,15 +267,17 @@ def first_layers(config: ModelConfig, num_layers: int) -> ModelConfig:
     return replace(config, num_layers=num_layers, dense_layers=dense)
 
 
-def _longest_repeat(kinds: list[LayerKind]) -> tuple[int, int]:
-    """The period and the repeats of the pattern that covers most of the front; of those, the shortest period.
+def _longest_repeat(kinds: list[LayerKind], first: int) -> tuple[int, int]:
+    """The period and the repeats of the pattern that covers most from a start on; of those, the shortest period.
 
     A pattern that does not repeat counts for nothing but its first layer, so that it is not one long unrolled body.
+    With a longest period, the time for all starts grows as the number of layers, and not as its square: what is looked
+    at beyond the first layers is what the pattern then covers.
     """
     best = (1, 1)
-    for period in range(1, len(kinds) // 2 + 1):
-        repeats = 1
-        while kinds[repeats * period : (repeats + 1) * period] == kinds[:period]:
+    for period in range(1, min((len(kinds) - first) // 2, MOST_LAYERS_OF_A_PATTERN) + 1):
+        pattern, repeats = kinds[first : first + period], 1
+        while kinds[first + repeats * period : first + (repeats + 1) * period] == pattern:
             repeats += 1
         if repeats > 1 and period * repeats > best[0] * best[1]:
             best = (period, repeats)

@@ -1,5 +1,6 @@
 """A model's configuration as JSON and back. What belongs to a run and not to the model is left out."""
 
+import reprlib
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
@@ -17,6 +18,15 @@ KINDS: dict[str, type] = {
     "moe": MoEConfig,
     "router": RouterConfig,
     "experts": ExpertConfig,
+}
+# The fields that are configurations themselves: nothing else is nested, so a file cannot be without end.
+PARTS: dict[str, tuple[str, ...]] = {
+    "attention": ("grouped_query", "latent"),
+    "rope": ("rope",),
+    "yarn": ("yarn",),
+    "moe": ("moe",),
+    "router": ("router",),
+    "experts": ("experts",),
 }
 OF_A_RUN = {"kernels", "hardware", "attention_implementation", "remat", "scan_layers", "moe_backend", "width_chunks"}
 DTYPES = ("dtype", "param_dtype")
@@ -46,10 +56,12 @@ def _dtype(given: Any, where: str) -> Any:
         raise ValueError(f"{where}: expected the name of a type such as bfloat16, got {given!r}") from None
 
 
-def from_json(value: Any, where: str = "config") -> Any:
-    """The configuration that `to_json` wrote."""
-    if not isinstance(value, dict) or value.get("kind") not in KINDS:
-        raise ValueError(f"{where}: expected an object with a kind out of {', '.join(KINDS)}, got {value!r}")
+def from_json(value: Any, where: str = "config", kinds: tuple[str, ...] = tuple(KINDS)) -> Any:
+    """The configuration that `to_json` wrote, which is of one of these kinds."""
+    if not isinstance(value, dict) or value.get("kind") not in kinds:
+        raise ValueError(
+            f"{where}: expected an object with a kind out of {', '.join(kinds)}, got {reprlib.repr(value)}"
+        )
     kind = KINDS[value["kind"]]
     names = {entry.name for entry in fields(kind)}
     extra = sorted(value.keys() - names - {"kind"})
@@ -60,11 +72,17 @@ def from_json(value: Any, where: str = "config") -> Any:
         if name == "kind":
             continue
         if isinstance(given, dict):
-            given = from_json(given, f"{where}.{name}")
+            if name not in PARTS:
+                raise ValueError(f"{where}.{name}: expected no object, got {reprlib.repr(given)}")
+            given = from_json(given, f"{where}.{name}", PARTS[name])
         elif name in DTYPES:
             given = _dtype(given, f"{where}.{name}")
+        elif isinstance(given, int) and abs(given) >= 2**63:
+            raise ValueError(f"{where}.{name}: expected a number of 64 bits, got {given}")
         read[name] = tuple(given) if isinstance(given, list) else given
     try:
         return kind(**read)
     except TypeError as error:
         raise ValueError(f"{where}: expected a complete {kind.__name__}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None

@@ -3,6 +3,7 @@
 The layers of a stack are one array, layer axis first, so that a scan can run over them.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,15 +69,20 @@ def param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
         shape=(config.vocab_size, width), dtype=dtype, axes=("vocab", "model_dim"), contracts="model_dim"
     )
     found = {"embedding": matrix}
+
+    @functools.cache  # there may be many stacks, but few kinds of them
+    def layers(kind: LayerKind, repeats: int) -> dict[str, ParamSpec]:
+        return {name: stacked(spec, repeats) for name, spec in layer_specs(config, kind).items()}
+
     for s, stack in enumerate(config.stacks):
         for p, kind in enumerate(stack.kinds):
-            for name, spec in layer_specs(config, kind).items():
-                found[f"stacks.{s}.{p}.{name}"] = stacked(spec, stack.repeats)
+            found.update({f"stacks.{s}.{p}.{name}": spec for name, spec in layers(kind, stack.repeats).items()})
     found["final_norm"] = _norm(width, dtype)
     if not config.tied_embeddings:
         found["head"] = matrix
+    module = mtp_specs(config) if config.mtp_layers else {}
     for m in range(config.mtp_layers):
-        found.update({f"mtp.{m}.{name}": spec for name, spec in mtp_specs(config).items()})
+        found.update({f"mtp.{m}.{name}": spec for name, spec in module.items()})
     return found
 
 

@@ -10,7 +10,7 @@ from raggedmoe.kernels.expert_ffn.api import check_activation
 from raggedmoe.kernels.registry import KernelChoice
 from raggedmoe.moe.backends import Backend, backend_named
 from raggedmoe.names import unknown
-from raggedmoe.params import ParamSpec
+from raggedmoe.params import LARGEST_SIZE, ParamSpec, divisors
 from raggedmoe.partition import SPLITS
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus", "logits")
@@ -128,6 +128,8 @@ class MoEConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"expected {name} to be a positive integer, got {value!r}")
+            if value > LARGEST_SIZE:
+                raise ValueError(f"expected {name} to be at most {LARGEST_SIZE}, got {value}")
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token={self.experts_per_token} is more than num_experts={self.num_experts}; "
@@ -141,7 +143,7 @@ class MoEConfig:
     def _check_groups(self) -> None:
         router, experts = self.router, self.num_experts
         if experts % router.num_groups:
-            fitting = [n for n in range(1, experts + 1) if experts % n == 0 and n <= 2 * router.num_groups]
+            fitting = [n for n in divisors(experts) if n <= 2 * router.num_groups]
             padded = math.ceil(experts / router.num_groups) * router.num_groups
             raise ValueError(
                 f"num_experts={experts} is not divisible by num_groups={router.num_groups}; "

@@ -1,5 +1,6 @@
 """Whether a run's state fits in the memory there is, known from shapes alone, before anything is allocated."""
 
+import bisect
 import math
 import os
 from dataclasses import dataclass
@@ -139,10 +140,13 @@ def _elsewhere(config: ModelConfig) -> str:
 def _here(config: ModelConfig, available: int, plan: Plan) -> list[str]:
     """What of the model would fit: fewer layers, or smaller models of the family."""
     found = []
-    cut = (first_layers(config, layers) for layers in range(1, config.num_layers))
-    fitting = [c.num_layers for c in cut if c.moe_layers and state_bytes(c, plan).total <= 0.75 * available]
-    if fitting:
-        found.append(f"num_layers={fitting[-1]} of its {config.num_layers}")
+    most = bisect.bisect_right(
+        range(1, config.num_layers),
+        0.75 * available,
+        key=lambda layers: state_bytes(first_layers(config, layers), plan).total,
+    )
+    if most and first_layers(config, most).moe_layers:
+        found.append(f"num_layers={most} of its {config.num_layers}")
     smaller = [
         name
         for name, other in PRESETS.items()

@@ -14,10 +14,11 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     epsilon = reader.number("rms_norm_eps", 1e-6)
     biases = reader.flag("attention_bias", False)
     step, listed = reader.optional_size("decoder_sparse_step") or 1, reader.get("mlp_only_layers", [])
-    if not isinstance(listed, list):
+    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
         raise ValueError(f"{reader.path}: expected 'mlp_only_layers' to be a list of layers, got {listed!r}")
     window = reader.optional_size("sliding_window")
-    dense = [n for n in range(reader.count("num_hidden_layers")) if n in listed or (n + 1) % step]
+    without_experts = set(listed)
+    dense = [n for n in range(reader.count("num_hidden_layers")) if n in without_experts or (n + 1) % step]
     return read_model(
         reader,
         family="qwen3_moe",
