@@ -1,16 +1,21 @@
 """Which implementation is chosen, and what is said of the others. Fakes are data given to `select`."""
 
 import dataclasses
+import errno
 import functools
 import json
 import logging
+import pwd
 import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from raggedmoe import Directions, KernelChoice, grouped_matmul
+from raggedmoe.cli.verify import verify
 from raggedmoe.compat import JAX_VERSION
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.kernels.catalog import operation
@@ -213,7 +218,49 @@ def test_a_written_certificate_is_read_again(tmp_path):
     assert read_certificates(tmp_path) == (certificate(),)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"chip": "tpu7x"}), '"\\ud800'])
+def test_threads_that_write_one_certificate_do_not_disturb_each_other(tmp_path):
+    with ThreadPoolExecutor(8) as threads:
+        paths = list(threads.map(lambda _: write_certificate(certificate(), tmp_path), range(200)))
+    assert list(tmp_path.iterdir()) == [paths[0]]
+    assert read_certificates(tmp_path) == (certificate(),)
+
+
+def test_a_certificate_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(self, text):
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_certificate(certificate(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_user_without_a_home_has_no_certificates_and_is_told_where_they_could_be(monkeypatch):
+    def unknown(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "XDG_DATA_HOME", "RAGGEDMOE_CERTIFICATES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    read_certificates.cache_clear()
+    assert read_certificates() == ()
+    assert drop_certificates("grouped_matmul/sparse", "tpu7x") == []
+    with pytest.raises(ValueError, match="got a user without a home; set RAGGEDMOE_CERTIFICATES or HOME"):
+        write_certificate(certificate())
+    with pytest.raises(ValueError, match="got a user without a home"):  # at once, not after all comparisons
+        verify(("grouped_matmul",))
+    read_certificates.cache_clear()
+
+
+DEEP, LONG = "[" * 100_000, '{"cases": 1%s}' % ("0" * 5_000)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", json.dumps({"chip": "tpu7x"}), '"\\ud800', DEEP, LONG],
+    ids=["cut", "list", "incomplete", "no text", "deep", "long number"],
+)
 def test_a_corrupt_certificate_is_warned_about_and_ignored(tmp_path, caplog, text):
     write_certificate(certificate(), tmp_path)
     (tmp_path / "broken.json").write_text(text)

@@ -210,6 +210,19 @@ def test_an_unreadable_file_is_named(tmp_path):
         read(tmp_path)
 
 
+def test_links_that_lead_to_themselves_are_named(tmp_path):
+    (tmp_path / "a.txt").symlink_to(tmp_path / "b.txt")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "a.txt")
+    for given in (tmp_path, tmp_path / "a.txt"):
+        with pytest.raises(ValueError, match=r"a\.txt: expected to read it, got Too many levels of symbolic links"):
+            read(given)
+
+
+def test_a_path_that_the_system_does_not_take_is_named(tmp_path):
+    with pytest.raises(ValueError, match="xxx: expected to read it, got File name too long"):
+        read(tmp_path / ("x" * 300))
+
+
 def test_an_unreadable_folder_is_named(tmp_path, monkeypatch):
     written(tmp_path, a_txt=b"a", sub__b_txt=b"b")
     scan = os.scandir

@@ -13,7 +13,14 @@ from rich.progress import Progress
 from raggedmoe import compat
 from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.catalog import Operation, operation
-from raggedmoe.kernels.proof import Certificate, drop_certificates, libtpu_version, source_digest, write_certificate
+from raggedmoe.kernels.proof import (
+    Certificate,
+    drop_certificates,
+    folder_to_write,
+    libtpu_version,
+    source_digest,
+    write_certificate,
+)
 from raggedmoe.kernels.registry import OPERATIONS
 from raggedmoe.verify.check import Check, check
 
@@ -39,6 +46,7 @@ def verify(
         json: print all comparisons as JSON instead of a table.
     """
     chip, console = target_hardware(), Console(stderr=json)
+    folder = None if quick else folder_to_write()  # or an error, before minutes of work
     chosen = [operation(name) for name in operations or OPERATIONS]
     checks, seconds = _run(chosen, quick)
     failed = [c for c in checks if not c.passed]
@@ -53,9 +61,9 @@ def verify(
         f"{len(checks) - len(failed)} of {len(checks)} comparisons within their bound on {chip.name}, "
         f"JAX {compat.JAX_VERSION}"
     )
-    if not quick:
+    if folder is not None:
         for certificate in _certificates(checks, seconds, chip.name):
-            console.print(f"certificate: {write_certificate(certificate)}")
+            console.print(f"certificate: {write_certificate(certificate, folder)}")
     return 1 if failed else 0
 
 

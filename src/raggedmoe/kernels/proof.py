@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import secrets
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -98,33 +99,51 @@ class Certificate:
     seconds: float  # the whole verification, as a hint of speed
 
 
-def certificate_folder() -> Path:
-    """Where certificates are kept: $RAGGEDMOE_CERTIFICATES, or the user's data folder."""
+def certificate_folder() -> Path | None:
+    """Where certificates are kept: $RAGGEDMOE_CERTIFICATES, or the user's data folder.
+
+    None: a user without a home, as containers have them, who is in no list of users and has no $HOME.
+    """
     given = os.environ.get("RAGGEDMOE_CERTIFICATES")
     if given:
         return Path(given)
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "raggedmoe" / "certificates"
+    data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")  # as it is, where there is no home
+    return None if data.startswith("~") else Path(data, "raggedmoe", "certificates")
+
+
+def folder_to_write() -> Path:
+    """Like `certificate_folder`, but where there is none, an error says what to set."""
+    folder = certificate_folder()
+    if folder is None:
+        raise ValueError(
+            "expected a folder to keep certificates in, got a user without a home; set RAGGEDMOE_CERTIFICATES or HOME"
+        )
+    return folder
 
 
 def write_certificate(certificate: Certificate, folder: Path | None = None) -> Path:
     """Keep a certificate for later processes, and return its path."""
-    folder = folder or certificate_folder()
+    folder = folder or folder_to_write()
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{certificate.implementation}-{certificate.chip}-jax{certificate.jax_version}.json".replace("/", "-")
     path = folder / name.replace(":", "-").replace(" ", "-")
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(asdict(certificate), indent=2) + "\n")
-    partial.replace(path)
+    partial = path.with_suffix(f".{secrets.token_hex(8)}.partial")  # another one for each thread of each process
+    try:
+        partial.write_text(json.dumps(asdict(certificate), indent=2) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     read_certificates.cache_clear()
     return path
 
 
 def _readable(folder: Path | None) -> Iterator[tuple[Path, Certificate]]:
     """The certificates in a folder. One that cannot be read is named in a warning and proves nothing."""
-    for path in sorted((folder or certificate_folder()).glob("*.json")):
+    folder = folder or certificate_folder()
+    for path in sorted(folder.glob("*.json")) if folder else ():
         try:
             yield path, Certificate(**json.loads(path.read_text()))
-        except (TypeError, ValueError, OSError) as error:
+        except (TypeError, ValueError, RecursionError, OSError) as error:
             logger.warning("certificate %s ignored: %s; run `raggedmoe verify` to make it again", path, error)
 
 
@@ -155,7 +174,7 @@ def drop_certificates(implementation: str, chip: str, folder: Path | None = None
     """Remove the certificates of an implementation that was shown to be wrong on a chip."""
     paths = [path for path, found in _readable(folder) if (found.implementation, found.chip) == (implementation, chip)]
     for path in paths:
-        path.unlink()
+        path.unlink(missing_ok=True)  # another process may have been faster
     read_certificates.cache_clear()
     return paths
 

@@ -82,10 +82,14 @@ def text_files(paths: Sequence[str], suffixes: Sequence[str], tokenizer: str | N
 
 def _found(paths: Sequence[str], suffixes: Sequence[str]) -> list[tuple[str, Path]]:
     """The files by their names below what was given, in the order of those names."""
-    found: dict[Path, tuple[str, Path]] = {}
+    found: dict[str, tuple[str, Path]] = {}
     for given in map(Path, paths):
-        if not given.exists():
-            raise ValueError(f"{given}: expected a file or folder to read text from, found nothing there")
+        try:
+            given.stat()
+        except FileNotFoundError:
+            raise ValueError(f"{given}: expected a file or folder to read text from, found nothing there") from None
+        except OSError as error:  # a link to itself, a folder that may not be entered
+            raise _unreadable(error) from None
         inside = sorted(_walk(given, suffixes)) if given.is_dir() else [given]
         if not inside:
             raise ValueError(
@@ -93,8 +97,8 @@ def _found(paths: Sequence[str], suffixes: Sequence[str]) -> list[tuple[str, Pat
                 "others, or name the files themselves"
             )
         for path in inside:
-            # The same file twice would be trained on and held out.
-            found.setdefault(path.resolve(), (_relative(path, given), path))
+            # The same file twice would be trained on and held out. A link that leads to itself fails when it is read.
+            found.setdefault(os.path.realpath(path), (_relative(path, given), path))
     return sorted(found.values())
 
 
