@@ -79,13 +79,14 @@ def _placed(
     if not entry.per_expert:
         yield Target(name=f"{name_prefix}{entry.name}", entry=entry, params=params, index=index, specs=inner)
         return
+    of_one = tuple(_without(spec, 1) for spec in inner)
     for expert in range(inner[0].shape[0]):
         yield Target(
             name=f"{name_prefix}{entry.name.format(expert=expert)}",
             entry=entry,
             params=params,
             index=(*index, expert),
-            specs=tuple(_without(spec, 1) for spec in inner),
+            specs=of_one,
         )
 
 
