@@ -245,6 +245,11 @@ def select(
 _recorded: contextvars.ContextVar[list[Selection] | None] = contextvars.ContextVar("recorded", default=None)
 
 
+def is_recording() -> bool:
+    """Whether selections are collected now."""
+    return _recorded.get() is not None
+
+
 @contextlib.contextmanager
 def recorded_selections() -> Iterator[list[Selection]]:
     """Collect every selection made inside: trace a function under it to see what it would use."""

@@ -14,6 +14,7 @@ from raggedmoe import compat
 from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.arrays import int32
 from raggedmoe.kernels.attention.operands import segment_numbers
+from raggedmoe.kernels.eager import compiled_once
 from raggedmoe.models.cache import Cache, remembered
 from raggedmoe.models.config import LayerKind, ModelConfig, Stack
 from raggedmoe.models.matmul import project, wide_project
@@ -87,6 +88,24 @@ def decode(
     check_rows(ids.shape[0], mesh)
     _check(ids, mask, segments, positions, cache)
     ids, segments = int32(ids), None if segments is None else segment_numbers(segments)
+    arrays = (params, ids, mask, segments, positions, cache, key)
+    return _decode(*arrays, config=config, cache_is_empty=cache_is_empty, hardware=hardware, mesh=mesh)
+
+
+def _hidden_states(
+    params: Params,
+    ids: Int[Array, "B S"],
+    mask: Bool[Array, "B S"] | None,
+    segments: Int[Array, "B S"] | None,
+    positions: Integer[Array, "#B S"] | None,
+    cache: Cache | None,
+    key: jax.Array | None,
+    *,
+    config: ModelConfig,
+    cache_is_empty: bool,
+    hardware: str | None,
+    mesh: Mesh | None,
+) -> DecoderOutput:
     slots = None if cache is None else _slots(cache, mask, ids.shape)
     attends_to_cache = cache is not None and not cache_is_empty
     if mask is not None and not attends_to_cache:
@@ -123,6 +142,9 @@ def decode(
         experts=jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else None,
         cache=cache,
     )
+
+
+_decode = compiled_once(_hidden_states, static=("config", "cache_is_empty", "hardware", "mesh"))
 
 
 def embed(
@@ -335,6 +357,23 @@ def predict_further(
     """
     check_rows(ids.shape[0], mesh)
     ids, segments = int32(ids), None if segments is None else segment_numbers(segments)
+    arrays = (params, hidden, ids, mask, segments, positions, key)
+    return _predict_further(*arrays, config=config, hardware=hardware, mesh=mesh)
+
+
+def _further_states(
+    params: Params,
+    hidden: Float[Array, "B S D"],
+    ids: Int[Array, "B S"],
+    mask: Bool[Array, "B S"] | None,
+    segments: Int[Array, "B S"] | None,
+    positions: Integer[Array, "#B S"] | None,
+    key: jax.Array | None,
+    *,
+    config: ModelConfig,
+    hardware: str | None,
+    mesh: Mesh | None,
+) -> tuple[list[Float[Array, "B S D"]], list[ExpertReport]]:
     if positions is None:
         positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     turned = turns(config.attention.rope, config.attention.rope_dim, positions, config.dtype)
@@ -372,6 +411,9 @@ def predict_further(
         found.append(hidden)
         reports += report
     return found, reports
+
+
+_predict_further = compiled_once(_further_states, static=("config", "hardware", "mesh"))
 
 
 def _slots(cache: Cache, mask: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:

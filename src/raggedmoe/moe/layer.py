@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from raggedmoe.kernels.eager import compiled_once
 from raggedmoe.moe.balance import Axis
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.dispatch import make_strategy
@@ -40,14 +41,31 @@ def moe_route_and_compute(
     depend on the mesh. Tokens are split over all axes but "tensor", parameters as `raggedmoe.partition` says.
     ``first_expert``: where this layer's experts begin in weights that hold several layers', one after the other.
     """
+    if replay is not None and config.router.selection != "expert_choice":  # while its values can be looked at
+        checked_replay(replay, x.shape[0], config.experts_per_token, config.num_experts)
+    arrays = (x, params, mask, key, token_ids, replay, first_expert)
+    return _route_and_compute(*arrays, config=config, mesh=mesh, num_sequences=num_sequences)
+
+
+def _layer(
+    x: Float[Array, "T D"],
+    params: MoEParams,
+    mask: Bool[Array, " T"] | None,
+    key: jax.Array | None,
+    token_ids: Integer[Array, " T"] | None,
+    replay: Integer[Array, "T K"] | None,
+    first_expert: Int[Array, ""] | None,
+    *,
+    config: MoEConfig,
+    mesh: Mesh | AbstractMesh | None,
+    num_sequences: int,
+) -> MoEOutput:
     grid = Grid(mesh=mesh)
     num_tokens = tokens_of_device(x.shape[0], grid)
     strategy = make_strategy(config, num_tokens, grid)
     if mask is not None:
         # What a masked token holds, NaN too, reaches nothing: neither the router's gradient nor a sum.
         x = jnp.where(mask[:, None], x, 0)
-    if replay is not None and config.router.selection != "expert_choice":  # in `shard_map` no value can be looked at
-        checked_replay(replay, x.shape[0], config.experts_per_token, config.num_experts)
     with jax.named_scope("route"):
         stage = functools.partial(
             route_part,
@@ -80,6 +98,9 @@ def moe_route_and_compute(
         dropped=dropped,
         experts=routing.experts,
     )
+
+
+_route_and_compute = compiled_once(_layer, static=("config", "mesh", "num_sequences"))
 
 
 def route_part(

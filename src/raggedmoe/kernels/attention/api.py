@@ -1,6 +1,5 @@
 """`attention`: each query's mean of the values before it, weighted by the softmax of its scores."""
 
-import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,9 @@ from jaxtyping import Array, Float, Integer
 
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import check_array, check_size, int32, structs
+from raggedmoe.kernels.attention import reference
 from raggedmoe.kernels.attention.operands import Operands, sees_something, segment_numbers
+from raggedmoe.kernels.gradient import refuse_forward_mode, with_gradient
 from raggedmoe.kernels.placement import placement
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
 
@@ -63,6 +64,7 @@ def attention(
     Array([3., 2., 3.], dtype=float32)
     """
     _check(query, key, value, positions, segments, sinks)
+    refuse_forward_mode(NAME, query, key, value, sinks)
     scale, window = _static(scale, window, query.shape[3])
     batch, length, heads, _ = query.shape
     if 0 in (batch, length, heads, key.shape[1], value.shape[3]):
@@ -76,10 +78,10 @@ def attention(
     backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
     plan = _Plan(forward.function, backward.function, scale, window)
     if positions is None:
-        return _attention(plan, Operands(query, key, value, None, segments, sinks))
+        return _attention(plan, Operands(query, key, value, None, segments, sinks))[0]
     # What stands in a query that sees nothing reaches nothing, NaN included; and so for its cotangent.
     seeing = sees_something(positions, key.shape[1], window)[:, :, None, None]
-    out = _attention(plan, Operands(jnp.where(seeing, query, 0), key, value, positions, None, sinks))
+    out, _ = _attention(plan, Operands(jnp.where(seeing, query, 0), key, value, positions, None, sinks))
     return jnp.where(seeing, out, 0)
 
 
@@ -135,23 +137,50 @@ def _check(query: Any, key: Any, value: Any, positions: Any, segments: Any, sink
         check_size(NAME, "len(sinks)", heads, sinks.shape[0], "give one sink for each query head")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(plan, operands):
-    return plan.forward(operands, scale=plan.scale, window=plan.window)[0]
+def _value(plan, operands):
+    return plan.forward(operands, scale=plan.scale, window=plan.window)
 
 
 def _forward(plan, operands):
     # Named here, where they become what the backward pass reads: a name given to the result outside would be a copy's.
-    found = plan.forward(operands, scale=plan.scale, window=plan.window)
-    out, logsumexp = (checkpoint_name(array, "attn_out") for array in found)
-    return out, (operands, out, logsumexp)
+    out, logsumexp = (checkpoint_name(array, "attn_out") for array in _attention(plan, operands))
+    return (out, logsumexp), (operands, out, logsumexp)
 
 
-def _backward(plan, residuals, cotangent):
-    operands, out, logsumexp = residuals
-    gradients = plan.backward(operands, out, logsumexp, cotangent, scale=plan.scale, window=plan.window)
-    dquery, dkey, dvalue, dsinks = gradients
-    return (Operands(dquery, dkey, dvalue, None, None, dsinks),)
+def _backward(plan, residuals, cotangents):
+    cotangent, _ = cotangents  # only the backward pass reads the logsumexp
+    return (_gradients(plan, *residuals, cotangent),)
 
 
-_attention.defvjp(_forward, _backward)
+def _gradients_value(plan, operands, out, logsumexp, cotangent):
+    found = plan.backward(operands, out, logsumexp, cotangent, scale=plan.scale, window=plan.window)
+    dquery, dkey, dvalue, dsinks = found
+    return Operands(dquery, dkey, dvalue, None, None, dsinks)
+
+
+def _gradients_forward(plan, operands, out, logsumexp, cotangent):
+    return _gradients(plan, operands, out, logsumexp, cotangent), (operands, cotangent)
+
+
+def _gradients_backward(plan, residuals, cotangents):
+    """Derivatives of the gradients, hence of any order, are the reference's, which holds all scores at once."""
+    operands, cotangent = residuals
+    floating = operands._replace(positions=None, segments=None)
+
+    def gradients(floating, cotangent):
+        whole = floating._replace(positions=operands.positions, segments=operands.segments)
+        found = reference.backward(whole, None, None, cotangent, scale=plan.scale, window=plan.window)
+        dquery, dkey, dvalue, dsinks = found
+        return Operands(dquery, dkey, dvalue, None, None, dsinks)
+
+    doperands, dcotangent = jax.vjp(gradients, floating, cotangent)[1](cotangents)
+    return (
+        doperands,
+        None,
+        None,
+        dcotangent,
+    )  # what out and logsumexp add is in it: there they are functions of the rest
+
+
+_attention = with_gradient(_value, _forward, _backward)
+_gradients = with_gradient(_gradients_value, _gradients_forward, _gradients_backward)

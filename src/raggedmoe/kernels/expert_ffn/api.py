@@ -1,6 +1,5 @@
 """`expert_ffn`: up projection, activation and down projection of every group, in one operation."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +10,9 @@ from jaxtyping import Array, Float, Integer
 
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import check_array, check_size, check_sizes_fit, structs
+from raggedmoe.kernels.expert_ffn import reference
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
+from raggedmoe.kernels.gradient import refuse_forward_mode, with_gradient
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
 from raggedmoe.kernels.placement import placement, varying_alike
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
@@ -76,6 +77,7 @@ def expert_ffn(
     """
     weights = ExpertWeights(wi_0, wi_1, wo, biases)
     _check(rows, weights, group_sizes, activation)
+    refuse_forward_mode(NAME, rows, weights)
     if 0 in rows.shape or 0 in wi_0.shape:
         return jnp.zeros(rows.shape, rows.dtype)
     target = target_hardware(hardware, (rows, wi_0))
@@ -129,8 +131,7 @@ def _check(rows: Any, weights: ExpertWeights, group_sizes: Any, activation: str)
             check_size(NAME, f"biases.{name}.shape[1]", bias_width, bias.shape[1], "give one bias for each output")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _expert_ffn(plan, rows, weights, bounds):
+def _value(plan, rows, weights, bounds):
     return plan.forward(rows, weights, bounds, activation=plan.activation)
 
 
@@ -139,9 +140,27 @@ def _forward(plan, rows, weights, bounds):
 
 
 def _backward(plan, residuals, cotangent):
-    rows, weights, bounds = residuals
-    drows, dweights = plan.backward(rows, weights, bounds, cotangent, activation=plan.activation)
-    return drows, dweights, None
+    return *_gradients(plan, *residuals, cotangent), None
 
 
-_expert_ffn.defvjp(_forward, _backward)
+def _gradients_value(plan, rows, weights, bounds, cotangent):
+    return plan.backward(rows, weights, bounds, cotangent, activation=plan.activation)
+
+
+def _gradients_forward(plan, rows, weights, bounds, cotangent):
+    return _gradients(plan, rows, weights, bounds, cotangent), (rows, weights, bounds, cotangent)
+
+
+def _gradients_backward(plan, residuals, cotangents):
+    """Derivatives of the gradients, hence of any order, are the reference's."""
+    rows, weights, bounds, cotangent = residuals
+
+    def gradients(rows, weights, cotangent):
+        return reference.backward(rows, weights, bounds, cotangent, activation=plan.activation)
+
+    drows, dweights, dcotangent = jax.vjp(gradients, rows, weights, cotangent)[1](cotangents)
+    return drows, dweights, None, dcotangent
+
+
+_expert_ffn = with_gradient(_value, _forward, _backward)
+_gradients = with_gradient(_gradients_value, _gradients_forward, _gradients_backward)

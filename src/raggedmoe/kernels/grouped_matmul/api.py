@@ -1,11 +1,9 @@
 """`grouped_matmul`: each group of rows times its own matrix."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -13,6 +11,8 @@ from jaxtyping import Array, Float, Int, Integer
 
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import FLOATS, MOST, check_array, check_size, check_sizes_fit, int32, scalar, structs
+from raggedmoe.kernels.bilinear import product
+from raggedmoe.kernels.gradient import refuse_forward_mode
 from raggedmoe.kernels.placement import placement, varying_alike
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
 
@@ -25,6 +25,12 @@ class _Plan:
     backward: Callable[..., Any]
     transpose_rhs: bool
     out_dtype: Any
+
+    def value(self, lhs, rhs, bounds):
+        return self.forward(lhs, rhs, bounds, transpose_rhs=self.transpose_rhs, out_dtype=self.out_dtype)
+
+    def gradients(self, lhs, rhs, bounds, cotangent):
+        return self.backward(lhs, rhs, bounds, cotangent.astype(lhs.dtype), transpose_rhs=self.transpose_rhs)
 
 
 def grouped_matmul(
@@ -59,6 +65,7 @@ def grouped_matmul(
     Array([ 2., 10.,  0.], dtype=float32)
     """
     _check(lhs, rhs, group_sizes, transpose_rhs, group_offset)
+    refuse_forward_mode(NAME, lhs, rhs)
     out_dtype = jnp.dtype(lhs.dtype if preferred_element_type is None else preferred_element_type)
     if str(out_dtype) not in FLOATS:
         raise TypeError(f"{NAME}: expected preferred_element_type to be one of {', '.join(FLOATS)}, got {out_dtype}")
@@ -73,7 +80,7 @@ def grouped_matmul(
     backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
     plan = _Plan(forward.function, backward.function, transpose_rhs, out_dtype)
     bounds = group_bounds(group_sizes, rhs.shape[0], lhs.shape[0], group_offset)
-    return _grouped_matmul(plan, *varying_alike(lhs, rhs, bounds))
+    return product(plan, *varying_alike(lhs, rhs, bounds))
 
 
 def group_bounds(
@@ -116,21 +123,3 @@ def _check(lhs: Any, rhs: Any, group_sizes: Any, transpose_rhs: bool, group_offs
     elif rhs.shape[0] > group_sizes.shape[0]:
         raise ValueError(f"{NAME}: expected G <= E, got {rhs.shape[0]} matrices and {group_sizes.shape[0]} group sizes")
     check_sizes_fit(NAME, group_sizes, lhs.shape[0])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_matmul(plan, lhs, rhs, bounds):
-    return plan.forward(lhs, rhs, bounds, transpose_rhs=plan.transpose_rhs, out_dtype=plan.out_dtype)
-
-
-def _forward(plan, lhs, rhs, bounds):
-    return _grouped_matmul(plan, lhs, rhs, bounds), (lhs, rhs, bounds)
-
-
-def _backward(plan, residuals, cotangent):
-    lhs, rhs, bounds = residuals
-    dlhs, drhs = plan.backward(lhs, rhs, bounds, cotangent.astype(lhs.dtype), transpose_rhs=plan.transpose_rhs)
-    return dlhs, drhs, None
-
-
-_grouped_matmul.defvjp(_forward, _backward)

@@ -1,6 +1,5 @@
 """`ragged_gather`: rows fanned out from T tokens to R routed rows."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,8 @@ from jaxtyping import Array, Float, Integer
 
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import check_array, check_size, int32, scalar, structs
+from raggedmoe.kernels.bilinear import product
+from raggedmoe.kernels.gradient import refuse_forward_mode
 from raggedmoe.kernels.placement import placement, varying_alike
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
 
@@ -22,6 +23,14 @@ class _Plan:
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     x: jax.ShapeDtypeStruct
+
+    def value(self, x, weights, places):
+        indices, start, end, _ = places
+        return self.forward(x, indices, start, end, weights)
+
+    def gradients(self, x, weights, places, cotangent):
+        indices, start, end, inverse = places
+        return self.backward(self.x if x is None else x, indices, start, end, weights, inverse, cotangent)
 
 
 def ragged_gather(
@@ -59,6 +68,7 @@ def ragged_gather(
     if inverse is not None:
         check_array(NAME, "inverse", inverse, "T K", integer=True)
         check_size(NAME, "inverse.shape[0]", x.shape[0], inverse.shape[0], "give one line for each row of x")
+    refuse_forward_mode(NAME, x, weights)
     if 0 in x.shape or indices.shape[0] == 0:
         return jnp.zeros((indices.shape[0], x.shape[1]), x.dtype)
     indices, inverse = int32(indices), None if inverse is None else int32(inverse)
@@ -70,25 +80,4 @@ def ragged_gather(
     plan = _Plan(forward.function, backward.function, jax.ShapeDtypeStruct(x.shape, x.dtype))
     start_row, end_row = scalar(start, 0), scalar(end, indices.shape[0])
     x, indices, weights, inverse = varying_alike(x, indices, weights, inverse)
-    return _ragged_gather(plan, x, indices, start_row, end_row, weights, inverse)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged_gather(plan, x, indices, start, end, weights, inverse):
-    return plan.forward(x, indices, start, end, weights)
-
-
-def _forward(plan, x, indices, start, end, weights, inverse):
-    # x itself is kept only for the weights' gradient; that of x needs its shape alone.
-    kept = None if weights is None else x
-    return plan.forward(x, indices, start, end, weights), (kept, indices, start, end, weights, inverse)
-
-
-def _backward(plan, residuals, cotangent):
-    kept, indices, start, end, weights, inverse = residuals
-    x = plan.x if kept is None else kept
-    dx, dweights = plan.backward(x, indices, start, end, weights, inverse, cotangent)
-    return dx, None, None, None, dweights, None
-
-
-_ragged_gather.defvjp(_forward, _backward)
+    return product(plan, x, weights, (indices, start_row, end_row, inverse))

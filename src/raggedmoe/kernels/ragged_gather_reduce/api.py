@@ -1,6 +1,5 @@
 """`ragged_gather_reduce`: R routed rows summed back into T tokens, weighted."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,8 @@ from jaxtyping import Array, Float, Integer
 
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import check_array, check_size, int32, scalar, structs
+from raggedmoe.kernels.bilinear import product
+from raggedmoe.kernels.gradient import refuse_forward_mode
 from raggedmoe.kernels.placement import placement, varying_alike
 from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
 
@@ -22,6 +23,14 @@ class _Plan:
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     rows: jax.ShapeDtypeStruct
+
+    def value(self, rows, weights, places):
+        indices, start, end, _ = places
+        return self.forward(rows, indices, start, end, weights)
+
+    def gradients(self, rows, weights, places, cotangent):
+        indices, start, end, inverse = places
+        return self.backward(self.rows if rows is None else rows, indices, start, end, weights, inverse, cotangent)
 
 
 def ragged_gather_reduce(
@@ -64,6 +73,7 @@ def ragged_gather_reduce(
     if inverse is not None:
         check_array(NAME, "inverse", inverse, "R", integer=True)
         check_size(NAME, "len(inverse)", rows.shape[0], inverse.shape[0], "give one slot for each row")
+    refuse_forward_mode(NAME, rows, weights)
     if 0 in rows.shape or 0 in indices.shape:
         return jnp.zeros((indices.shape[0], rows.shape[1]), rows.dtype)
     indices, inverse = int32(indices), None if inverse is None else int32(inverse)
@@ -75,25 +85,4 @@ def ragged_gather_reduce(
     plan = _Plan(forward.function, backward.function, jax.ShapeDtypeStruct(rows.shape, rows.dtype))
     start_row, end_row = scalar(start, 0), scalar(end, rows.shape[0])
     rows, indices, weights, inverse = varying_alike(rows, indices, weights, inverse)
-    return _ragged_gather_reduce(plan, rows, indices, start_row, end_row, weights, inverse)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged_gather_reduce(plan, rows, indices, start, end, weights, inverse):
-    return plan.forward(rows, indices, start, end, weights)
-
-
-def _forward(plan, rows, indices, start, end, weights, inverse):
-    # The rows are kept only for the weights' gradient; their own needs their shape alone.
-    kept = None if weights is None else rows
-    return plan.forward(rows, indices, start, end, weights), (kept, indices, start, end, weights, inverse)
-
-
-def _backward(plan, residuals, cotangent):
-    kept, indices, start, end, weights, inverse = residuals
-    rows = plan.rows if kept is None else kept
-    drows, dweights = plan.backward(rows, indices, start, end, weights, inverse, cotangent)
-    return drows, None, None, None, dweights, None
-
-
-_ragged_gather_reduce.defvjp(_forward, _backward)
+    return product(plan, rows, weights, (indices, start_row, end_row, inverse))

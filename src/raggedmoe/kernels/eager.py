@@ -1,0 +1,39 @@
+"""What is called outside of jit, compiled all the same, and once."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.interpreters import partial_eval
+
+from raggedmoe.hardware import target_hardware
+from raggedmoe.kernels.registry import is_recording
+
+
+def compiled_once(function: Callable[..., Any], static: tuple[str, ...]) -> Callable[..., Any]:
+    """``function`` as one program where it is called outside of jit: loops and stages in it, made anew at every call,
+    would otherwise be compiled anew. In another's jit it is the function itself, so that this program stays as it is.
+
+    ``static``: the names of its arguments that are no arrays.
+    """
+    jitted = jax.jit(function, static_argnames=static)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        arrays = jax.tree.leaves((args, {name: value for name, value in kwargs.items() if name not in static}))
+        # A program is chosen for the default device, so not for arrays that are elsewhere; and it is chosen once.
+        elsewhere = target_hardware(arrays=arrays) != target_hardware()
+        plain = is_recording() or elsewhere or any(map(_is_staged, arrays))
+        return (function if plain else jitted)(*args, **kwargs)
+
+    return call
+
+
+def _is_staged(array: Any) -> bool:
+    """Whether an array is an argument of another's jit, or computed from one."""
+    while isinstance(array, jax.core.Tracer):
+        if isinstance(array, partial_eval.DynamicJaxprTracer):
+            return True
+        array = getattr(array, "primal", getattr(array, "val", None))
+    return False
