@@ -1,7 +1,8 @@
 """The one test body of every implementation: value and gradients against loops in NumPy, within the derived bound.
 
-Every call runs in both types. The tile loops of our own, whose many sizes are cut down where compiling must be quick,
-run in one type as users compile them, by turns; so does one call of every other implementation.
+Every call runs in float32 or in bfloat16, by turns, and in the other type where there is time (`slow`). Tile loops of
+our own have many sizes, which are cut down where compiling must be quick: they run as users compile them; so does one
+call of every other implementation.
 """
 
 import pytest
@@ -14,8 +15,10 @@ from raggedmoe.kernels.registry import OPERATIONS
 TILE_LOOPS = ("cpu", "chunked")
 
 
-def is_as_shipped(name, implementation, spec, turn):
-    return turn % 2 == 0 and (implementation in TILE_LOOPS or spec.name == SPECS[name])
+def marks_of(name, implementation, spec, turn):
+    if turn % 2:
+        return [pytest.mark.slow]
+    return [pytest.mark.as_shipped] if implementation in TILE_LOOPS or spec.name == SPECS[name] else []
 
 
 CASES = [
@@ -25,7 +28,7 @@ CASES = [
         spec,
         dtype,
         id=f"{name}-{implementation}-{spec.name}-{dtype}",
-        marks=[pytest.mark.as_shipped] if is_as_shipped(name, implementation, spec, place + turn) else [],
+        marks=marks_of(name, implementation, spec, place + turn),
     )
     for name, implementation in FAST
     for place, spec in enumerate(spec for spec in operation(name).specs if not spec.large)

@@ -17,6 +17,9 @@ from raggedmoe.kernels.registry import BACKWARD, FORWARD, Call, candidates
 
 H100 = hardware_named("h100")
 needs_tokamax = pytest.mark.skipif(find_spec("tokamax") is None, reason="needs tokamax")
+needs_triton = pytest.mark.skipif(
+    find_spec("tokamax") is None or not tokamax_gpu.has_triton(), reason="needs a tokamax with its Triton kernel"
+)
 
 
 def matmul_call(rows, groups, inner, out, direction=FORWARD, transpose_rhs=False):
@@ -67,6 +70,13 @@ def test_a_copy_that_does_not_fit_the_memory_is_refused_with_its_size(make, rows
 
 
 @needs_tokamax
+def test_tokamax_without_its_kernel_for_gpus_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(tokamax_gpu, "has_triton", lambda: False)
+    (found,) = candidates(matmul_call(64, 4, 128, 128), "tokamax", H100)
+    assert "needs jax-triton and triton; pip install jax-triton" in found.reason
+
+
+@needs_triton
 def test_tokamax_is_offered_on_a_gpu_and_not_taken_before_somebody_has_run_it():
     (found,) = candidates(matmul_call(64, 4, 128, 128), "tokamax", H100)
     assert found.reason is None
@@ -95,7 +105,7 @@ def test_the_adapter_of_tokamax_on_a_gpu_agrees_with_numpy(transpose_rhs):
     assert not np.asarray(found)[1].any()
 
 
-@needs_tokamax
+@needs_triton
 @pytest.mark.filterwarnings("ignore:jax.experimental.pallas.dot was moved:DeprecationWarning")  # in tokamax's kernel
 def test_tokamax_lowers_for_a_gpu_as_a_triton_kernel_in_both_directions():
     call = functools.partial(grouped_matmul, implementation="tokamax", hardware="h100")

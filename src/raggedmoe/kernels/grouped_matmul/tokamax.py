@@ -72,6 +72,10 @@ def why_not(call: Call, hardware: Hardware) -> str | None:
         return "tokamax is not installed; pip install raggedmoe[tokamax]"
     if hardware.platform == "cpu":
         return "its kernels are for TPUs and GPUs, not for cpu"
+    if hardware.platform == "gpu" and not tokamax_gpu.has_triton():
+        return (
+            "this tokamax's kernel for GPUs needs jax-triton and triton; pip install jax-triton, or use tokamax 0.0.12"
+        )
     return peers.types_why_not(call) or unchecked_why_not(call)
 
 

@@ -1,14 +1,22 @@
 """How our contract is put to tokamax's ragged dot on a GPU.
 
 Its groups start at row 0, ours at ``bounds[0]``. Its Triton kernel leaves the rows of no group as they are in memory,
-and gives the matrix of an empty group the products of rows that are not its own (tokamax 0.0.12 and 0.0.17): both are
-set to zero here.
+and gives the matrix of an empty group the products of rows that are not its own (tokamax 0.0.12): both are set to zero
+here.
 """
+
+import importlib.util
 
 import jax.numpy as jnp
 from jax import lax
 
 from raggedmoe.kernels.arrays import matmul_precision
+
+
+def has_triton() -> bool:
+    """Whether this tokamax can make its Triton kernel: it was written in Pallas once, and is written in Triton now."""
+    in_pallas = importlib.util.find_spec("tokamax._src.ops.ragged_dot.pallas_triton") is not None
+    return in_pallas or importlib.util.find_spec("jax_triton") is not None
 
 
 def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype, backend="triton"):
