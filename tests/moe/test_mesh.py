@@ -54,6 +54,7 @@ OPTIONS = {
     "token_chunks": (1, 2, 4),
     "width_chunks": (1, 2),
 }
+COMPILES_SOON = KernelChoice(grouped_matmul="xla")  # in half the time of the CPU's tile loops
 ROUTINGS = ("balanced", "random", "one_rank", "empty_rank")
 
 
@@ -114,7 +115,7 @@ every_case = pytest.mark.parametrize(
 def config_of(case):
     chosen = {name: case[name] for name in ("strategy", "tensor_split", "token_chunks", "width_chunks")}
     if case["strategy"] != "dense":  # by what compiles sooner; the CPU's kernels are in the other tests here
-        chosen["kernels"] = KernelChoice(grouped_matmul="xla")
+        chosen["kernels"] = COMPILES_SOON
     return moe_config(ROUTER, experts=EXPERTS, **SIZES, **chosen)
 
 
@@ -267,13 +268,13 @@ def test_other_losses_of_routers_send_what_the_plan_says(router, options):
 
 def quick_config(router, options):
     """Experts are of no interest there: what compiles soonest."""
-    kernels = {} if options["strategy"] == "capacity" else {"kernels": KernelChoice(grouped_matmul="xla")}
+    kernels = {} if options["strategy"] == "capacity" else {"kernels": COMPILES_SOON}
     return moe_config(router, **SIZES, **options, **kernels)
 
 
 @pytest.mark.parametrize("strategy", ["all_to_all", "ring"])
 def test_a_replay_that_names_an_expert_twice_is_refused_or_means_the_same_on_a_mesh(strategy):
-    here, there = (moe_config(**SIZES, strategy=name) for name in ("local", strategy))
+    here, there = (moe_config(**SIZES, strategy=name, kernels=COMPILES_SOON) for name in ("local", strategy))
     x, params, _, _ = arrays()
     params = {name: params[name] for name in here.param_specs()}
     twice = routing("one_rank")
@@ -298,7 +299,9 @@ def test_a_replay_that_names_an_expert_twice_is_refused_or_means_the_same_on_a_m
 )
 def test_what_is_drawn_or_counted_for_a_token_does_not_depend_on_the_mesh(selection, strategy, degrees):
     router = {"selection": selection, "jitter": 0.2, "aux_loss_weight": 0.3}
-    here, there = (moe_config(router, **SIZES, strategy=name, token_chunks=2) for name in ("local", strategy))
+    here, there = (
+        moe_config(router, **SIZES, strategy=name, token_chunks=2, kernels=COMPILES_SOON) for name in ("local", strategy)
+    )
     x, params, mask, _ = arrays()
     params = {name: params[name] for name in here.param_specs()}
     key = jax.random.key(5)
@@ -345,6 +348,7 @@ def test_a_buffer_that_is_too_small_drops_in_order_and_counts_every_drop(x64, st
         strategy=strategy,
         ragged_buffer_factor=factor,
         token_chunks=token_chunks,
+        kernels=COMPILES_SOON,
         **SIZES,
     )
     x, params, cotangent = random_tokens(config, NUM_TOKENS), random_params(config), random_tokens(config, NUM_TOKENS)
