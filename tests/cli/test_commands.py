@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -39,6 +40,18 @@ def run(monkeypatch, capsys, *arguments):
     with pytest.raises(SystemExit) as stop:
         main()
     return stop.value.code, *capsys.readouterr()
+
+
+def test_an_interrupted_command_ends_without_waiting_for_threads(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    def end(code):  # which the real one does not return from either
+        raise SystemExit(f"at once: {code}")
+
+    monkeypatch.setitem(COMMANDS, "models", interrupted)
+    monkeypatch.setattr(os, "_exit", end)
+    assert run(monkeypatch, capsys, "models") == ("at once: 130", "", "raggedmoe: interrupted\n")
 
 
 @pytest.mark.parametrize("model", PRESETS)

@@ -1,5 +1,6 @@
 """A run under way, and what is done with it beside its steps: reports, held-out loss, checkpoints, the end."""
 
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -138,10 +139,11 @@ def finish(run: Run, state: TrainState) -> str:
         first, last = ("not finite" if loss is None else f"{loss:.4f}" for loss in (losses[0], losses[-1]))
         lines.append(f"held-out loss {last} nats per target, from {first}")
     if record.load is not None:
-        dead = f"dead experts: {len(record.load.dead)} of {run.load.size}"
-        lines.append(
-            f"{dead} (no token since step {record.load.dead_since}); dropped slots: {record.total('dropped'):.0f}"
+        dead = (
+            f"dead experts: {len(record.load.dead)} of {run.load.size} (no token since step {record.load.dead_since})"
         )
+        dropped = record.total("dropped")  # not known where somebody moved metrics.jsonl away
+        lines.append(f"{dead}; dropped slots: {dropped:.0f}" if math.isfinite(dropped) else dead)
     if record.skipped:
         lines.append(f"skipped steps, not finite: {len(record.skipped)}")
     lines.append(f"raggedmoe report {run.config.run.folder} makes a page of it")
