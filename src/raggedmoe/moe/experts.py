@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.arrays import accumulator, matmul_precision
@@ -19,6 +19,7 @@ from raggedmoe.moe.records import SharedParams
 
 Target = Hardware | str | None
 GroupSizes = Int[Array, " G"] | None  # None: every group has R/G rows
+UsedRows = Bool[Array, " R"] | None  # of such groups, the rows that count; None: all
 
 
 def gmm_up(
@@ -28,13 +29,14 @@ def gmm_up(
     group_sizes: GroupSizes,
     kernels: KernelChoice,
     hardware: Target = None,
+    used: UsedRows = None,
 ) -> tuple[Float[Array, "R F"], Float[Array, "R F"] | None]:
     """Both up projections, as float32 sums without biases: parts of the width can be added up before the activation."""
     wide = accumulator(rows.dtype)
-    gate = _matmul(rows, wi_0, group_sizes, kernels, hardware, transpose_rhs=True, result=wide)
+    gate = _matmul(rows, wi_0, group_sizes, used, kernels, hardware, transpose_rhs=True, result=wide)
     if wi_1 is None:
         return gate, None
-    return gate, _matmul(rows, wi_1, group_sizes, kernels, hardware, transpose_rhs=True, result=wide)
+    return gate, _matmul(rows, wi_1, group_sizes, used, kernels, hardware, transpose_rhs=True, result=wide)
 
 
 def activate(
@@ -45,12 +47,14 @@ def activate(
     group_sizes: GroupSizes,
     activation: str,
     dtype: jnp.dtype,
+    used: UsedRows = None,
 ) -> Float[Array, "R F"]:
     """The hidden rows, from complete sums."""
     if gate_bias is not None:
         bounds = _bounds(group_sizes, gate_bias.shape[0], gate.shape[0])
         gate = add_bias(gate, gate_bias, bounds)
         up = None if up is None else add_bias(up, up_bias, bounds)
+        gate, up = _masked(gate, used), None if up is None else _masked(up, used)
     return ACTIVATIONS[activation](gate, up).astype(dtype)
 
 
@@ -61,13 +65,15 @@ def gmm_down(
     group_sizes: GroupSizes,
     kernels: KernelChoice,
     hardware: Target = None,
+    used: UsedRows = None,
 ) -> Float[Array, "R D"]:
     """The down projection."""
     if bias is None:
-        return _matmul(hidden, wo, group_sizes, kernels, hardware, transpose_rhs=False, result=hidden.dtype)
+        return _matmul(hidden, wo, group_sizes, used, kernels, hardware, transpose_rhs=False, result=hidden.dtype)
     wide = accumulator(hidden.dtype)
-    out = _matmul(hidden, wo, group_sizes, kernels, hardware, transpose_rhs=False, result=wide)
-    return add_bias(out, bias, _bounds(group_sizes, wo.shape[0], hidden.shape[0])).astype(hidden.dtype)
+    out = _matmul(hidden, wo, group_sizes, used, kernels, hardware, transpose_rhs=False, result=wide)
+    out = add_bias(out, bias, _bounds(group_sizes, wo.shape[0], hidden.shape[0]))
+    return _masked(out, used).astype(hidden.dtype)
 
 
 def fused_experts(
@@ -80,12 +86,13 @@ def fused_experts(
     activation: str,
     kernels: KernelChoice,
     hardware: Target = None,
+    used: UsedRows = None,
 ) -> Float[Array, "R D"]:
     """All of it in one operation, which never holds all hidden rows."""
     if group_sizes is None:
         group_sizes = jnp.full(wi_0.shape[0], rows.shape[0] // wi_0.shape[0], jnp.int32)
-    return expert_ffn(
-        rows,
+    out = expert_ffn(
+        _masked(rows, used),
         wi_0,
         wi_1,
         wo,
@@ -95,6 +102,7 @@ def fused_experts(
         implementation=kernels.expert_ffn,
         hardware=hardware,
     )
+    return _masked(out, used)
 
 
 def shared_experts(x: Float[Array, "T D"], params: SharedParams, activation: str) -> Float[Array, "T D"]:
@@ -110,9 +118,15 @@ def shared_experts(x: Float[Array, "T D"], params: SharedParams, activation: str
     return out.astype(dtype)
 
 
-def _matmul(rows, weights, group_sizes, kernels, hardware, *, transpose_rhs, result):
+def _masked(rows, used):
+    """The rows that count; the others are zero, in the gradient too."""
+    return rows if used is None else jnp.where(used[:, None], rows, 0)
+
+
+def _matmul(rows, weights, group_sizes, used, kernels, hardware, *, transpose_rhs, result):
     if group_sizes is None:
-        parts = rows.reshape(weights.shape[0], -1, rows.shape[1])
+        # Masked before and after: what an expert's weights hold, NaN too, is for the rows of its own tokens alone.
+        parts = _masked(rows, used).reshape(weights.shape[0], -1, rows.shape[1])
         contract = ((2,), (2 if transpose_rhs else 1,))
         out = lax.dot_general(
             parts,
@@ -121,7 +135,7 @@ def _matmul(rows, weights, group_sizes, kernels, hardware, *, transpose_rhs, res
             precision=matmul_precision(rows.dtype),
             preferred_element_type=accumulator(rows.dtype),
         )
-        return out.astype(result).reshape(rows.shape[0], out.shape[-1])
+        return _masked(out.astype(result).reshape(rows.shape[0], out.shape[-1]), used)
     return grouped_matmul(
         rows,
         weights,

@@ -136,6 +136,7 @@ class RouteMetadata:
     weights: Float[Array, "T K"] | Float[Array, " R"]  # of the slots, or of the rows where there are no slots
     group_sizes: Int[Array, " G"] | None  # rows of each expert held here, in order; None: R/G each
     num_rows: Int[Array, ""]  # valid rows, at the front of the buffer
+    used: Bool[Array, " R"] | None  # of R/G rows each, those that stand for a token's choice; None: all valid ones
     dropped: Int[Array, ""]  # routed slots (expert choice: tokens that count) that have no row anywhere
     exchange: Exchange | None = None  # the rows above are sent to other ranks, whose groups they are in
 

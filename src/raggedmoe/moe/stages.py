@@ -164,7 +164,7 @@ def up_part(
 ) -> tuple[Float[Array, "R F"], Float[Array, "R F"] | None]:
     wi_0, wi_1 = matrices["wi_0"][:, :, columns], matrices.get("wi_1")
     wi_1 = None if wi_1 is None else wi_1[:, :, columns]
-    return gmm_up(rows, wi_0, wi_1, metadata.group_sizes, config.kernel_choice, config.hardware)
+    return gmm_up(rows, wi_0, wi_1, metadata.group_sizes, config.kernel_choice, config.hardware, metadata.used)
 
 
 def activate_part(
@@ -177,7 +177,7 @@ def activate_part(
     on_mesh: bool,
 ) -> Float[Array, "R F"]:
     up_biases = (biases.get("bias_wi_0"), biases.get("bias_wi_1"))
-    hidden = activate(*sums, *up_biases, metadata.group_sizes, activation, dtype)
+    hidden = activate(*sums, *up_biases, metadata.group_sizes, activation, dtype, metadata.used)
     return varying_over(hidden, (TENSOR,)) if on_mesh else hidden  # backward, summed once for all width chunks
 
 
@@ -193,7 +193,7 @@ def down_part(
     bias = _down_bias(matrices, first_adds)
     bias = None if bias is None else bias[:, columns]
     wo = matrices["wo"][:, :, columns]
-    return gmm_down(hidden, wo, bias, metadata.group_sizes, config.kernel_choice, config.hardware)
+    return gmm_down(hidden, wo, bias, metadata.group_sizes, config.kernel_choice, config.hardware, metadata.used)
 
 
 def fused_part(
@@ -209,8 +209,8 @@ def fused_part(
     if bias is not None:
         biases = ExpertBiases(up_biases["bias_wi_0"], up_biases.get("bias_wi_1"), bias)
     wi_0, wi_1, wo = matrices["wi_0"], matrices.get("wi_1"), matrices["wo"]
-    activation, kernels = config.experts.activation, config.kernel_choice
-    return fused_experts(rows, wi_0, wi_1, wo, biases, metadata.group_sizes, activation, kernels, config.hardware)
+    activation, kernels, groups = config.experts.activation, config.kernel_choice, metadata.group_sizes
+    return fused_experts(rows, wi_0, wi_1, wo, biases, groups, activation, kernels, config.hardware, metadata.used)
 
 
 def unpermute_part(

@@ -6,13 +6,7 @@ import jax.numpy as jnp
 from raggedmoe.kernels.arrays import accumulator
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases, ExpertWeights
-
-
-def group_of_row(bounds, num_rows):
-    """The group of each row, and whether it has one."""
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    group = jnp.searchsorted(bounds, row, side="right").astype(jnp.int32) - 1
-    return jnp.clip(group, 0, bounds.shape[0] - 2), (row >= bounds[0]) & (row < bounds[-1])
+from raggedmoe.kernels.grouped_matmul.api import group_of_row
 
 
 def add_bias(rows, bias, bounds):

@@ -27,6 +27,8 @@ def forward_with(function, rows, weights, bounds):
         if one.biases is not None:
             gate = gate + one.biases.wi_0[None]
             up = None if up is None else up + one.biases.wi_1[None]
+        # Between the matmuls too, for the backward pass: a NaN in a weight is for its own rows, and 0 · NaN is NaN.
+        gate, up = jnp.where(mine, gate, 0), None if up is None else jnp.where(mine, up, 0)
         y = jnp.matmul(function(gate, up), one.wo, precision=lax.Precision.HIGHEST)
         if one.biases is not None:
             y = y + one.biases.wo[None]

@@ -6,6 +6,7 @@ from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.expert_ffn import matmuls
 from raggedmoe.kernels.grouped_matmul import masked_dot
 from raggedmoe.kernels.grouped_matmul import xla as grouped_matmul
+from raggedmoe.kernels.grouped_matmul.xla import FINITE_COPY
 from raggedmoe.kernels.proof import COMPILED_XLA
 from raggedmoe.kernels.registry import Call, Implementation
 
@@ -13,7 +14,7 @@ from raggedmoe.kernels.registry import Call, Implementation
 def note(call: Call, hardware: Hardware) -> str | None:
     """What the contract's sixth point makes us say."""
     unfused = "three ragged dots, not fused: the hidden rows go through memory"
-    return "; ".join(filter(None, (masked_dot.note(call, hardware), unfused)))
+    return "; ".join(filter(None, (masked_dot.note(call, hardware), unfused, FINITE_COPY)))
 
 
 IMPLEMENTATION = Implementation(

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import FLOATS, MOST, check_array, check_size, check_sizes_fit, int32, scalar, structs
@@ -100,6 +100,13 @@ def group_bounds(
     # Groups before the first and after the last of the model's have no rows: clipped, both their bounds agree.
     first = jnp.clip(scalar(group_offset, 0), -num_groups, sizes.shape[0])
     return jnp.take(bounds, first + jnp.arange(num_groups + 1, dtype=jnp.int32), mode="clip")
+
+
+def group_of_row(bounds: Int[Array, " N"], num_rows: int) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
+    """The group of each row, and whether it has one."""
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    group = jnp.searchsorted(bounds, row, side="right").astype(jnp.int32) - 1
+    return jnp.clip(group, 0, bounds.shape[0] - 2), (row >= bounds[0]) & (row < bounds[-1])
 
 
 def _check(lhs: Any, rhs: Any, group_sizes: Any, transpose_rhs: bool, group_offset: Any) -> None:

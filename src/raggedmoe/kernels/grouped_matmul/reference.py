@@ -14,9 +14,11 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
     row = jnp.arange(lhs.shape[0])[:, None]
     out = jnp.zeros((lhs.shape[0], rhs.shape[1] if transpose_rhs else rhs.shape[2]), wide)
     for g in range(rhs.shape[0]):
-        mine = jnp.where((row >= bounds[g]) & (row < bounds[g + 1]), lhs, 0).astype(wide)
+        mine = (row >= bounds[g]) & (row < bounds[g + 1])
         matrix = (rhs[g].T if transpose_rhs else rhs[g]).astype(wide)
-        out = out + jnp.matmul(mine, matrix, precision=lax.Precision.HIGHEST)
+        # Masked before and after, for both passes: a NaN in the matrix is for its own rows alone, and 0 · NaN is NaN.
+        product = jnp.matmul(jnp.where(mine, lhs, 0).astype(wide), matrix, precision=lax.Precision.HIGHEST)
+        out = jnp.where(mine, product, out)
     return out.astype(out_dtype)
 
 

@@ -1,4 +1,8 @@
-"""`grouped_matmul` by XLA's own ragged dot."""
+"""`grouped_matmul` by XLA's own ragged dot.
+
+Where XLA has no kernel for it, the ragged dot is one dense product with zeros for the rows of other groups, and 0 · NaN
+is NaN. So it is given finite numbers alone; where those of a group were not, its own results are made NaN afterwards.
+"""
 
 import functools
 
@@ -11,9 +15,12 @@ from jax.sharding import PartitionSpec as P
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.arrays import accumulator, matmul_precision
 from raggedmoe.kernels.grouped_matmul import masked_dot
+from raggedmoe.kernels.grouped_matmul.api import group_of_row
 from raggedmoe.kernels.grouped_matmul.gradients import gradients
 from raggedmoe.kernels.proof import COMPILED_XLA
 from raggedmoe.kernels.registry import Call, Implementation
+
+FINITE_COPY = "a pass over the weights copies what is finite in them: NaN in one group's must not reach another's rows"
 
 
 def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
@@ -25,8 +32,10 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
     )
     # The ragged dot's groups start at row 0; ours at bounds[0].
     rows = jnp.roll(jnp.where(here, lhs, 0), -bounds[0], axis=0)
-    out = _ragged_dot(rows, rhs, bounds, numbers)
-    return jnp.where(here, jnp.roll(out, bounds[0], axis=0), 0).astype(out_dtype)
+    out = jnp.roll(_ragged_dot(rows, _finite(rhs), bounds, numbers), bounds[0], axis=0)
+    spoilt = (~jnp.isfinite(rhs)).any(2 if transpose_rhs else 1)  # [G O]
+    out = jnp.where(jnp.take(spoilt, group_of_row(bounds, lhs.shape[0])[0], axis=0), jnp.nan, out)
+    return jnp.where(here, out, 0).astype(out_dtype)
 
 
 def transposed(lhs, rhs, bounds):
@@ -37,7 +46,19 @@ def transposed(lhs, rhs, bounds):
     )
     lhs = jnp.roll(jnp.where(here, lhs, 0), -bounds[0], axis=0)
     rhs = jnp.roll(jnp.where(here, rhs, 0), -bounds[0], axis=0)
-    return _ragged_dot(lhs, rhs, bounds, numbers).astype(lhs.dtype)
+    out = _ragged_dot(_finite(lhs), _finite(rhs), bounds, numbers)
+    group = group_of_row(bounds - bounds[0], lhs.shape[0])[0]
+    of_lhs, of_rhs = (_spoilt_columns(array, group, out.shape[0]) for array in (lhs, rhs))  # [G I], [G O]
+    return jnp.where(of_lhs[:, :, None] | of_rhs[:, None, :], jnp.nan, out).astype(lhs.dtype)
+
+
+def _finite(array):
+    return jnp.where(jnp.isfinite(array), array, 0)
+
+
+def _spoilt_columns(rows, group, num_groups):
+    """``[G columns]``: whether a row of the group holds something there that is not finite."""
+    return jnp.zeros((num_groups, rows.shape[1]), bool).at[group].max(~jnp.isfinite(rows))
 
 
 def _row_is_here(lhs, bounds):
@@ -72,7 +93,7 @@ def _ragged_dot(lhs, rhs, bounds, numbers):
 def note(call: Call, hardware: Hardware) -> str | None:
     """What the contract's sixth point makes us say."""
     rolls = "group_offset costs two rolls of the rows" if call.options["group_offset"] else None
-    return "; ".join(filter(None, (masked_dot.note(call, hardware), rolls))) or None
+    return "; ".join(filter(None, (masked_dot.note(call, hardware), FINITE_COPY, rolls)))
 
 
 IMPLEMENTATION = Implementation(

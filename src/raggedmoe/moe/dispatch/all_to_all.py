@@ -62,6 +62,7 @@ def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
         weights=metadata.weights,
         group_sizes=here.sum(0, dtype=jnp.int32),
         num_rows=metadata.num_rows,
+        used=None,
         dropped=(sizes[rank] - kept[rank]).sum(dtype=jnp.int32),
         exchange=Exchange(
             moves=Moves(

@@ -53,6 +53,7 @@ def prepare_token_choice(routing: RouteOutput, num_experts: int, capacity: int) 
         weights=routing.weights,
         group_sizes=None,
         num_rows=jnp.asarray(num_rows, jnp.int32),
+        used=slot_of_row >= 0,
         dropped=((routing.experts < num_experts) & ~kept).sum(dtype=jnp.int32),
     )
 
@@ -69,6 +70,7 @@ def prepare_expert_choice(routing: RouteOutput) -> RouteMetadata:
         weights=routing.weights.reshape(-1),
         group_sizes=None,
         num_rows=jnp.asarray(tokens.size, jnp.int32),
+        used=tokens < routing.mask.shape[0],
         dropped=(routing.mask & ~taken).sum(dtype=jnp.int32),
     )
 

@@ -5,7 +5,7 @@ Where experts are split over a mesh axis, all tokens come to every rank, as in `
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from raggedmoe.kernels.arrays import accumulator, varying_like
 from raggedmoe.moe.dispatch.strategy import Strategy, StrategySettings, num_held
@@ -32,13 +32,15 @@ def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     is_here = (experts >= first) & (experts < first + held)
     row = (experts - first) * num_tokens + token[:, None]
+    row_of_slot = jnp.where(is_here, row, held * num_tokens).astype(jnp.int32)
     return RouteMetadata(
         token_of_row=jnp.tile(token, held),
         slot_of_row=None,
-        row_of_slot=jnp.where(is_here, row, held * num_tokens).astype(jnp.int32),
+        row_of_slot=row_of_slot,
         weights=weights,
         group_sizes=None,
         num_rows=jnp.asarray(held * num_tokens, jnp.int32),
+        used=varying_like(jnp.zeros(held * num_tokens, bool), row_of_slot).at[row_of_slot].set(True, mode="drop"),
         dropped=jnp.zeros((), jnp.int32),
     )
 
@@ -50,13 +52,14 @@ def dispatch(x: Float[Array, "T D"], metadata: RouteMetadata, settings: Strategy
     rows = jnp.tile(x, (num_held(settings), 1))
     if not settings.weigh_input:
         return rows
-    weights, _ = weights_of_rows(metadata, x)
+    weights = weights_of_rows(metadata, x)
     return (weights[:, None] * rows.astype(weights.dtype)).astype(x.dtype)
 
 
 def unpermute(rows: Float[Array, "R D"], metadata: RouteMetadata, settings: StrategySettings) -> Float[Array, "T D"]:
     """Each token's weighted sum over its own experts."""
-    weights, chosen = weights_of_rows(metadata, rows)
+    weights, chosen = weights_of_rows(metadata, rows), metadata.used
+    assert chosen is not None
     wide = accumulator(rows.dtype)
     outputs = jnp.where(chosen[:, None], rows.astype(wide), 0)  # what other experts made of the token counts nowhere
     weights = (chosen if settings.weigh_input else weights).astype(wide)
@@ -70,11 +73,8 @@ def unpermute(rows: Float[Array, "R D"], metadata: RouteMetadata, settings: Stra
     return lax.psum_scatter(sums, settings.axis, tiled=True) if settings.num_ranks > 1 else sums
 
 
-def weights_of_rows(metadata: RouteMetadata, like: Float[Array, "_ _"]) -> tuple[Float[Array, " R"], Bool[Array, " R"]]:
-    """The weight of every row, and whether its token chose its expert."""
+def weights_of_rows(metadata: RouteMetadata, like: Float[Array, "_ _"]) -> Float[Array, " R"]:
+    """The weight of every row; zero where its token did not choose its expert."""
     weights = varying_like(metadata.weights, like)  # backward, summed for T·K slots, not for R rows
-    nothing = jnp.zeros_like(metadata.token_of_row)
-    chosen = nothing.at[metadata.row_of_slot].add(1, mode="drop") > 0
-    return varying_like(nothing.astype(weights.dtype), weights).at[metadata.row_of_slot].add(
-        weights, mode="drop"
-    ), chosen
+    nothing = varying_like(jnp.zeros(metadata.token_of_row.shape, weights.dtype), weights)
+    return nothing.at[metadata.row_of_slot].add(weights, mode="drop")

@@ -35,5 +35,6 @@ def prepare(routing: RouteOutput, num_experts: int) -> RouteMetadata:
         weights=routing.weights,
         group_sizes=group_sizes,
         num_rows=group_sizes.sum(dtype=jnp.int32),
+        used=None,
         dropped=jnp.zeros((), jnp.int32),
     )

@@ -59,5 +59,6 @@ def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
         weights=weights,
         group_sizes=group_sizes,
         num_rows=num_rows,
+        used=None,
         dropped=wanted.sum(dtype=jnp.int32) - num_rows,
     )
