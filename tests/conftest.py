@@ -86,6 +86,20 @@ def pytest_runtest_teardown() -> None:
 
 
 @pytest.fixture
+def compilations():
+    """The programs that were compiled so far, as a list that grows."""
+    compiled: list[str] = []
+
+    def listen(event: str, duration: float, **details: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield compiled
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
 def abstract_mesh():
     """Makes the mesh of a chip that this machine does not have."""
 

@@ -71,10 +71,16 @@ def test_transformed_batch_agrees_with_numpy_one_by_one(name, implementation, tr
 
 
 @pytest.mark.parametrize(("name", "implementation"), FAST)
-def test_a_call_without_jit_agrees_with_numpy(name, implementation):
+def test_a_call_without_jit_agrees_with_numpy_and_is_compiled_once(name, implementation, compilations):
     example = spec_of(name).example("float32")
     function = functools.partial(operation(name).function, **example.options, implementation=implementation)
     assert beyond_rounding(name, example, value_and_gradients(function, dict(example.arrays), example.cotangent)) == {}
+    function(**example.arrays)
+    assert compilations  # or nothing would be counted
+    compilations.clear()
+    function(**example.arrays)
+    value_and_gradients(function, dict(example.arrays), example.cotangent)
+    assert compilations == []
 
 
 @pytest.mark.parametrize(("name", "implementation"), FAST)

@@ -323,3 +323,22 @@ def test_bfloat16_stays_near_float32():
     error = jnp.abs(wide_logits - narrow_logits)
     # Most tokens: where rounding changes who is chosen, a token may move far.
     assert float(jnp.median(error)) < 16 * float(jnp.finfo(jnp.bfloat16).eps)
+
+
+def test_ids_and_segments_of_few_bits_mean_their_values_and_an_eager_decoder_is_compiled_once(compilations):
+    config = with_einsum_experts(tiny("mixtral-tiny", num_layers=2))
+    assert config.vocab_size > 255
+    params, ids = drawn_params(config), jnp.minimum(drawn_ids(config, 1, 8), 100)
+    segments, mask = jnp.asarray([[0, 0, 0, 1, 1, 1, 1, 1]]), jnp.arange(8)[None] < 7
+    expected = decode(params, ids, config, segments=segments, mask=mask).hidden
+    gradient = jax.grad(lambda params, ids: decode(params, ids, config).hidden.sum())
+    slopes = gradient(params, ids)
+    compilations.clear()
+    decode(params, ids, config, segments=segments, mask=mask)
+    gradient(params, ids)
+    assert compilations == []
+    for dtype in ("uint8", "int8"):
+        few = decode(params, ids.astype(dtype), config, segments=segments.astype(dtype), mask=mask)
+        assert (few.hidden == expected)[mask].all()
+        found = gradient(params, ids.astype(dtype))["embedding"]
+        assert (found == slopes["embedding"]).all()

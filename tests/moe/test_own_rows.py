@@ -36,7 +36,10 @@ def results(config, expert, value):
     return {"output": out.output, **gradients}, own
 
 
-@pytest.mark.parametrize("way", WAYS)
+# The kernels by themselves are tested too.
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] if way in ("cpu", "expert_ffn") else []) for way in WAYS]
+)
 def test_an_experts_nan_reaches_its_own_tokens_alone(way):
     config = moe_config(experts=ExpertConfig(biases=True), **WAYS[way])
     clean, own = results(config, None, None)

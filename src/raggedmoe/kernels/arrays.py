@@ -72,12 +72,13 @@ def check_sizes_fit(operation: str, group_sizes: Any, num_rows: int) -> None:
     """Require group sizes whose values are known now to be non-negative and to sum to at most the rows there are."""
     if isinstance(group_sizes, jax.core.Tracer):
         return
-    values = np.asarray(jax.device_get(int32(group_sizes)), np.int64)
+    values = np.asarray(jax.device_get(group_sizes))
+    total = sum(values.tolist())  # of Python's integers, which hold any sum
     if values.size and values.min() < 0:
         raise ValueError(f"{operation}: expected group_sizes >= 0, got {int(values.min())} at {int(values.argmin())}")
-    if values.sum() > num_rows:
+    if total > num_rows:
         raise ValueError(
-            f"{operation}: expected group_sizes to sum to at most the {num_rows} rows given, got {int(values.sum())}; "
+            f"{operation}: expected group_sizes to sum to at most the {num_rows} rows given, got {total}; "
             "count only the rows that are in the buffer"
         )
 
