@@ -61,8 +61,10 @@ def expert_ffn(
 
     Args:
       rows: rows, ordered by group. What stands past the last group is never used, NaN included.
-      wi_0, wi_1, wo: the weights, all ``[G F D]``. ``wi_1`` is None for ungated experts.
-      group_sizes: the rows of each group. An empty group's gradients are zero.
+      wi_0, wi_1, wo: the weights, all ``[G F D]``. ``wi_1`` is None for ungated experts. What an expert's weights hold,
+        NaN and infinity included, reaches its own group's rows and gradients only.
+      group_sizes: the rows of each group. An empty group's gradients are zero. Traced sizes that are negative or run
+        past the last row are taken as by `grouped_matmul`.
       biases: added after the projections, to the valid rows.
       activation: one of `ACTIVATIONS`. The sums that it is given are float32; its result is rounded to the input's
         type before the down projection, as are the cotangents before their matmuls.

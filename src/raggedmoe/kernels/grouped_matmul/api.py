@@ -48,7 +48,8 @@ def grouped_matmul(
 
     Args:
       lhs: rows, ordered by group. What stands past the last group is never used, NaN included.
-      rhs: one matrix for each group held here, ``[G I O]``, or ``[G O I]`` with ``transpose_rhs``.
+      rhs: one matrix for each group held here, ``[G I O]``, or ``[G O I]`` with ``transpose_rhs``. What a matrix holds,
+        NaN and infinity included, reaches its own group's rows and gradients only.
       group_sizes: the rows in each of the model's groups. An empty group costs and contributes nothing, and its
         matrix's gradient is zero. Sizes that are negative or run past the end of ``lhs`` are
         refused where they are known; where they are traced, a negative one is none and groups are cut at the end.
