@@ -300,7 +300,8 @@ def test_a_replay_that_names_an_expert_twice_is_refused_or_means_the_same_on_a_m
 def test_what_is_drawn_or_counted_for_a_token_does_not_depend_on_the_mesh(selection, strategy, degrees):
     router = {"selection": selection, "jitter": 0.2, "aux_loss_weight": 0.3}
     here, there = (
-        moe_config(router, **SIZES, strategy=name, token_chunks=2, kernels=COMPILES_SOON) for name in ("local", strategy)
+        moe_config(router, **SIZES, strategy=name, token_chunks=2, kernels=COMPILES_SOON)
+        for name in ("local", strategy)
     )
     x, params, mask, _ = arrays()
     params = {name: params[name] for name in here.param_specs()}

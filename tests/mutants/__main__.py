@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.mutants.reach import recorded
+from tests.mutants.reach import Reach, recorded
 from tests.mutants.run import Review, Verdict, draw, summary, table, try_mutant
 from tests.mutants.tree import Tree
 
@@ -48,10 +48,19 @@ def main(words: list[str]) -> int:
     with ThreadPoolExecutor(options.workers) as pool:
         verdicts = list(pool.map(run, range(len(mutants))))
     took = f"{summary(verdicts)} Seed {options.seed}, {(time.monotonic() - started) / 60:.0f} minutes."
-    text = f"{table(tree, verdicts)}\n\n{took}\n"
+    text = f"{table(tree, verdicts)}\n\n{took} {reached(tree, options.folders, reach)}\n"
     (out / f"mutants-{options.seed}.md").write_text(text)
     print(f"\n{text}")
     return 0 if all(verdict.is_explained for verdict in verdicts) else 1
+
+
+def reached(tree: Tree, folders: list[str], reach: Reach) -> str:
+    """How much of the sources mutants are drawn from: what no test reaches, no test can be asked about."""
+    shares = []
+    for folder in folders:
+        places = {mutant.expression for mutant in tree.mutants(folder)}
+        shares.append(f"{folder} {sum(place in reach.tests for place in places)} of {len(places)}")
+    return f"Places of the rules that tests reach: {', '.join(shares)}."
 
 
 if __name__ == "__main__":
