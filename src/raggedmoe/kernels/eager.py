@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.interpreters import partial_eval
+from jax.interpreters import ad, partial_eval
 
 from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.registry import is_recording
@@ -24,16 +24,16 @@ def compiled_once(function: Callable[..., Any], static: tuple[str, ...]) -> Call
         arrays = jax.tree.leaves((args, {name: value for name, value in kwargs.items() if name not in static}))
         # A program is chosen for the default device, so not for arrays that are elsewhere; and it is chosen once.
         elsewhere = target_hardware(arrays=arrays) != target_hardware()
-        plain = is_recording() or elsewhere or any(map(_is_staged, arrays))
+        plain = is_recording() or elsewhere or any(map(_is_traced, arrays))
         return (function if plain else jitted)(*args, **kwargs)
 
     return call
 
 
-def _is_staged(array: Any) -> bool:
-    """Whether an array is an argument of another's jit, or computed from one."""
+def _is_traced(array: Any) -> bool:
+    """Whether an array is of another's jit, or of forward mode, which the operations refuse if they see it."""
     while isinstance(array, jax.core.Tracer):
-        if isinstance(array, partial_eval.DynamicJaxprTracer):
+        if isinstance(array, partial_eval.DynamicJaxprTracer | ad.JVPTracer):
             return True
         array = getattr(array, "primal", getattr(array, "val", None))
     return False
