@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.arrays import accumulator, matmul_precision
+from raggedmoe.kernels.arrays import accumulator, matmul_precision, varying_like
 from raggedmoe.kernels.grouped_matmul import masked_dot
 from raggedmoe.kernels.grouped_matmul.api import group_of_row
 from raggedmoe.kernels.grouped_matmul.gradients import gradients
@@ -58,7 +58,8 @@ def _finite(array):
 
 def _spoilt_columns(rows, group, num_groups):
     """``[G columns]``: whether a row of the group holds something there that is not finite."""
-    return jnp.zeros((num_groups, rows.shape[1]), bool).at[group].max(~jnp.isfinite(rows))
+    none = varying_like(jnp.zeros((num_groups, rows.shape[1]), bool), rows, group)
+    return none.at[group].max(~jnp.isfinite(rows), indices_are_sorted=True)
 
 
 def _row_is_here(lhs, bounds):
