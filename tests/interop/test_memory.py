@@ -101,7 +101,7 @@ def measured(*arguments: Path | str) -> tuple[int, int, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the peak that Linux keeps for each process")
-@pytest.mark.parametrize("layout", ["per_expert", "fused"])
+@pytest.mark.parametrize("layout", ["per_expert", pytest.param("fused", marks=pytest.mark.slow)])
 def test_loading_takes_at_most_1_3_times_the_parameters_and_saving_0_3_more(layout, large, tmp_path):
     size, loading, saving = measured(large(layout), tmp_path / "out", layout)
     assert size >= 300e6

@@ -118,7 +118,12 @@ IN_PARTS = dataclasses.replace(SMALL, cut=dataclasses.replace(SMALL.cut, paired=
 
 @pytest.mark.parametrize(
     ("small", "inner"),
-    [(SMALL, 16), (dataclasses.replace(SMALL, copies_first=True), 16), (HALF_STEPS, 16), (IN_PARTS, 256)],
+    [
+        pytest.param(SMALL, 16, marks=pytest.mark.slow),
+        pytest.param(dataclasses.replace(SMALL, copies_first=True), 16, marks=pytest.mark.slow),
+        (HALF_STEPS, 16),
+        (IN_PARTS, 256),
+    ],
 )
 def test_several_steps_pairs_and_shared_blocks_agree_with_numpy(small, inner):
     """Sizes of one block, of none, of several steps: with tiles of the chip's own they would all be one step."""

@@ -80,7 +80,12 @@ def filled_tokens(rows, fill):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "float32") for name in DIFFERENT), *((name, "bfloat16") for name in WAYS)]
+    ("name", "dtype"),
+    [
+        *((name, "float32") for name in DIFFERENT),
+        *((name, "bfloat16") for name in ("auto", "capacity")),
+        *(pytest.param(name, "bfloat16", marks=pytest.mark.slow) for name in WAYS if name not in ("auto", "capacity")),
+    ],
 )
 def test_value_is_within_the_roundings_of_the_type(name, dtype):
     config = config_of(WAYS[name])

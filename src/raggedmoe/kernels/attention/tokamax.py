@@ -16,6 +16,7 @@ from raggedmoe.kernels.arrays import matmul_precision
 from raggedmoe.kernels.attention import chunked
 from raggedmoe.kernels.placement import unchecked_why_not
 from raggedmoe.kernels.registry import Call, Implementation
+from raggedmoe.kernels.tokamax_flags import leave_command_line_alone
 
 BLOCK = 128  # of its TPU kernel: a sequence is whole blocks
 COMPILES_ELSEWHERE = "0.0.14"  # the first that need not look at the attached device
@@ -45,6 +46,7 @@ def _compiled_for(hardware: Hardware | None):
 def _attend(query, key, value, *, scale, window, backend):
     import tokamax
 
+    leave_command_line_alone()
     return tokamax.dot_product_attention(
         query,
         key,

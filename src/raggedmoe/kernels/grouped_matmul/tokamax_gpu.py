@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from raggedmoe.kernels.arrays import matmul_precision
+from raggedmoe.kernels.tokamax_flags import leave_command_line_alone
 
 
 def has_triton() -> bool:
@@ -43,11 +44,9 @@ def transposed(lhs, rhs, bounds, *, backend="triton"):
 
 def _ragged_dot(lhs, rhs, bounds, numbers, out_dtype, backend):
     import tokamax
-    from absl import flags
     from tokamax._src import config
 
-    if not flags.FLAGS.is_parsed():  # it would take the words of the program that runs for its own flags
-        flags.FLAGS.mark_as_parsed()
+    leave_command_line_alone()
     with config.cross_compile(True):  # what is compiled for is the caller's choice, not the device that is attached
         return tokamax.ragged_dot_general(
             lhs,
