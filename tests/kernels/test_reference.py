@@ -34,7 +34,13 @@ def test_reference_agrees_with_numpy_but_for_rounding(name, spec):
     assert beyond_rounding(name, example, run(name, example, "reference")) == {}
 
 
-@pytest.mark.parametrize(("name", "spec"), CASES)
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        pytest.param(*case.values, id=case.id, marks=[pytest.mark.slow] if place % 2 else [])
+        for place, case in enumerate(CASES)
+    ],
+)
 def test_reference_agrees_with_numpy_to_the_last_digits_of_float64(name, spec):
     with jax.enable_x64(True):
         example = spec.example("float64")
