@@ -178,9 +178,16 @@ def test_dense_oracle_has_the_slopes_of_the_numpy_oracle(activation, weigh):
         np.testing.assert_allclose(found[name], value, atol=1e-7, err_msg=name)
 
 
-# Pairs, not the product: every activation with and without a gate, with each backend and either way to weigh in turn.
+# Pairs, not the product: every activation with each backend and either way to weigh in turn, with a gate or without;
+# where there is time, with the other as well.
 KINDS = [
-    (activation, gated, ("auto", "jax", "expert_ffn")[(i + gated) % 3], ("input", "output")[(i // 2 + gated) % 2])
+    pytest.param(
+        activation,
+        gated,
+        ("auto", "jax", "expert_ffn")[(i + gated) % 3],
+        ("input", "output")[(i // 2 + gated) % 2],
+        marks=[pytest.mark.slow] if (i + gated) % 2 else [],
+    )
     for i, activation in enumerate(["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"])
     for gated in (True, False)
 ]

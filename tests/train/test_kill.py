@@ -20,9 +20,10 @@ WORDS = (
     "eval_interval=10",
     "eval_steps=2",
     "load_period=3",
+    "tensorboard=false",
     "run_name=run",
 )
-SHORT, LONG = 40, 800
+SHORT, LONG = 16, 800
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,7 @@ def test_an_uninterrupted_run_has_every_step_once(uninterrupted):
 
 
 def test_a_run_killed_in_a_checkpoint_equals_the_uninterrupted_one_bit_for_bit(tmp_path, uninterrupted):
+    """The first kill that this seed draws is in a checkpoint."""
     check_kills(tmp_path, uninterrupted(SHORT), SHORT, kills=1, seed=0)
 
 
