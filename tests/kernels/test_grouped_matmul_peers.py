@@ -89,7 +89,7 @@ def installed(monkeypatch, *packages):
 @pytest.mark.parametrize("name", PEERS)
 def test_what_none_of_them_takes_is_known_before_tracing(name, monkeypatch):
     installed(monkeypatch, "tokamax", "tokamax._src.ops.gmm_v2")
-    assert "a kernel for TPUs, not for cpu" in refused(name, chip="cpu")
+    assert "for TPUs" in refused(name, chip="cpu")
     assert "takes bfloat16 and float32, got float16" in refused(name, dtype=jnp.float16)
     assert "gives bfloat16 and float32, not float16" in refused(name, preferred_element_type=jnp.float16)
 
