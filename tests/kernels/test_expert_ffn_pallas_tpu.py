@@ -104,7 +104,8 @@ def test_groups_that_share_packs_tiles_and_parts_agree_with_the_reference(dtype)
             assert beyond_rounding(function, example) == [], sizes
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow  # several parts, in the test above, are this and more
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_part_of_f_with_biases_agrees_with_the_reference(dtype):
     function = with_tiles(ONE_PART[dtype], "clamped_swiglu", xla)
     for sizes in [(3, 1, 0, 7, 2), (40, 0, 41, 9, 0), cut(90, 5, 0)]:

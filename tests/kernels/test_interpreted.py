@@ -127,7 +127,7 @@ def random_groups(rng, dtype, *, cuts) -> Example:
         if name == "grouped_matmul"
     ],
 )
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(cuts=st.lists(st.integers(0, 300), min_size=5, max_size=5))
 def test_any_groups_in_a_buffer_are_multiplied(implementation, cuts):
     spec = Spec(name="random-groups", make=functools.partial(random_groups, cuts=cuts))

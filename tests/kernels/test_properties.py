@@ -148,7 +148,7 @@ EXAMPLES = {
     "expert_ffn": ffn_examples,
     "attention": attention_examples,
 }
-NUM_SHAPES = {"ragged_gather": 8, "ragged_gather_reduce": 8, "grouped_matmul": 6, "expert_ffn": 3, "attention": 3}
+NUM_SHAPES = {"ragged_gather": 5, "ragged_gather_reduce": 5, "grouped_matmul": 4, "expert_ffn": 2, "attention": 2}
 OPTIONS = st.fixed_dictionaries(
     dict.fromkeys(("weights", "inverse", "transpose", "offset", "gated", "biases"), st.booleans())
     | {"activation": st.sampled_from(sorted(ACTIVATIONS))}

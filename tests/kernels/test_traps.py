@@ -54,7 +54,7 @@ PAST_THE_END = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize(("name", "implementation"), ALL)
 def test_trap_02_rows_past_the_end_are_zero_and_reach_nothing(name, implementation, dtype):
     spec, quantities = PAST_THE_END[name]
@@ -164,7 +164,9 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("chip", ["cpu", "h100", "v5e", "tpu7x"])
+@pytest.mark.parametrize(
+    "chip", ["h100", "tpu7x", *(pytest.param(chip, marks=pytest.mark.slow) for chip in ("cpu", "v5e"))]
+)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_trap_07_what_is_chosen_for_width_2880_lowers_there(name, chip):
     example = example_of(name, WIDE[name], "bfloat16")

@@ -215,7 +215,7 @@ def test_tokens_that_do_not_count_change_nothing_before_them():
     assert int(padded.experts.load.sum()) == 26 * config.moe.experts_per_token * len(config.moe_layers)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3-tiny", "gpt-oss-tiny"])
+@pytest.mark.parametrize("name", ["deepseek-v3-tiny", pytest.param("gpt-oss-tiny", marks=pytest.mark.slow)])
 def test_a_cache_filled_in_parts_gives_the_whole_sequences_states(name):
     """In chunks of 7, 7 and 1 tokens: what a chunk sees of the earlier ones comes from the cache alone."""
     config = with_einsum_experts(tiny(name, num_layers=2))

@@ -62,6 +62,7 @@ def test_loss_and_all_gradients_do_not_depend_on_the_mesh(single, name):
     assert_same_on(MESHES[name], *single)
 
 
+@pytest.mark.slow  # the layer's own test has the fault's mesh too
 def test_experts_split_over_the_width_beside_shared_ones_have_the_same_gradients(single):
     """On a mesh where XLA, without a word about shared experts' tokens, exchanged two devices' gradients."""
     config, *rest = single

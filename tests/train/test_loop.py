@@ -92,7 +92,7 @@ def test_the_model_that_is_left_generates_and_has_its_tokenizer(whole):
     assert (whole / "model" / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_the_same_command_goes_on_exactly(run, tmp_path, whole, monkeypatch, capsys, number):
     with monkeypatch.context() as patch:
         disturb(patch, 6, lambda: os.kill(os.getpid(), number))

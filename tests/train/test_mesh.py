@@ -96,7 +96,13 @@ def test_a_new_state_is_made_in_its_parts_and_is_the_same_on_every_mesh():
     assert table.addressable_shards[0].data.size < table.size
 
 
-@pytest.mark.parametrize("there", [ONE_DEVICE, make_layout(Plan(degrees=Degrees(fsdp=4)))], ids=["one", "fsdp-4"])
+@pytest.mark.parametrize(
+    "there",
+    [
+        pytest.param(ONE_DEVICE, id="one", marks=pytest.mark.slow),
+        pytest.param(make_layout(Plan(degrees=Degrees(fsdp=4))), id="fsdp-4"),
+    ],
+)
 def test_a_checkpoint_of_one_mesh_is_restored_on_another(tmp_path, there):
     state = placed(first_state(WHOLE), SPLIT, WHOLE)
     with Checkpoints(CheckpointConfig(folder=tmp_path, asynchronous=False)) as checkpoints:
