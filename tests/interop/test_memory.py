@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 # One layer is the worst case: read whole, its down projections alone would be a third of all parameters.
-WIDTH, EXPERT_WIDTH, NUM_EXPERTS, NUM_LAYERS = 1024, 2560, 12, 1
+WIDTH, EXPERT_WIDTH, NUM_EXPERTS, NUM_LAYERS = 1024, 2560, 20, 1
 CONFIG = {
     "model_type": "mixtral",
     "vocab_size": 512,
