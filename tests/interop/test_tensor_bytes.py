@@ -5,7 +5,7 @@ import os
 import ml_dtypes
 import numpy as np
 
-from raggedmoe.interop.quantized import Mxfp4, ScaledBlocks
+from raggedmoe.interop.quantized import BLOCKS, SCALES, Mxfp4, ScaledBlocks, _mxfp4
 from raggedmoe.interop.safetensors_file import NewTensor, read_header, write_file
 
 ARRAYS = {
@@ -13,6 +13,8 @@ ARRAYS = {
     "factors": np.ones((2, 2), np.float32),
     "blocks": np.ones((3, 5, 2, 16), np.uint8),
     "exponents": np.full((3, 5, 2), 127, np.uint8),
+    f"one{BLOCKS}": np.ones((5, 2, 16), np.uint8),
+    f"one{SCALES}": np.full((5, 2), 127, np.uint8),
 }
 
 
@@ -36,6 +38,12 @@ def test_bytes_are_those_of_what_is_read(tmp_path):
     mxfp4 = Mxfp4(blocks=stored["blocks"], exponents=stored["exponents"])
     assert (fp8.num_bytes, mxfp4.num_bytes) == (4 * 6 * 2, 3 * 5 * 64 * 2)
     assert (fp8.read().nbytes, mxfp4.read().nbytes) == (fp8.num_bytes, mxfp4.num_bytes)
+
+
+def test_one_matrix_of_mxfp4_is_read_as_a_stack_of_them_is(tmp_path):
+    _, stored = written(tmp_path / "a.safetensors")
+    read = _mxfp4({name: stored[name] for name in (f"one{BLOCKS}", f"one{SCALES}")})
+    assert read[f"one{BLOCKS}"].read().size == 5 * 64
 
 
 def test_all_of_a_file_is_on_the_disk_when_it_is_written(tmp_path, monkeypatch):

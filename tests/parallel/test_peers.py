@@ -295,3 +295,17 @@ def test_of_several_addresses_those_of_this_machine_are_taken(monkeypatch):
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (number, 0)) for number in numbers]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     assert listens_at("127.0.0.2") == {"127.0.0.2"}
+
+
+def test_a_member_waits_for_no_longer_than_it_says(monkeypatch):
+    """A host that swallows what is sent to it would otherwise hold a run for as long as the machine has been up."""
+    asked = []
+
+    def connect(address, timeout):
+        asked.append(timeout)
+        raise TimeoutError("nobody answers")
+
+    monkeypatch.setattr(peers.socket, "create_connection", connect)
+    with pytest.raises(TimeoutError):
+        Member(process=1, num_processes=2, token=TOKEN, address=("127.0.0.1", 1), lost=print)
+    assert 0 < min(asked) <= max(asked) <= peers.CONNECT_SECONDS
