@@ -75,7 +75,7 @@ def run(name, example, chip):
     [
         pytest.param((70, 4, 1, 45), "v6e", id="many-tokens", marks=pytest.mark.slow),
         pytest.param((2, 99, 70, 17), "tpu7x", id="slots-in-parts"),
-        pytest.param((3, 4, 2, 2050), "v6e", id="row-in-chunks", marks=pytest.mark.slow),
+        pytest.param((3, 4, 2, 2050), "v6e", id="row-in-chunks"),
     ],
 )
 @pytest.mark.parametrize("name", EXAMPLES)
