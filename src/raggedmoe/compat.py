@@ -79,8 +79,12 @@ def push_stream(source: Any, target: Any, semaphore: Any) -> PushStream:
     """
     pltpu, plsc = _pallas_tpu()
     if hasattr(plsc, "SparseCorePushStreamWarning"):
-        copy = pltpu.make_async_copy(source, target, None, src_sem=semaphore)
-        return PushStream(copy.start, copy.wait_read, pltpu.make_async_copy(source, target, None).wait)
+        # Each is made when it is called: JAX 0.12 logs an error for every copy that was made and not used.
+        return PushStream(
+            lambda: pltpu.make_async_copy(source, target, None, src_sem=semaphore).start(),
+            lambda: pltpu.make_async_copy(source, target, None, src_sem=semaphore).wait_read(),
+            lambda: pltpu.make_async_copy(source, target, None).wait(),
+        )
     copy = pltpu.make_async_copy(source, target, semaphore)
     return PushStream(copy.start, copy.wait, lambda: None)
 

@@ -44,8 +44,8 @@ BAD_LAYERS = {
         r"fuses the activation, which needs the sums over the whole width.*width_chunks=2: use width_chunks=1",
     ),
     "backend_and_kernels": (
-        {"moe_backend": "cpu", "kernels": KernelChoice()},
-        r"moe_backend='cpu' already names kernels; give either the backend, or",
+        {"moe_backend": "cpu", "kernels": KernelChoice(grouped_matmul="xla")},
+        r"moe_backend='cpu' already names 'cpu' for grouped_matmul, got 'xla'; give either",
     ),
     "backend_and_strategy": (
         {"moe_backend": "jax", "strategy": "local"},

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from raggedmoe.hardware import HARDWARE
-from raggedmoe.interop.maxtext import MAXTEXT
+from raggedmoe.interop.maxtext import GROUPS, TRANSLATED, defaults
+from raggedmoe.kernels.registry import Directions
 from raggedmoe.models.presets import model_preset
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.parallel.degrees import Degrees
@@ -57,23 +58,37 @@ def test_every_setting_has_a_known_kind_and_a_default_that_it_would_accept(key):
         (["learning_rate=fast"], "learning_rate: expected a finite number, got 'fast'"),
         (["weight_decay=nan"], "weight_decay: expected a finite number, got 'nan'"),
         (["learning_rate=inf"], "learning_rate: expected a finite number, got 'inf'"),
-        (["tokenizer_path="], "tokenizer_path: expected a word, got ''"),
-        (["wi_tile_fwd_batch_seq=banana"], "expected a whole number, got 'banana'"),
-        (["enable_dropout=true"], "dropout is not built"),
+        (["ragged_gather="], "ragged_gather: expected names separated by commas, got ''"),
+        (["dropout_rate=0.1"], "dropout is not built"),
         (["packing=maybe"], "packing: expected true or false, got 'maybe'"),
         (["schedule=linear"], "schedule: expected one of cosine, wsd, constant, got 'linear'"),
-        (["dataset_type=hf"], "dataset_type: expected one of stdlib, text, synthetic, got 'hf'"),
+        (["dataset_type=hf"], "dataset_type=hf: that pipeline is not built; use dataset_type=text"),
+        (["dataset_type=csv"], "dataset_type: expected one of stdlib, text, synthetic, got 'csv'"),
         (["steps=5", "steps=6"], "steps=5 and steps=6 contradict each other"),
         (["demo", "olmoe-tiny"], "expected one model and settings as key=value, got 'demo' and 'olmoe-tiny'"),
         (["demo", "model_name=olmoe-tiny"], "demo and model_name=olmoe-tiny contradict each other"),
         (["routing=random", "use_random_routing=true", "routing=balanced"], "contradict each other"),
-        (["ragged_gather=reference", "ragged_gather_fallback=true"], "contradict each other: both set ragged_gather"),
+        (
+            ["ragged_gather.forward=reference", "ragged_gather_fallback=true"],
+            r"contradict each other: both set ragged_gather\.forward",
+        ),
+        (["capacity_facto=1"], "did you mean capacity_factor or"),
         (["quantization=int8"], "quantised experts are not built"),
         (["use_qwix_quantization=true"], "quantised experts are not built"),
-        (["use_gather_mosaic_kernel=true"], "not built yet"),
+        (["use_gather_mosaic_kernel=true"], "a TensorCore gather is not built; use_ragged_sort=true"),
+        (["use_2d_fsdp_sharding=true"], "there is one FSDP axis; use ici_fsdp_parallelism"),
+        (
+            ["quantization=fp8", "ici_context_parallelism=2"],
+            "2 settings cannot be taken:\n  quantization=fp8: .*\n  ici_",
+        ),
+        (["remat_policy=custom", "out_proj=offload"], "out_proj=offload: keeping arrays in the host's memory"),
+        (["remat_policy=minimal_offloaded"], "keeping arrays in the host's memory is not built; remat_policy=full"),
+        (["opt_type=muon"], "only AdamW is built"),
+        (["decoder_block=llama2"], "decoder_block=llama2: expected one of deepseek, mixtral"),
+        (["mine.yml"], "mine.yml: expected a file of settings in MaxText's form, found none"),
         (["ragged_buffer_factor=much"], "ragged_buffer_factor: expected a finite number, got 'much'"),
         (["use_random_routing=perhaps"], "use_random_routing: expected true or false, got 'perhaps'"),
-        (["ici_pipeline_parallelism=4"], "there is no pipeline axis"),
+        (["ici_pipeline_parallelism=4"], "ici_pipeline_parallelism=4: there is no such axis here"),
         (["attention=cudnn_flash_te"], "cuDNN's attention is not built"),
     ],
 )
@@ -91,9 +106,9 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
         (["moe_backend=jax", "sparse_matmul=true"], "sparse_matmul=true and moe_backend=jax contradict each other"),
         (["moe_backend=cpu", "sparse_matmul=false"], "sparse_matmul=false and moe_backend=cpu contradict each other"),
         (["moe_backend=fast"], "unknown moe_backend 'fast'"),
-        (["sparse_matmul=false", "ragged_gather_fallback=true"], "ragged_gather would never be read"),
+        (["sparse_matmul=false", "ragged_gather=xla"], "ragged_gather would never be read"),
         (["grouped_matmul=magic"], "implementation of grouped_matmul, 'magic'"),
-        (["moe_backend=ragged_dot", "ragged_gather=xla"], "already names kernels"),
+        (["moe_backend=ragged_dot", "grouped_matmul=cpu"], "already names 'xla' for grouped_matmul, got 'cpu'"),
         (["steps=0"], "expected steps >= 1, got 0"),
         (["steps=10", "warmup_steps=10"], "never reach its peak"),
         (["steps=10", "warmup_steps=6", "schedule=wsd", "decay_fraction=0.5"], "together are more than steps=10"),
@@ -102,8 +117,12 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
         (["per_device_batch_size=0"], "expected per_device_batch_size >= 1, got 0"),
         (["gradient_accumulation_steps=0"], "expected micro_batches >= 1, got 0"),
         (["max_target_length=1"], "expected sequence_length >= 2, got 1"),
-        (["num_layers=0"], r"num_layers: expected 1 .. 4 of demo, got 0"),
-        (["num_layers=5"], r"num_layers: expected 1 .. 4 of demo, got 5"),
+        (["num_layers=0"], r"num_layers: expected at least 1 of demo, got 0"),
+        (["first_num_dense_layers=5"], r"first_num_dense_layers: expected 0 .. 4, the layers of demo, got 5"),
+        (["head_dim=8"], "head_dim=8: demo has latent attention.*use q_lora_rank"),
+        (["olmoe-tiny", "kv_lora_rank=8"], "olmoe-tiny has no latent attention; use base_num_kv_heads"),
+        (["olmoe-tiny", "sliding_window_size=8"], "olmoe-tiny has no layer with a window"),
+        (["olmoe-tiny", "num_experts=3"], "experts_per_token=4 is more than num_experts=3"),
         (["remat=everything"], "unknown remat name 'everything'"),
         (["remat=full,query"], "unknown remat name 'full'"),
         (["keep_last=0"], "expected at least 1"),
@@ -145,17 +164,32 @@ RING = [
 
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("reduce", [True, False])
-def test_each_fallback_names_xla_for_its_own_kernel_alone(gather, reduce):
+def test_each_fallback_replaces_its_kernel_wherever_it_runs(gather, reduce):
+    """Each kernel is the other one's backward pass."""
     words = [f"ragged_gather_fallback={gather}", f"ragged_gather_reduce_fallback={reduce}"]
     config = configured("model_name=deepseek-v2-tiny", *RING, *words)
     kernels = config.step.model.moe.kernel_choice
-    assert kernels.ragged_gather == ("xla" if gather else "auto")
-    assert kernels.ragged_gather_reduce == ("xla" if reduce else "auto")
+    sparsecore = ("sparsecore", "xla")
+    of_gather, of_reduce = "xla" if gather else sparsecore, "xla" if reduce else sparsecore
+    same = of_gather == of_reduce
+    assert kernels.ragged_gather == (of_gather if same else Directions(forward=of_gather, backward=of_reduce))
+    assert kernels.ragged_gather_reduce == (of_reduce if same else Directions(forward=of_reduce, backward=of_gather))
     assert config.step.model.moe.router.selection == "random"
     assert config.run.profile is not None
     notes = " ".join(config.notes)
     assert "use_ring_of_experts=true: changes nothing: no row leaves its device" in notes
     assert "enable_tpu_profiling_options=true: ignored" in notes
+
+
+def test_without_use_ragged_sort_the_gathers_are_chosen_as_ever():
+    assert configured("mixtral-tiny", "use_ragged_sort=false").step.model.moe.kernel_choice.ragged_gather == "auto"
+
+
+def test_a_direction_of_an_operation_has_a_kernel_of_its_own():
+    words = ["ragged_gather=xla", "ragged_gather.backward=sparsecore,xla", "grouped_matmul.forward=cpu"]
+    kernels = configured("mixtral-tiny", *words).step.model.moe.kernel_choice
+    assert kernels.ragged_gather == Directions(forward="xla", backward=("sparsecore", "xla"))
+    assert kernels.grouped_matmul == Directions(forward="cpu", backward="auto")
 
 
 def test_random_routing_leaves_out_what_ranks_experts():
@@ -195,9 +229,29 @@ def test_without_megablox_the_sparse_matmul_is_xlas_and_the_dense_one_stays(word
     assert moe.kernel_choice.grouped_matmul == ("auto" if strategy == "dense" else "xla")
 
 
-def test_with_megablox_the_sparse_matmul_is_jaxs_kernel():
-    moe = configured("mixtral-tiny", "megablox=true").step.model.moe
-    assert moe.kernel_choice.grouped_matmul == "megablox"
+@pytest.mark.parametrize(
+    ("words", "kernels"),
+    [
+        (["megablox=true"], ("megablox", "cpu", "xla")),
+        (["megablox=true", "use_tokamax_gmm=true"], ("tokamax", "cpu", "xla")),
+        (["use_tokamax_gmm=true", "use_gmm_v2=true"], ("gmm_v2", "tokamax", "cpu", "xla")),
+        (["use_tokamax_gmm=false"], "auto"),
+        (["moe_use_gmm_v2=true"], "gmm_v2"),
+    ],
+)
+def test_each_flag_of_the_matmul_takes_its_kernel_where_it_runs(words, kernels):
+    """And a gather's fallback stands beside it: the matmul's kernel leaves the others free."""
+    moe = configured("mixtral-tiny", *words, "ragged_gather_fallback=true").step.model.moe
+    assert moe.kernel_choice.grouped_matmul == kernels
+    assert moe.kernel_choice.ragged_gather == Directions(forward="xla", backward="auto")
+
+
+def test_flags_for_sparse_kernels_beside_a_dense_matmul_change_nothing_and_say_so():
+    words = ["sparse_matmul=False", "megablox=True", "use_ragged_sort=true", "ragged_gather_fallback=true"]
+    config = configured("mixtral-tiny", *words)
+    assert config.step.model.moe.kernels is None
+    for word in words[1:]:
+        assert any(note.startswith(f"{word}: changes nothing: ") for note in config.notes), word
 
 
 @pytest.mark.parametrize(
@@ -310,28 +364,28 @@ def test_fewer_layers_keep_the_dense_ones_among_them():
     assert (model.num_layers, model.dense_layers) == (4, (0, 1, 2))
 
 
-@pytest.mark.parametrize("name", [name for name in KEYS if name in MAXTEXT and KEYS[name].default is not None])
+@pytest.mark.parametrize("name", [name for name in KEYS if name in TRANSLATED and KEYS[name].default not in (None, ())])
 def test_no_setting_of_ours_is_shadowed_by_a_different_one_of_theirs(name):
     key = KEYS[name]
-    meaning = MAXTEXT[name](str(key.default))
-    assert meaning.settings == {name: str(key.default)}
+    assert TRANSLATED[name](str(key.default)).settings == {name: str(key.default)}
 
 
 def test_what_every_maxtext_name_stands_for_is_a_setting_of_ours():
-    tried = ("1", "true", "0.5", "-1", "auto", "full", "cosine", "adamw", "none", "false", "0")
-    for name, entry in MAXTEXT.items():
-        for text in tried:
+    for name, entry in TRANSLATED.items():
+        default = defaults().get(name, "true")
+        for text in (default, "1", "true", "text", "mixtral"):
             try:
-                meaning = entry(text)
+                assert set(entry(text).settings) <= set(KEYS), name
             except ValueError:
                 continue
-            assert set(meaning.settings) <= set(KEYS), name
             break
         else:
-            pytest.fail(f"{name} accepts none of {tried}")
+            pytest.fail(f"{name} does not take {default}")
+    for group in GROUPS:
+        assert set(group.meaning({name: defaults()[name] for name in group.names}).settings) <= set(KEYS)
 
 
-@pytest.mark.parametrize("name", ["wi_tile_fwd_batch_seq", "wo_tile_drhs_mlp_dim", "enable_goodput_recording"])
+@pytest.mark.parametrize("name", ["wi_tile_fwd_batch_seq", "wo_tile_drhs_mlp_dim", "goodput_upload_interval_seconds"])
 def test_a_setting_that_changes_nothing_says_so(name):
     settings = parse_settings([f"{name}=2"])
     assert len(settings.notes) == 1
@@ -347,6 +401,6 @@ def test_an_error_names_the_setting_and_leaves_paths_alone():
 
 
 def test_only_what_matters_to_the_steps_done_counts_as_changed():
-    old = plain(parse_settings(["steps=10", "learning_rate=1e-3", "log_period=3"]).values)
-    new = plain(parse_settings(["steps=20", "learning_rate=2e-3", "log_period=4"]).values)
+    old = plain(parse_settings(["steps=10", "learning_rate=1e-3", "line_period=3"]).values)
+    new = plain(parse_settings(["steps=20", "learning_rate=2e-3", "line_period=4"]).values)
     assert changed(old, new) == ["learning_rate=0.001 is now 0.002"]

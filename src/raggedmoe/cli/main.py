@@ -1,5 +1,6 @@
 """The command line: one thin file a command."""
 
+import inspect
 import logging
 import os
 import sys
@@ -10,6 +11,7 @@ import tyro
 from raggedmoe.cli import bench, compile, convert, explain, generate, launch, models, plan, report, train, tune, verify
 from raggedmoe.kernels.registry import CannotRunError
 from raggedmoe.parallel import processes
+from raggedmoe.train.settings import assignments
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "train": train.train,
@@ -28,6 +30,9 @@ COMMANDS: dict[str, Callable[..., int]] = {
 }
 
 
+# Commands that take the settings of a run, where `--key value` is `key=value`.
+TAKE_SETTINGS = ("train", "plan", "launch", "explain", "compile", "bench")
+
 # Commands whose settings are more than a signature says.
 HELP: dict[str, Callable[[], None]] = {"train": train.print_help}
 
@@ -36,6 +41,9 @@ def main() -> None:
     """Run the command that the arguments name. A user's mistake is one line, not a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command in TAKE_SETTINGS:
+        options = inspect.signature(COMMANDS[command]).parameters
+        sys.argv[2:] = assignments(sys.argv[2:], options=options)
     if command in HELP and {"-h", "--help"} & set(sys.argv[2:]):
         HELP[command]()
         sys.exit(0)

@@ -69,7 +69,7 @@ def plan(
     tokens = config.run.micro_batch_size * config.data.sequence_length // made.degrees.num_token_shards
     step = Step(num_tokens=tokens, dtype=str(np.dtype(model.dtype)), ragged=chip.platform != "cpu")
     found = layer_collectives(model.moe, made, step)
-    state = state_bytes(model, made)
+    state = state_bytes(model, made, config.step.optimizer.mu_dtype)
     if json:
         print(dumps(_as_json(made, model, step, found, state, moe_layers), indent=1))
         return 0

@@ -41,6 +41,12 @@ class Proof:
     last_jax: str | None = None
     shown_by: str
 
+    @property
+    def jax_range(self) -> str:
+        """The versions of JAX with which it was shown, as a text."""
+        ends = (f"from {self.first_jax}" if self.first_jax else "", f"to {self.last_jax}" if self.last_jax else "")
+        return " ".join(filter(None, ends)) or "of any version"
+
 
 # A plain XLA program means the same on every backend; the tests run it on a CPU.
 PLAIN_XLA: tuple[Proof, ...] = (
@@ -187,13 +193,17 @@ def level_on(
     certificates: tuple[Certificate, ...],
 ) -> tuple[Level, str]:
     """The best level that proofs and certificates give ``operation/name`` on a chip, and what shows it."""
-    best = (Level.UNPROVEN, "nothing yet")
+    best = (Level.UNPROVEN, "nobody has tried")
     for proof in proofs:
         here = (not proof.platforms or hardware.platform in proof.platforms) and (
             not proof.chips or hardware.name in proof.chips
         )
-        if here and in_versions(jax_version, proof.first_jax, proof.last_jax) and proof.level > best[0]:
+        if not here or proof.level <= best[0]:
+            continue
+        if in_versions(jax_version, proof.first_jax, proof.last_jax):
             best = (proof.level, proof.shown_by)
+        elif best[0] is Level.UNPROVEN:
+            best = (Level.UNPROVEN, f"{proof.level.name.lower()} only with JAX {proof.jax_range}")
     for certificate in certificates:
         if (
             certificate.implementation == name

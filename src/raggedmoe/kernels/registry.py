@@ -179,7 +179,8 @@ def _look_at(
     if reason is None and auto and hardware.platform not in implementation.rank:
         reason = f"auto does not offer it on {hardware.platform}; it runs when named"
     if reason is None and auto and level < AUTO_TAKES:
-        reason = f"only {level.name.lower()} on {hardware.name}; name it, or run `raggedmoe verify` on such a chip"
+        what = f"only {level.name.lower()}" if level else f"unproven ({shown_by})"
+        reason = f"{what} on {hardware.name}; name it, or run `raggedmoe verify` on such a chip"
     preference = implementation.auto_why_not(call, hardware) if reason is None and auto else None
     return Candidate(
         implementation=implementation,
@@ -228,6 +229,10 @@ def select(
     looked_at = candidates(call, choice, hardware, jax_version=jax_version, certificates=certificates, known=known)
     for candidate in looked_at:
         if candidate.reason is None:
+            if candidate.level is Level.UNPROVEN and _ordered(choice, call.direction) != "auto":
+                report_unproven(
+                    candidate.implementation.full_name, call.direction, hardware.name, jax_version, candidate.shown_by
+                )
             selection = Selection(call=call, hardware=hardware, chosen=candidate.implementation, candidates=looked_at)
             recorded = _recorded.get()
             if recorded is not None:
@@ -259,6 +264,19 @@ def recorded_selections() -> Iterator[list[Selection]]:
         yield selections
     finally:
         _recorded.reset(token)
+
+
+@functools.cache
+def report_unproven(full_name: str, direction: str, hardware: str, jax_version: str, shown_by: str) -> None:
+    """Warn that a kernel runs because it was named, and that nothing shows that it works. Cached: said once."""
+    logger.warning(
+        "%s (%s) on %s runs as it was named: with JAX %s it is unproven (%s); check it there by `raggedmoe verify`",
+        full_name,
+        direction,
+        hardware,
+        jax_version,
+        shown_by,
+    )
 
 
 @functools.cache

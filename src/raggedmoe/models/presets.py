@@ -9,7 +9,18 @@ PRESETS: dict[str, ModelConfig] = {
     for family in (deepseek_v3, deepseek_v2, mixtral, qwen3_moe, olmoe, gpt_oss)
     for name, config in family.PRESETS.items()
 }
-ALIASES = {"deepseek2-16b": "deepseek-v2-lite", "deepseek3-671b": "deepseek-v3"}  # as MaxText's users type them
+# As MaxText's users type them, and a family by itself.
+ALIASES = {
+    "deepseek2-16b": "deepseek-v2-lite",
+    "deepseek2-236b": "deepseek-v2",
+    "deepseek3-671b": "deepseek-v3",
+    "deepseek3-671b-2dfsdp": "deepseek-v3",
+    "kimi-k2-1t": "kimi-k2",
+    "mixtral": "mixtral-8x7b",
+    "qwen3-moe": "qwen3-30b-a3b",
+    "olmoe": "olmoe-1b-7b",
+    "gpt-oss": "gpt-oss-20b",
+}
 
 
 def model_preset(name: str) -> ModelConfig:

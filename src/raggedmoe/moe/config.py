@@ -1,7 +1,7 @@
 """What an MoE layer is: small frozen configurations, checked when they are made."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -114,7 +114,7 @@ class MoEConfig:
     experts: ExpertConfig = field(default_factory=ExpertConfig)
     moe_backend: str = "auto"  # a named pair of strategy and kernels
     strategy: str | None = None  # how rows reach their experts; None: the backend's
-    kernels: KernelChoice | None = None  # None: the backend's
+    kernels: KernelChoice | None = None  # of operations that the backend does not name
     capacity_factor: float | None = None  # strategy "capacity": slots of each expert, as a multiple of T·K/E
     ragged_buffer_factor: float | None = None  # receive buffer, as a multiple of T·K rows; None: never too small
     token_chunks: int = 1  # the tokens in this many parts, so that moving one overlaps with computing another
@@ -160,11 +160,13 @@ class MoEConfig:
 
     def _check_strategy(self) -> None:
         backend = backend_named(self.moe_backend)
-        if backend.kernels != KernelChoice() and self.kernels is not None:
-            raise ValueError(
-                f"moe_backend={self.moe_backend!r} already names kernels; give either the backend, or kernels with "
-                "moe_backend='auto'"
-            )
+        for operation, choice in vars(self.kernels or KernelChoice()).items():
+            named = getattr(backend.kernels, operation)
+            if "auto" not in (choice, named) and choice != named:
+                raise ValueError(
+                    f"moe_backend={self.moe_backend!r} already names {named!r} for {operation}, got {choice!r}; give "
+                    "either, the other operations' kernels are free"
+                )
         if backend.strategy == "dense" and self.strategy not in (None, "dense"):
             raise ValueError(
                 f"moe_backend={self.moe_backend!r} computes every expert on every token and moves no rows; "
@@ -239,7 +241,9 @@ class MoEConfig:
 
     @property
     def kernel_choice(self) -> KernelChoice:
-        return self.kernels or self.backend.kernels
+        """The backend's kernels, and the given ones for the operations that it leaves free."""
+        named = {name: choice for name, choice in vars(self.backend.kernels).items() if choice != "auto"}
+        return replace(self.kernels or KernelChoice(), **named)
 
     def capacity(self, num_tokens: int) -> int:
         """Slots of each expert under strategy "capacity", C."""

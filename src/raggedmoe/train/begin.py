@@ -9,6 +9,7 @@ import numpy as np
 
 from raggedmoe import compat, interop
 from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, KernelChoice
 from raggedmoe.models.count import count_params
 from raggedmoe.models.decoder import Params
 from raggedmoe.models.flops import train_flops
@@ -43,6 +44,30 @@ def headline(config: TrainConfig, data: Data, hardware: Hardware) -> str:
         f"{data.describe()}; {config.data.batch_size} × {config.data.sequence_length} tokens a step, "
         f"{config.step.optimizer.steps} steps into {config.run.folder}"
     )
+
+
+def kernel_lines(kernels: list[dict[str, Any]], choices: KernelChoice) -> list[str]:
+    """The kernels that were taken, forward / backward; and for what was asked for by name and not taken, why."""
+    taken: dict[str, dict[str, None]] = {}
+    for kernel in kernels:
+        taken.setdefault(f"{kernel['operation']} {kernel['direction']}", {})[kernel["chosen"]] = None
+    parts = []
+    for operation in dict.fromkeys(kernel["operation"] for kernel in kernels):
+        both = [", ".join(taken.get(f"{operation} {direction}", {"none": None})) for direction in (FORWARD, BACKWARD)]
+        parts.append(f"{operation} {both[0]} / {both[1]}")
+    lines = [f"kernels, forward / backward: {'; '.join(parts)}"] if parts else []
+    skipped = {
+        f"  {kernel['operation']} ({kernel['direction']}): not {other['name']}: {other['reason']}": None
+        for kernel in kernels
+        if _is_named(getattr(choices, kernel["operation"], "auto"), kernel["direction"])
+        for other in kernel["others"]
+        if not other["reason"].startswith("could run")
+    }
+    return [*lines, *skipped]
+
+
+def _is_named(choice: Choice, direction: str) -> bool:
+    return (getattr(choice, direction) if isinstance(choice, Directions) else choice) != "auto"
 
 
 def check_same_run(config: TrainConfig, data: Data, earlier: Mapping[str, Any], where: str) -> None:

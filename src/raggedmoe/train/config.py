@@ -8,9 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.registry import KernelChoice
-from raggedmoe.models.config import ModelConfig, first_layers
+from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, KernelChoice, Ordered
+from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.presets import model_preset
+from raggedmoe.models.sizes import FIELDS, OTHERS, resized
 from raggedmoe.models.specs import param_specs
 from raggedmoe.moe.config import ACROSS_RANKS, MoEConfig, RouterConfig
 from raggedmoe.parallel.degrees import Degrees, resolved
@@ -18,6 +19,7 @@ from raggedmoe.parallel.plan import Plan
 from raggedmoe.partition import SPLITS
 from raggedmoe.train.checkpoint import CheckpointConfig
 from raggedmoe.train.data import TEXT_SUFFIXES, DataConfig
+from raggedmoe.train.keys import KERNEL_KEYS
 from raggedmoe.train.optimizer import OptimizerConfig
 from raggedmoe.train.profile import ProfileConfig
 from raggedmoe.train.settings import Settings
@@ -31,7 +33,7 @@ class RunConfig:
     folder: Path
     seed: int
     micro_batch_size: int  # sequences that all devices together hold at once, in training and in evaluation
-    log_period: int
+    line_period: int
     load_period: int
     eval_interval: int
     eval_steps: int
@@ -42,7 +44,7 @@ class RunConfig:
     profile: ProfileConfig | None
 
     def __post_init__(self) -> None:
-        for name in ("log_period", "load_period", "eval_steps", "checkpoint_period", "max_skipped_steps"):
+        for name in ("line_period", "load_period", "eval_steps", "checkpoint_period", "max_skipped_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
         if not 0 <= self.seed < 2**32:
@@ -137,7 +139,12 @@ def make_optimizer_config(settings: Settings) -> OptimizerConfig:
         epsilon=v["adam_eps"],
         weight_decay=v["weight_decay"],
         clip_norm=v["gradient_clipping_threshold"] or None,
+        grad_dtype=v["grad_dtype"],
+        mu_dtype=v["mu_dtype"],
     )
+
+
+SHORT_RUN = 20  # steps of a run that prints every one
 
 
 def make_run_config(settings: Settings, folder: Path, plan: Plan) -> RunConfig:
@@ -153,7 +160,8 @@ def make_run_config(settings: Settings, folder: Path, plan: Plan) -> RunConfig:
             )
     return RunConfig(
         folder=folder,
-        **{name: v[name] for name in ("seed", "log_period", "load_period", "eval_interval", "eval_steps")},
+        **{name: v[name] for name in ("seed", "load_period", "eval_interval", "eval_steps")},
+        line_period=v["line_period"] or (1 if v["steps"] <= SHORT_RUN else 10),
         micro_batch_size=v["per_device_batch_size"] * plan.degrees.num_devices,
         checkpoint_period=v["checkpoint_period"],
         max_skipped_steps=v["max_skipped_steps"],
@@ -197,6 +205,13 @@ def _moves_rows(step: StepConfig) -> bool:
 
 NO_ROW_LEAVES = "no row leaves its device for an expert: expert_parallelism is 1, or sparse_matmul is false"
 
+SPARSE_OPERATIONS = ("ragged_gather", "ragged_gather_reduce", "grouped_matmul")
+
+
+def _kernel_keys(operation: str) -> tuple[str, str, str]:
+    return operation, f"{operation}.{FORWARD}", f"{operation}.{BACKWARD}"
+
+
 # Settings that are read only if something else is so: the condition, and what to say.
 READ_ONLY_IF: dict[str, tuple[Callable[[Mapping[str, Any], StepConfig], bool], str]] = {
     "bias_update_rate": (lambda v, step: step.model.moe.router.selection_bias, "its routers have no selection bias"),
@@ -217,6 +232,15 @@ READ_ONLY_IF: dict[str, tuple[Callable[[Mapping[str, Any], StepConfig], bool], s
     "expert_strategy": (lambda v, step: _moves_rows(step), NO_ROW_LEAVES),
     "ragged_buffer_factor": (lambda v, step: _moves_rows(step), NO_ROW_LEAVES),
     "rerun_on_overflow": (lambda v, step: step.model.moe.ragged_buffer_factor is not None, "no row can be dropped"),
+    **{
+        key: (lambda v, step: step.model.moe.strategy_name not in ("dense", "capacity"), "the matmul is a dense one")
+        for key in _kernel_keys("grouped_matmul")
+    },
+    **{
+        key: (lambda v, step: step.model.moe.strategy_name != "dense", "no rows are moved for a dense matmul")
+        for operation in ("ragged_gather", "ragged_gather_reduce")
+        for key in _kernel_keys(operation)
+    },
     "aux_loss": (lambda v, step: step.model.moe.router.aux_loss_weight > 0, "its weight is 0"),
 }
 
@@ -226,19 +250,15 @@ def unread_settings(settings: Settings, step: StepConfig) -> list[str]:
     return [
         f"{settings.given[name]}: changes nothing: {reason}"
         for name, (is_read, reason) in READ_ONLY_IF.items()
-        if name in settings.given and not is_read(settings.values, step)
+        if name in settings.typed and not is_read(settings.values, step)
     ]
 
 
 def make_model(settings: Settings, hardware: Hardware, plan: Plan) -> ModelConfig:
     """The model with what the settings change."""
     v = settings.values
-    model = model_preset(v["model_name"])
-    if v["num_layers"] is not None:
-        layers = v["num_layers"]
-        if not 1 <= layers <= model.num_layers:
-            raise ValueError(f"num_layers: expected 1 .. {model.num_layers} of {v['model_name']}, got {layers}")
-        model = first_layers(model, layers)
+    sizes = {name: v[name] for name in (*FIELDS, *OTHERS) if v[name] is not None}
+    model = resized(model_preset(v["model_name"]), sizes, v["model_name"])
     if v["mtp_layers"] is not None:
         model = replace(model, mtp_layers=v["mtp_layers"])
     if v["max_target_length"] > model.max_length:  # trained on longer sequences, it is a model for longer ones
@@ -278,12 +298,12 @@ def make_moe(settings: Settings, moe: MoEConfig, plan: Plan) -> MoEConfig:
         )
     if v["sparse_matmul"] is False and factor is None:
         backend = "jax"
-    choices = {
-        operation: v[operation][0] if len(v[operation]) == 1 else v[operation]
-        for operation in ("ragged_gather", "ragged_gather_reduce", "grouped_matmul")
-    }
-    if v["sparse_matmul"] is False and given.get("grouped_matmul", "").startswith("megablox"):
-        choices["grouped_matmul"] = "auto"  # megablox=False names a sparse kernel, of which there is none here
+    choices = {operation: kernel_choice(v, operation) for operation in KERNEL_KEYS}
+    dense = ("grouped_matmul",) if factor is not None else SPARSE_OPERATIONS if backend == "jax" else ()
+    for operation in dense:
+        # MaxText's flags for sparse kernels may stand beside a dense matmul, which does not read them.
+        if not any(given.get(key, "").split("=")[0] == key for key in _kernel_keys(operation)):
+            choices[operation] = "auto"
     named = any(choice != "auto" for choice in choices.values())
     strategy = None
     if plan.degrees.expert > 1 and backend != "jax":
@@ -300,6 +320,18 @@ def make_moe(settings: Settings, moe: MoEConfig, plan: Plan) -> MoEConfig:
         width_chunks=v["width_chunks"],
         tensor_split=v["tensor_split"],
     )
+
+
+def kernel_choice(values: Mapping[str, Any], operation: str) -> Choice:
+    """The implementation of an operation that settings ask for, one for each direction where they differ."""
+
+    def ordered(names: tuple[str, ...]) -> Ordered:
+        return names[0] if len(names) == 1 else names
+
+    forward, backward = (
+        ordered(values[f"{operation}.{direction}"] or values[operation]) for direction in (FORWARD, BACKWARD)
+    )
+    return forward if forward == backward else Directions(forward=forward, backward=backward)
 
 
 def on_one_device(model: ModelConfig) -> ModelConfig:

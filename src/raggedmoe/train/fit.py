@@ -28,15 +28,15 @@ class StateBytes:
     num_params: int  # of the whole model
     params: int
     gradients: int  # in float32
-    moments: int  # Adam's two, in float32
+    moments: int  # Adam's two
 
     @property
     def total(self) -> int:
         return self.params + self.gradients + self.moments
 
 
-def state_bytes(config: ModelConfig, plan: Plan = ONE_DEVICE) -> StateBytes:
-    """Of a model that is trained by AdamW."""
+def state_bytes(config: ModelConfig, plan: Plan = ONE_DEVICE, mu_dtype: str = "float32") -> StateBytes:
+    """Of a model that is trained by AdamW, whose second moment is float32 and whose first is ``mu_dtype``."""
     specs = param_specs(config)
     elements = {
         name: spec.num_elements // num_parts(plan.spec(name, spec), plan.degrees.sizes) for name, spec in specs.items()
@@ -46,7 +46,7 @@ def state_bytes(config: ModelConfig, plan: Plan = ONE_DEVICE) -> StateBytes:
         num_params=sum(spec.num_elements for spec in specs.values()),
         params=sum(num * jnp.dtype(specs[name].dtype).itemsize for name, num in elements.items()),
         gradients=4 * trained,
-        moments=8 * trained,
+        moments=(4 + jnp.dtype(mu_dtype).itemsize) * trained,
     )
 
 
@@ -81,14 +81,21 @@ def _host_memory() -> int | None:
     return min(found, default=None)
 
 
-def check_fit(name: str, config: ModelConfig, tokens: int, available: int | None, plan: Plan = ONE_DEVICE) -> None:
+def check_fit(
+    name: str,
+    config: ModelConfig,
+    tokens: int,
+    available: int | None,
+    plan: Plan = ONE_DEVICE,
+    mu_dtype: str = "float32",
+) -> None:
     """Refuse a run whose state alone is more than the memory; say by how much, and what would fit.
 
     ``tokens``: of one device's part of a micro-batch, whose activations must fit as well.
     """
     if available is None:
         return
-    needed, least = state_bytes(config, plan), least_activation_bytes(config, tokens)
+    needed, least = state_bytes(config, plan, mu_dtype), least_activation_bytes(config, tokens)
     who = _who(plan)
     if needed.total > available:
         here = "; ".join(_here(config, available, plan)) or "nothing of it"

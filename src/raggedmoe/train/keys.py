@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raggedmoe.interop.maxtext import FALSE, TRUE
+from raggedmoe.kernels.registry import BACKWARD, FORWARD
 from raggedmoe.models.config import SAVED_NAMES
 from raggedmoe.moe.backends import BACKENDS
 from raggedmoe.partition import SPLITS
@@ -100,6 +101,19 @@ def _section(name: str, *keys: tuple) -> list[Key]:
 
 
 _FREE: dict[str, Any] = {"may_change": True}
+KERNEL_KEYS = ("ragged_gather", "ragged_gather_reduce", "grouped_matmul", "expert_ffn")
+
+
+def _kernel_keys() -> list[tuple]:
+    """For every operation of a layer its implementation, in both directions or in one."""
+    found: list[tuple] = []
+    for operation in KERNEL_KEYS:
+        found.append((operation, "names", ("auto",), "implementation, or several in order of preference", _FREE))
+        for direction in (FORWARD, BACKWARD):
+            found.append((f"{operation}.{direction}", "names", (), f"that of the {direction} pass alone", _FREE))
+    return found
+
+
 _LEFT = "; -1: all devices that are left"
 
 KEYS: dict[str, Key] = {
@@ -108,7 +122,7 @@ KEYS: dict[str, Key] = {
         *_section(
             "model",
             ("model_name", "str", "demo", "a model of `raggedmoe models`, or demo"),
-            ("num_layers", "int", None, "the model with its first so many layers only"),
+            ("num_layers", "int", None, "the model with so many layers: its first ones, or more of its last kind"),
             ("load_parameters_path", "str", None, "start from a checkpoint: a Hugging Face folder or one of ours"),
             ("attention", "str", "auto", "implementation of attention: auto, dot_product, chunked, …", _FREE),
             (
@@ -130,11 +144,49 @@ KEYS: dict[str, Key] = {
                 "weight_dtype",
                 "str",
                 "float32",
-                "of the master weights; optimizer moments are float32 in any case",
+                "of the master weights",
                 {"choices": ("float32", "bfloat16")},
             ),
             ("mtp_layers", "int", None, "modules of multi-token prediction; none: as the model has"),
             ("mtp_loss_weight", "float", 0.3, "of their loss; 0 does not train them"),
+        ),
+        *_section(
+            "sizes",
+            ("vocab_size", "int", None, "tokens that the model knows; none, here and below: as the model has"),
+            ("base_emb_dim", "int", None, "the model's width D"),
+            ("base_num_query_heads", "int", None, "heads of attention"),
+            ("base_num_kv_heads", "int", None, "heads of keys and values"),
+            ("head_dim", "int", None, "width of a head"),
+            ("base_mlp_dim", "int", None, "width of a dense MLP"),
+            ("num_experts", "int", None, "experts of a layer, E"),
+            ("num_experts_per_tok", "int", None, "experts of a token, K"),
+            ("base_moe_mlp_dim", "int", None, "width of an expert, F"),
+            ("shared_experts", "int", None, "experts that see every token"),
+            ("first_num_dense_layers", "int", None, "first layers that have a dense MLP instead of experts"),
+            ("interleave_moe_layer_step", "int", None, "every so many layers one has experts, the others a dense MLP"),
+            ("mlp_bias", "bool", None, "experts have biases"),
+            ("routed_score_func", "str", None, "from logits to scores: softmax, sigmoid, sqrtsoftplus"),
+            (
+                "routed_bias",
+                "bool",
+                None,
+                "a bias decides who is chosen, and enters no weight (gpt-oss: one of the logits)",
+            ),
+            ("routed_scaling_factor", "float", None, "of a token's weights"),
+            ("norm_topk_prob", "bool", None, "true: a token's weights sum to one before they are scaled"),
+            ("n_routing_groups", "int", None, "groups of experts; -1: none"),
+            ("topk_routing_group", "int", None, "groups that a token may use; -1: all"),
+            ("q_lora_rank", "int", None, "latent attention: width of compressed queries; 0: not compressed"),
+            ("kv_lora_rank", "int", None, "latent attention: width of compressed keys and values"),
+            ("qk_nope_head_dim", "int", None, "latent attention: of a head, what has no position"),
+            ("qk_rope_head_dim", "int", None, "latent attention: of a head, what has one"),
+            ("v_head_dim", "int", None, "latent attention: width of a head's values"),
+            ("attention_bias", "bool", None, "the projections of attention have biases"),
+            ("attention_sink", "bool", None, "a learned logit of each head takes a share of the softmax"),
+            ("sliding_window_size", "int", None, "keys that a query sees, in layers that have a window"),
+            ("rope_max_timescale", "float", None, "the rotation's slowest period, theta"),
+            ("normalization_layer_epsilon", "float", None, "of the norms"),
+            ("logits_via_embedding", "bool", None, "the head is the embedding"),
         ),
         *_section(
             "experts",
@@ -146,9 +198,7 @@ KEYS: dict[str, Key] = {
                 "false: every expert on every token, as moe_backend=jax; with a capacity factor, fixed slots",
                 _FREE,
             ),
-            ("ragged_gather", "names", ("auto",), "implementation, or several in order of preference", _FREE),
-            ("ragged_gather_reduce", "names", ("auto",), "implementation, or several in order of preference", _FREE),
-            ("grouped_matmul", "names", ("auto",), "implementation, or several in order of preference", _FREE),
+            *_kernel_keys(),
             ("width_chunks", "int", 1, "the model width in so many parts, moved while others are multiplied", _FREE),
             ("routing", "str", None, "learned, random, balanced, hash; none: as the model has"),
             (
@@ -201,6 +251,20 @@ KEYS: dict[str, Key] = {
             ("adam_b2", "float", 0.95, "decay of the mean of their squares"),
             ("adam_eps", "float", 1e-8, "added to the root of that"),
             ("weight_decay", "float", 0.1, "of matrices; norms and biases do not decay"),
+            (
+                "grad_dtype",
+                "str",
+                "float32",
+                "to which gradients are rounded before they are clipped and used",
+                {"choices": ("float32", "bfloat16")},
+            ),
+            (
+                "mu_dtype",
+                "str",
+                "float32",
+                "of Adam's mean of gradients; that of their squares is float32 in any case",
+                {"choices": ("float32", "bfloat16")},
+            ),
             ("gradient_clipping_threshold", "float", 1.0, "longest gradient; 0: not clipped"),
             (
                 "max_skipped_steps",
@@ -215,7 +279,13 @@ KEYS: dict[str, Key] = {
             "run",
             ("base_output_directory", "str", "out", "where runs are written", _FREE),
             ("run_name", "str", None, "folder of the run in there; none: the model's name", _FREE),
-            ("log_period", "int", 10, "steps between lines where the output is not a terminal", _FREE),
+            (
+                "line_period",
+                "int",
+                None,
+                "steps between lines where the output is not a terminal; none: 10, or 1 in a run of 20 steps or fewer",
+                _FREE,
+            ),
             ("load_period", "int", 10, "steps between lines of load.jsonl, the loads of every expert", _FREE),
             ("eval_interval", "int", 100, "steps between held-out losses; 0: at the start and the end only", _FREE),
             ("eval_steps", "int", 16, "batches of the held-out loss", _FREE),

@@ -14,6 +14,7 @@ from raggedmoe.train.begin import (
     first_state,
     given_params,
     headline,
+    kernel_lines,
     make_run,
     opened_checkpoints,
     opened_metrics,
@@ -46,7 +47,8 @@ def train(config: TrainConfig, hardware: Hardware, screen: Screen) -> Outcome:
     model, plan = config.step.model, config.plan
     available = memory_bytes(hardware, -(-plan.degrees.num_devices // jax.process_count()))
     device_tokens = config.run.micro_batch_size * config.data.sequence_length // plan.degrees.num_token_shards
-    check_fit(config.settings.values["model_name"], model, device_tokens, available, plan)
+    name, mu_dtype = config.settings.values["model_name"], config.step.optimizer.mu_dtype
+    check_fit(name, model, device_tokens, available, plan, mu_dtype)
     layout = make_layout(plan)
     check_all_take_part(layout)
     data = open_data(config.data, model.vocab_size)
@@ -65,6 +67,8 @@ def train(config: TrainConfig, hardware: Hardware, screen: Screen) -> Outcome:
                 programs = compile_programs(config.step, next(data.train_batches()), example, layout)
                 check_compiled_fit(programs.bytes_needed, available, plan)
                 screen.say(f"compiled in {time.perf_counter() - start:.1f} s")
+                for line in kernel_lines(programs.kernels, model.moe.kernel_choice):
+                    screen.say(line)
                 wait_for_all("compiled")
                 run = make_run(
                     config, data, held_out, programs, metrics, checkpoints, screen, hardware, layout, available

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from raggedmoe.models.specs import is_trained
 from raggedmoe.names import unknown
@@ -27,6 +28,8 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.1  # of matrices; norms and biases do not decay
     clip_norm: float | None = 1.0  # gradients longer than this are shortened to it; None: never
+    grad_dtype: str = "float32"  # to which gradients are rounded before they are used
+    mu_dtype: str = "float32"  # of Adam's mean of gradients
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -88,7 +91,10 @@ def decays(specs: Specs) -> dict[str, bool]:
 
 
 def make_optimizer(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """Clipping and AdamW over the trained parameters, by name; moments in float32, or float64 for such parameters."""
+    """Clipping and AdamW over the trained parameters, by name.
+
+    Moments are float32, or float64 for such parameters; the first is ``mu_dtype`` if that is narrower.
+    """
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     adam = optax.adamw(
         learning_rate_schedule(config),
@@ -97,6 +103,7 @@ def make_optimizer(config: OptimizerConfig, specs: Specs) -> optax.GradientTrans
         eps=config.epsilon,
         weight_decay=config.weight_decay,
         mask=decays(specs),
+        mu_dtype=None if config.mu_dtype == "float32" else config.mu_dtype,
     )
     return optax.chain(clip, adam)
 
@@ -104,3 +111,11 @@ def make_optimizer(config: OptimizerConfig, specs: Specs) -> optax.GradientTrans
 def wide(gradient: jax.Array) -> jax.Array:
     """A gradient in float32 at least, in which moments and sums over micro-batches are kept."""
     return gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+
+
+def rounded(gradient: jax.Array, dtype: str) -> jax.Array:
+    """A gradient with the precision of ``grad_dtype``. XLA may undo a cast there and back, but not this."""
+    if dtype == "float32":
+        return gradient
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(gradient, info.nexp, info.nmant)

@@ -8,11 +8,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 class Screen:
-    """Prints to standard output. `step` moves the line, or prints one every ``log_period`` steps."""
+    """Prints to standard output. `step` moves the line, or prints one every ``line_period`` steps."""
 
-    def __init__(self, steps: int, log_period: int, console: Console | None = None) -> None:
+    def __init__(self, steps: int, line_period: int, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True)
-        self._steps, self._log_period = steps, log_period
+        self._steps, self._log_period = steps, line_period
         self._progress: Progress | None = None
         self._task: Any = None
 
@@ -39,7 +39,7 @@ class Screen:
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=described(values))
         elif step % self._log_period == 0 or step == self._steps:
-            self.say(f"step {step}/{self._steps}  {described(values)}")
+            self.say(line(step, self._steps, values))
 
     def stop(self) -> None:
         """Training has ended."""
@@ -48,16 +48,26 @@ class Screen:
             self._progress = None
 
 
+def line(step: int, steps: int, values: Mapping[str, Any]) -> str:
+    """A step's line for a file or a pipe, which a search for what MaxText prints of a step finds too."""
+    figures = ", ".join(f"{name}: {text}" for name, text in _figures(values).items())
+    return f"completed step: {step}, of: {steps}, seconds: {values['seconds']:.3f}, {figures}"
+
+
 def described(values: Mapping[str, Any]) -> str:
-    """A step's figures on one line."""
-    loss = "not finite" if values["loss"] is None else f"{values['loss']:.3f}"
-    parts = [f"loss {loss}", f"{values['tokens_per_second']:,.0f} tok/s", f"MFU {values['mfu']:.0%}"]
+    """A step's figures for the moving line of a terminal."""
+    return "  ".join(f"{name} {text}".strip() for name, text in _figures(values).items())
+
+
+def _figures(values: Mapping[str, Any]) -> dict[str, str]:
+    """What a step was like, the loss last."""
+    found = {"tokens/s": f"{values['tokens_per_second']:.0f}", "MFU": f"{values['mfu']:.0%}"}
     if "entropy" in values:
-        parts += [
-            f"entropy {values['entropy']:.2f}",
-            f"max violation {values['max_violation']:.2f}",
-            f"dropped {values['dropped']}",
-        ]
+        found |= {
+            "entropy": f"{values['entropy']:.2f}",
+            "max violation": f"{values['max_violation']:.2f}",
+            "dropped": str(values["dropped"]),
+        }
     if values["skipped"]:
-        parts.append("skipped")
-    return "  ".join(parts)
+        found["skipped"] = "yes"
+    return found | {"loss": "not finite" if values["loss"] is None else f"{values['loss']:.3f}"}

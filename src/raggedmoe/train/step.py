@@ -15,7 +15,7 @@ from raggedmoe.models.decoder import ExpertReport, Params, decode, knows_further
 from raggedmoe.models.specs import is_trained, param_specs
 from raggedmoe.moe.balance import load_entropy, max_violation, updated_selection_bias
 from raggedmoe.train.loss import cross_entropy_sum
-from raggedmoe.train.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer, wide
+from raggedmoe.train.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer, rounded, wide
 from raggedmoe.train.rows import Batch, in_micro_batches
 from raggedmoe.train.state import TrainState
 
@@ -101,6 +101,7 @@ def train_step(
     trained = {name: value for name, value in state.params.items() if is_trained(name)}
     biases = {name: value for name, value in state.params.items() if not is_trained(name)}
     gradients, losses = batch_gradients(trained, biases, batch, config, key, mesh)
+    gradients = {name: rounded(gradient, config.optimizer.grad_dtype) for name, gradient in gradients.items()}
     norm = optax.tree.norm(gradients)
 
     with jax.named_scope("optimizer"):

@@ -1,0 +1,148 @@
+"""A model with other sizes than its preset's, by the names that a user types."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from raggedmoe.models.config import GroupedQueryConfig, LatentConfig, ModelConfig, first_layers
+from raggedmoe.names import unknown
+
+# The name of a size, and the fields that hold it: a part of the configuration, and its field.
+FIELDS: dict[str, tuple[tuple[str, str], ...]] = {
+    "vocab_size": (("model", "vocab_size"),),
+    "base_emb_dim": (("model", "model_dim"), ("moe", "model_dim")),
+    "base_mlp_dim": (("model", "mlp_dim"),),
+    "normalization_layer_epsilon": (("model", "norm_epsilon"), ("attention", "norm_epsilon")),
+    "logits_via_embedding": (("model", "tied_embeddings"),),
+    "num_experts": (("moe", "num_experts"),),
+    "num_experts_per_tok": (("moe", "experts_per_token"),),
+    "base_moe_mlp_dim": (("moe", "expert_dim"),),
+    "shared_experts": (("experts", "num_shared"),),
+    "mlp_bias": (("experts", "biases"),),
+    "routed_scaling_factor": (("router", "scale"),),
+    "base_num_query_heads": (("attention", "num_heads"),),
+    "base_num_kv_heads": (("attention", "num_kv_heads"),),
+    "head_dim": (("attention", "head_dim"),),
+    "attention_bias": (("attention", "biases"),),
+    "attention_sink": (("attention", "sinks"),),
+    "q_lora_rank": (("attention", "q_lora_rank"),),
+    "kv_lora_rank": (("attention", "kv_lora_rank"),),
+    "qk_nope_head_dim": (("attention", "nope_dim"),),
+    "qk_rope_head_dim": (("attention", "rope_dim"),),
+    "v_head_dim": (("attention", "value_dim"),),
+    "rope_max_timescale": (("rope", "theta"),),
+}
+# Those that are more than a field: see `resized`.
+OTHERS = (
+    *("num_layers", "first_num_dense_layers", "interleave_moe_layer_step", "norm_topk_prob", "routed_score_func"),
+    *("routed_bias", "n_routing_groups", "topk_routing_group", "sliding_window_size"),
+)
+SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}  # of routed_score_func
+OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+OF_GROUPED_QUERY = ("base_num_kv_heads", "head_dim", "attention_bias", "attention_sink")
+
+
+def resized(model: ModelConfig, sizes: Mapping[str, Any], name: str = "the model") -> ModelConfig:
+    """The model with those sizes, by their names in `FIELDS` and `OTHERS`, and everything else as it was.
+
+    A size that the model has no place for is refused by name. ``name`` is what errors call the model.
+    """
+    changes: dict[str, dict[str, Any]] = defaultdict(dict)
+    for size, value in sizes.items():
+        _check_place(model, size, value, name)
+        if size == "base_num_kv_heads" and isinstance(model.attention, LatentConfig):
+            continue  # every head has its own
+        for part, field in FIELDS.get(size, ()):
+            changes[part][field] = _as_held(size, value)
+    changes["router"] |= _router_changes(model, sizes)
+    attention, moe = model.attention, model.moe
+    rope = replace(attention.rope, **changes["rope"])
+    model = replace(
+        model,
+        attention=replace(attention, rope=rope, **changes["attention"]),
+        moe=replace(
+            moe,
+            router=replace(moe.router, **changes["router"]),
+            experts=replace(moe.experts, **changes["experts"]),
+            **changes["moe"],
+        ),
+        **changes["model"],
+    )
+    return _with_layers(model, sizes, name)
+
+
+def _as_held(size: str, value: Any) -> Any:
+    """The value as the configuration holds it, where MaxText has another one for "none"."""
+    if size == "q_lora_rank" and value == 0:
+        return None
+    return value
+
+
+def _check_place(model: ModelConfig, size: str, value: Any, name: str) -> None:
+    latent = isinstance(model.attention, LatentConfig)
+    if size == "base_num_kv_heads" and latent:
+        return
+    if latent and size in OF_GROUPED_QUERY:
+        raise ValueError(
+            f"{size}={value}: {name} has latent attention, in which every head has its own keys; use "
+            f"{', '.join(OF_LATENT)}"
+        )
+    if not latent and size in OF_LATENT:
+        raise ValueError(f"{size}={value}: {name} has no latent attention; use {', '.join(OF_GROUPED_QUERY)}")
+    if size not in FIELDS and size not in OTHERS:
+        raise unknown("size", size, (*FIELDS, *OTHERS))
+
+
+def _router_changes(model: ModelConfig, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """What a router's words change. A model normalises its weights as its own do, unless it is told to."""
+    router = model.moe.router
+    changes: dict[str, Any] = {}
+    if sizes.get("norm_topk_prob") and router.normalize == "none":
+        changes["normalize"] = "sum"
+    score = sizes.get("routed_score_func")
+    if score is not None:
+        if score not in SCORES:
+            raise unknown("routed_score_func", score, SCORES)
+        changes["score"] = SCORES[score]
+        if router.score == "logits":  # a softmax over the chosen logits would be one over scores
+            changes["normalize"] = "sum"
+    if "routed_bias" in sizes:
+        # With a softmax over the chosen logits the bias is part of them, as gpt-oss has it.
+        changes["logit_bias" if router.score == "logits" else "selection_bias"] = sizes["routed_bias"]
+    if "n_routing_groups" in sizes or "topk_routing_group" in sizes:
+        groups = sizes.get("n_routing_groups", router.num_groups)
+        per_token = sizes.get("topk_routing_group", min(router.groups_per_token, max(groups, 1)))
+        changes["num_groups"] = 1 if groups == -1 else groups
+        changes["groups_per_token"] = changes["num_groups"] if -1 in (groups, per_token) else per_token
+    return changes
+
+
+def _with_layers(model: ModelConfig, sizes: Mapping[str, Any], name: str) -> ModelConfig:
+    """The number of layers, and which of them are dense."""
+    num_layers = sizes.get("num_layers", model.num_layers)
+    if num_layers < 1:
+        raise ValueError(f"num_layers: expected at least 1 of {name}, got {num_layers}")
+    model = first_layers(model, num_layers)
+    step, first = sizes.get("interleave_moe_layer_step", 1), sizes.get("first_num_dense_layers")
+    if step < 1:
+        raise ValueError(f"interleave_moe_layer_step: expected at least 1, got {step}")
+    if first is not None and not 0 <= first <= num_layers:
+        raise ValueError(f"first_num_dense_layers: expected 0 .. {num_layers}, the layers of {name}, got {first}")
+    if first is not None:
+        model = replace(model, dense_layers=tuple(range(first)))
+    if step > 1:
+        every = {layer for layer in range(num_layers) if layer % step != step - 1}
+        model = replace(model, dense_layers=tuple(sorted({*model.dense_layers, *every})))
+    if "sliding_window_size" in sizes:
+        model = _with_window(model, sizes["sliding_window_size"], name)
+    return model
+
+
+def _with_window(model: ModelConfig, size: int, name: str) -> ModelConfig:
+    """Layers that have a window get one of that size; 0: as the model has."""
+    if not size:
+        return model
+    if not any(model.windows) or not isinstance(model.attention, GroupedQueryConfig):
+        raise ValueError(f"sliding_window_size={size}: {name} has no layer with a window; leave it out")
+    return replace(model, windows=tuple(window and size for window in model.windows))
