@@ -75,18 +75,21 @@ def push_stream(source: Any, target: Any, semaphore: Any) -> PushStream:
     """The copy of ``source`` to ``target``, in HBM, counted on a semaphore.
 
     JAX 0.10.2 counts it on the copy's only semaphore, and that is all there is to wait for. JAX 0.12 ignores that one,
-    with a warning; it has one for the source, and a wait without semaphores is a fence (sfence.stream.hbm).
+    with a warning; it has one for the source, and a wait without semaphores is a fence (sfence.stream.hbm). A copy is
+    made when it is started or waited for: JAX logs an error for each that was made and not used.
     """
     pltpu, plsc = _pallas_tpu()
     if hasattr(plsc, "SparseCorePushStreamWarning"):
-        # Each is made when it is called: JAX 0.12 logs an error for every copy that was made and not used.
         return PushStream(
             lambda: pltpu.make_async_copy(source, target, None, src_sem=semaphore).start(),
             lambda: pltpu.make_async_copy(source, target, None, src_sem=semaphore).wait_read(),
             lambda: pltpu.make_async_copy(source, target, None).wait(),
         )
-    copy = pltpu.make_async_copy(source, target, semaphore)
-    return PushStream(copy.start, copy.wait, lambda: None)
+    return PushStream(
+        lambda: pltpu.make_async_copy(source, target, semaphore).start(),
+        lambda: pltpu.make_async_copy(source, target, semaphore).wait(),
+        lambda: None,
+    )
 
 
 def vector_bitcast(vector: Any, dtype: Any) -> Any:

@@ -1,5 +1,7 @@
 """Every MoE setting of MaxText: what it is here, pinned; files in its form; and models of any size."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -9,6 +11,7 @@ from raggedmoe.models.specs import param_specs
 from raggedmoe.train.config import make_config
 from raggedmoe.train.keys import KEYS
 from raggedmoe.train.settings import assignments, parse_settings
+from tests.interop.maxtext_table import page, status_of
 
 # MaxText's MoE and quantisation settings with their defaults, August 2026, and what each is here.
 TRANSLATED_KEYS = """
@@ -48,12 +51,6 @@ PINNED = {
 CPU = HARDWARE["cpu"]
 
 
-def status_of(name):
-    if name in TRANSLATED or name in GROUP_OF:
-        return "translated"
-    return without_counterpart()[name][0]
-
-
 @pytest.mark.parametrize("name", PINNED)
 def test_what_a_key_of_maxtexts_is_here_is_pinned(name):
     assert status_of(name) == PINNED[name][0]
@@ -62,6 +59,12 @@ def test_what_a_key_of_maxtexts_is_here_is_pinned(name):
 def test_the_pinned_keys_are_counted():
     statuses = [status for status, _ in PINNED.values()]
     assert {status: statuses.count(status) for status in statuses} == {"translated": 28, "no effect": 35, "refused": 23}
+
+
+def test_the_docs_have_the_tables_as_they_are():
+    """`python -m tests.interop.maxtext_table --write docs/maxtext.md` makes the page."""
+    written = Path(__file__).parents[2] / "docs" / "maxtext.md"
+    assert written.read_text() == page(list(PINNED))
 
 
 def test_every_name_has_one_meaning():

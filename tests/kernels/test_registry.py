@@ -365,3 +365,26 @@ def test_a_failure_withdraws_its_own_certificates_and_no_others(tmp_path):
     assert drop_certificates("grouped_matmul/sparse", "tpu7x", tmp_path) == [mine]
     assert not mine.exists()
     assert other.exists()
+
+
+# A JAX that a kernel was never compiled with
+
+
+def test_a_named_kernel_that_nothing_shows_to_work_with_this_jax_runs_with_a_warning(caplog):
+    compiled = (Proof(level=Level.COMPILED, chips=("tpu7x",), first_jax="0.10.2", last_jax="0.12.0.1", shown_by="x"),)
+    known = table(fake("guarded", place=1, proofs=compiled), fake("plain", place=2))
+    with caplog.at_level(logging.WARNING, logger="raggedmoe"):
+        assert select(CALL, "guarded", TPU, known=known, jax_version="0.12.0").chosen.name == "guarded"
+        assert not caplog.records
+        assert select(CALL, "guarded", TPU, known=known, jax_version="0.13.0").chosen.name == "guarded"
+    (record,) = caplog.records
+    said = "runs as it was named: with JAX 0.13.0 it is unproven (compiled only with JAX from 0.10.2 to 0.12.0.1)"
+    assert said in record.getMessage()
+
+
+def test_auto_says_with_which_jax_a_kernel_was_shown_to_work():
+    shown = (Proof(level=Level.INTERPRETED, chips=("tpu7x",), last_jax="0.12.0.1", shown_by="x"),)
+    known = table(fake("old", place=1, proofs=shown), fake("plain", place=2))
+    first = candidates(CALL, "auto", TPU, jax_version="0.13.0", known=known)[0]
+    assert first.reason is not None
+    assert first.reason.startswith("unproven (interpreted only with JAX to 0.12.0.1) on tpu7x; name it")

@@ -12,7 +12,7 @@ from rich.padding import Padding
 
 from raggedmoe import compat
 from raggedmoe.cli.layer_choice import layer_of
-from raggedmoe.hardware import hardware_named, target_hardware
+from raggedmoe.hardware import Hardware, hardware_named, target_hardware
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.proof import read_certificates
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Call, Candidate, candidates, recorded_selections
@@ -29,6 +29,7 @@ from raggedmoe.names import unknown
 
 
 def explain(
+    words: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL] [KEY=VALUE ...]")] = (),
     model: str | None = None,
     shape: str | None = None,
     hardware: str | None = None,
@@ -38,9 +39,13 @@ def explain(
 ) -> int:
     """Print which kernel each operation of a layer would use, in each direction, and why the others would not.
 
-    Nothing is computed and no such hardware is needed: the layer is traced with shapes alone.
+    Nothing is computed and no such hardware is needed: the layer is traced with shapes alone. A model may have other
+    sizes and kernels, in the words of `raggedmoe train`:
+
+      raggedmoe explain olmoe num_experts=32 use_ragged_sort=true ragged_gather_fallback=true --hardware v6e
 
     Args:
+        words: a model, and settings as `raggedmoe train` takes them.
         model: a public model, such as deepseek-v3 or gpt-oss-20b: its MoE layer and its attention.
         shape: sizes of a layer, as T=2048,D=512,F=1024,E=16,K=2.
         hardware: the chip to choose for, such as tpu7x; this machine's by default.
@@ -48,16 +53,25 @@ def explain(
         dtype: type of activations.
         moe_backend: the bundle of strategy and kernels to explain.
     """
-    title, config, num_tokens = layer_of(model, shape)
     if dtype not in FLOATS:
         raise unknown("dtype", dtype, FLOATS)
     chip = target_hardware() if hardware is None else hardware_named(hardware)
+    decoder: ModelConfig | None = None
+    if words:
+        if model is not None or shape is not None:
+            raise ValueError(f"expected a model and settings, or --model or --shape; got both, {' '.join(words)!r}")
+        decoder = settings_model(words, chip)
+        title, config, num_tokens = " ".join(words), decoder.moe, 4096
+        moe_backend = config.moe_backend if moe_backend == "auto" else moe_backend
+    else:
+        title, config, num_tokens = layer_of(model, shape)
+        if model in MODELS or model in ALIASES:
+            decoder = model_preset(str(model))
     console = Console()
     console.print(f"[bold]{title}[/] on [bold]{chip.name}[/], JAX {jax_version}, {dtype}, moe_backend={moe_backend}")
-    choices = backend_named(moe_backend).kernels
+    choices = replace(moe_backend_config(config, moe_backend), kernels=config.kernels).kernel_choice
     calls = layer_calls(config, num_tokens, dtype, moe_backend)
-    whole = model in MODELS or model in ALIASES
-    attention = attention_calls(model_preset(str(model)), num_tokens, dtype) if whole else []
+    attention = attention_calls(decoder, num_tokens, dtype) if decoder is not None else []
     if not calls:
         console.print("\nIt calls no kernel of ours: every expert on every token, by einsum.")
     fused = [call for call in layer_calls(config, num_tokens, dtype, "expert_ffn") if call.operation == "expert_ffn"]
@@ -77,6 +91,20 @@ def explain(
             for line in text:
                 console.print(Padding(line, (0, 0, 0, 2)))
     return 0
+
+
+def settings_model(words: tuple[str, ...], chip: Hardware) -> ModelConfig:
+    """The model that the words of `raggedmoe train` describe, on that chip."""
+    try:
+        from raggedmoe.train.config import make_model, make_plan
+        from raggedmoe.train.settings import in_keys, parse_settings
+    except ImportError as error:
+        raise ValueError(f"settings are read by more packages ({error}): pip install 'raggedmoe[train]'") from None
+    try:
+        settings = parse_settings(words)
+        return make_model(settings, chip, make_plan(settings, settings.num_devices))
+    except ValueError as error:
+        raise ValueError(in_keys(str(error))) from error
 
 
 def layer_calls(config: MoEConfig, num_tokens: int, dtype: str, moe_backend: str) -> list[Call]:
@@ -110,9 +138,9 @@ def attention_calls(config: ModelConfig, num_tokens: int, dtype: str) -> list[Ca
 
 
 def moe_backend_config(config: MoEConfig, moe_backend: str) -> MoEConfig:
-    """The same layer under another backend."""
-    values = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    return MoEConfig(**{**values, "moe_backend": moe_backend, "strategy": None, "kernels": None})
+    """The same layer under another backend, on one device."""
+    strategy = "capacity" if config.strategy == "capacity" else None
+    return replace(config, moe_backend=moe_backend, strategy=strategy, kernels=None, ragged_buffer_factor=None)
 
 
 def _by_shapes(calls: list[Call]) -> dict[tuple[str, str], list[Call]]:

@@ -1,6 +1,7 @@
 """From the words that a user typed to a value for every setting."""
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import yaml
 
 from raggedmoe.interop import maxtext
 from raggedmoe.interop.maxtext_defaults import is_same
+from raggedmoe.mesh import AXES
 from raggedmoe.train.keys import BOOLS, KEYS, RECIPES
 
 BASE = "base.yml"  # MaxText's defaults, which are known without the file
@@ -26,6 +28,11 @@ class Settings:
     given: Mapping[str, str]  # the keys that were set, and the word that did
     typed: frozenset[str]  # those of them that a word on the command line set, and not a file
     notes: tuple[str, ...]  # settings that change nothing here, and why
+
+    @property
+    def num_devices(self) -> int:
+        """The devices that the degrees ask for, at least: those that are left over count as one."""
+        return math.prod(max(self.values[f"{axis}_parallelism"], 1) for axis in AXES)
 
 
 @dataclass(frozen=True, kw_only=True)
