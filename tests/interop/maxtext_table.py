@@ -56,7 +56,7 @@ def page(moe_keys: list[str]) -> str:
         "# For users of MaxText",
         "",
         "Lines written for MaxText can be pasted after `raggedmoe train`, `plan`, `explain`, `compile` or `launch --",
-        "train`: a `base.yml` (or any `*.yml` in its form) as the first word, `key=value`, `--key=value`, `--key value`.",
+        "train`: a `base.yml` (or any `*.yml` in its form) first, then `key=value`, `--key=value` or `--key value`.",
         "",
         f"{len(statuses)} of its settings are known (its `base.yml` of August 2026 and names of older lines): "
         f"{counts['translated']} are",
