@@ -254,7 +254,7 @@ def check_memory(scratch: tuple[Scratch, ...], hardware: Hardware) -> None:
     _require(used["scalar"] < SCALAR_WORDS, "a subcore's scalars", used)
 
 
-def launch(program, *, name, hardware, operands, num_tiles, layout, dtype, scratch, count=None):
+def launch(program, *, name, hardware, operands, num_tiles, layout, dtype, scratch, count=None, **cost):
     """In the place of `sparsecore_kernel.launch`: the same call, executed here, by the chip's number of subcores."""
     dtype = jnp.dtype(dtype)
 

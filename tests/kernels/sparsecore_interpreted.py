@@ -49,7 +49,7 @@ class InterpretedSubcore(VectorSubcore):
         pass
 
 
-def launch(program, *, name, hardware, operands, num_tiles, layout, dtype, scratch):
+def launch(program, *, name, hardware, operands, num_tiles, layout, dtype, scratch, **cost):
     """In the place of `sparsecore_kernel.launch`: the same call, interpreted. The result's words are as on the chip."""
     device = jax.sharding.AbstractDevice(device_kind=hardware.device_kinds[0], num_cores=1, platform="tpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):

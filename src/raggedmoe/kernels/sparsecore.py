@@ -86,6 +86,10 @@ class RowLayout:
         return self.chunks * self.words
 
     @property
+    def row_bytes(self) -> int:
+        return 4 * self.row_words
+
+    @property
     def pitch(self) -> int:
         """Words from one row to the next in a subcore's memory: a power of two, so that one address serves all rows.
 

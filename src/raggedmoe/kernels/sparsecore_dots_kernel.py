@@ -47,6 +47,8 @@ def row_dots(left, left_row, right, right_row, valid, *, hardware: Hardware):
         layout=DOTS_LAYOUT,
         dtype=jnp.float32,
         scratch=scratch,
+        flops=2 * num_dots * left.shape[1],
+        bytes_read=num_dots * (2 * layout.row_bytes + 2 * 4),
     )
     return dots.reshape(-1, lanes).sum(1)[:num_dots]
 

@@ -35,6 +35,7 @@ def _gelu(gate, up):
 
 
 IN_KERNEL = {**ACTIVATIONS, "gelu": _gelu}
+WITHOUT_TRANSCENDENTALS = ("relu2",)  # the others take one of each hidden number: a sigmoid, an erf, a tanh
 
 
 def forward(rows, weights, bounds, *, activation, tiles, vmem_limit):
@@ -102,8 +103,24 @@ def _call(rows, weights, bounds, activation, tiles, vmem_limit):
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit
         ),
+        cost_estimate=_cost(rows, weights, activation, tiles),
         name="expert_ffn",
     )(group, first, bounds, ranges, rows, weights)
+
+
+def _cost(rows, weights, activation, tiles):
+    """Of a call whose rows all belong to groups, as many to each."""
+    num_rows, width = rows.shape
+    num_groups, num_hidden, _ = weights.wi_0.shape
+    matrices = 2 if weights.wi_1 is None else 3
+    filled = min(num_groups, num_rows)
+    passes = filled * pl.cdiv(pl.cdiv(num_rows, filled), tiles.rows) if filled else 0
+    weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+    return pl.CostEstimate(
+        flops=2 * matrices * num_rows * width * num_hidden,
+        bytes_accessed=2 * rows.size * rows.dtype.itemsize + passes * weight_bytes // num_groups,
+        transcendentals=0 if activation in WITHOUT_TRANSCENDENTALS else num_rows * num_hidden,
+    )
 
 
 def _weight_specs(weights, tiles, parts):

@@ -54,6 +54,8 @@ def gather(x, indices, start, end, weights, *, hardware: Hardware):
         layout=layout,
         dtype=x.dtype,
         scratch=tuple(scratch),
+        flops=0 if weights is None else num_rows * x.shape[1],
+        bytes_read=num_rows * (layout.row_bytes + (4 if weights is None else 8)),
     )
     return out[:num_rows, : x.shape[1]]
 

@@ -70,6 +70,8 @@ def gather_reduce(rows, indices, start, end, weights, *, hardware: Hardware):
         layout=layout,
         dtype=rows.dtype,
         scratch=tuple(scratch),
+        flops=indices.size * rows.shape[1] * (1 if weights is None else 2),
+        bytes_read=indices.size * (layout.row_bytes + (4 if weights is None else 8)),
     )
     return out[:num_tokens, : rows.shape[1]]
 
