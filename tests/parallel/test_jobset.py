@@ -105,6 +105,37 @@ def test_several_slices_are_several_jobs():
     assert spec["template"]["spec"]["parallelism"] == 16
 
 
+@pytest.mark.parametrize(("layout", "hosts", "slices"), [("4x4x4", 16, 1), ("4x8x8", 64, 1), ("4x4x8", 32, 3)])
+def test_a_composed_slice_is_whole_blocks_of_chips_and_no_pool_of_nodes(layout, hosts, slices):
+    found = manifest(cluster_run(f"tpu7x:{layout}", queue="research", composed=True, num_slices=slices))
+    check_schema(found)
+    assert "annotations" not in found["metadata"]  # one job in one pool of nodes: it needs several
+    (jobs,) = found["spec"]["replicatedJobs"]
+    job = jobs["template"]["spec"]
+    assert (jobs["replicas"], job["parallelism"]) == (slices, hosts)
+    assert job["template"]["metadata"]["annotations"] == {
+        "cloud.google.com/gke-tpu-slice-topology": layout,
+        "kueue.x-k8s.io/podset-required-topology": "cloud.google.com/gce-topology-block",
+        "kueue.x-k8s.io/podset-slice-required-topology": "cloud.google.com/gke-tpu-partition-4x4x4-id",
+        "kueue.x-k8s.io/podset-slice-size": "16",  # hosts of 4 chips in 64
+    }
+    assert job["template"]["spec"]["nodeSelector"] == {"cloud.google.com/gke-tpu-accelerator": "tpu7x"}
+
+
+def test_a_slice_that_is_not_composed_says_nothing_of_blocks():
+    text = json.dumps(manifest(cluster_run("tpu7x:4x8x8", queue="research")))
+    assert "podset" not in text
+    assert "gke-tpu-slice-topology" not in text
+
+
+def test_the_command_takes_composed(monkeypatch, capsys):
+    code, out, _ = raggedmoe(
+        monkeypatch, capsys, *RENDER, "--composed", "--queue=research", "--claim=runs:/runs", *TRAIN
+    )
+    assert code == 0
+    assert "podset-slice-size" in out
+
+
 @pytest.mark.parametrize(
     ("topology", "hosts", "chips_per_host", "devices"),
     [
@@ -141,6 +172,16 @@ def test_eight_chips_may_be_two_hosts():
         ({"num_slices": 0}, "expected --slices >= 1, got 0"),
         ({"slice": slice_named("v6e:2x2"), "num_slices": 2}, "expected slices of several hosts, got 2x2"),
         ({"max_restarts": -1}, "expected --max-restarts >= 0, got -1"),
+        ({"composed": True, "queue": "q"}, "--composed: expected slices of tpu7x made of 4x4x4 blocks.*got v6e:4x4"),
+        (
+            {"composed": True, "queue": "q", "slice": slice_named("v5p:4x8x8")},
+            "--composed: expected slices of tpu7x.*got v5p:4x8x8",
+        ),
+        (
+            {"composed": True, "queue": "q", "slice": slice_named("tpu7x:2x4x4")},
+            "made of 4x4x4 blocks.*got tpu7x:2x4x4",
+        ),
+        ({"composed": True, "slice": slice_named("tpu7x:4x8x8")}, "--composed: expected --queue as well"),
     ],
 )
 def test_a_run_that_cannot_be_rendered_is_refused(options, message):

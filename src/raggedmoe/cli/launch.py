@@ -40,6 +40,7 @@ def launch(
     claim: str | None = None,
     xla_flags: str | None = None,
     max_restarts: int = 10,
+    composed: bool = False,
 ) -> int:
     """Train with several processes: on this machine, or as a manifest for a cluster.
 
@@ -76,6 +77,7 @@ def launch(
         claim: NAME:/PATH, a PersistentVolumeClaim that all pods can write to, and where they find it.
         xla_flags: for the TPU compiler (LIBTPU_INIT_ARGS).
         max_restarts: how often the run goes on from its checkpoint after a failure.
+        composed: slices of tpu7x are composed of 4x4x4 blocks when Kueue admits the run (GKE's dynamic slicing).
     """
     if not command:
         raise ValueError(
@@ -114,6 +116,7 @@ def launch(
         claim=claim,
         xla_flags=xla_flags,
         max_restarts=max_restarts,
+        composed=composed,
     )
     for note in _checked(cluster_run):
         print(f"raggedmoe: {note}", file=sys.stderr)

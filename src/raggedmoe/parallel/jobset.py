@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from raggedmoe.parallel.processes import AUTO, COORDINATOR
-from raggedmoe.parallel.slices import Slice
+from raggedmoe.parallel.slices import BLOCK, COMPOSED_CHIPS, Slice
 
 MEGASCALE_PORT, TPU_PORT, COORDINATOR_PORT = 8080, 8471, 8482  # between slices; libtpu's; JAX's coordinator
 # `raggedmoe train`: a wrong setting, losses that are not finite. They would only come again.
 FINAL_CODES = (2, 3)
 SAVING_SECONDS = 300  # between SIGTERM and SIGKILL
 LONGEST_NAME = 40  # pods are called NAME-slice-JOB-POD and five letters, in 63
+# Labels of nodes, which are the levels of Kueue's Topology: blocks of the data centre, blocks of 4x4x4 chips in them.
+DATA_CENTRE_BLOCK, CHIP_BLOCK = "cloud.google.com/gce-topology-block", f"cloud.google.com/gke-tpu-partition-{BLOCK}-id"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class ClusterRun:
     claim: str | None = None  # NAME:/PATH of a PersistentVolumeClaim
     xla_flags: str | None = None  # for the TPU compiler
     max_restarts: int = 10
+    composed: bool = False  # slices are composed of blocks of 4x4x4 chips when Kueue admits the run
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", self.name) or len(self.name) > LONGEST_NAME:
@@ -55,6 +58,14 @@ class ClusterRun:
             raise ValueError(f"--slices {self.num_slices}: expected slices of several hosts, got {self.slice.layout}")
         if self.max_restarts < 0:
             raise ValueError(f"expected --max-restarts >= 0, got {self.max_restarts}")
+        if self.composed and (self.slice.chip not in COMPOSED_CHIPS or not self.slice.num_blocks):
+            raise ValueError(
+                f"--composed: expected slices of {', '.join(COMPOSED_CHIPS)} made of {BLOCK} blocks, such as "
+                f"{COMPOSED_CHIPS[0]}:4x8x8, got {self.slice.name}; leave --composed out for a pool of nodes that is "
+                "a slice already"
+            )
+        if self.composed and self.queue is None:
+            raise ValueError("--composed: expected --queue as well, as Kueue has the slices made")
 
     @property
     def mount(self) -> str | None:
@@ -69,8 +80,10 @@ def manifest(run: ClusterRun) -> dict[str, Any]:
         "name": run.name,
         "namespace": run.namespace,
         "labels": {name: value for name, value in labels.items() if value} or None,
-        # A slice is a pool of nodes: a job has one for itself.
-        "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"},
+        # A slice is a pool of nodes: a job has one for itself. A composed one is several pools.
+        "annotations": None
+        if run.composed
+        else {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"},
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -99,17 +112,31 @@ def _job(run: ClusterRun) -> dict[str, Any]:
         "backoffLimit": 0,  # a pod alone cannot start again: its slice's others wait in a collective
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": codes}]},
         "template": {
+            **({"metadata": {"annotations": _composition(run)}} if run.composed else {}),
             "spec": {
                 "restartPolicy": "Never",
                 "terminationGracePeriodSeconds": SAVING_SECONDS,
-                "nodeSelector": {
-                    "cloud.google.com/gke-tpu-accelerator": run.slice.accelerator,
-                    "cloud.google.com/gke-tpu-topology": run.slice.layout,
-                },
+                "nodeSelector": _nodes(run),
                 "containers": [_container(run)],
                 **({"volumes": [{"name": "runs", "persistentVolumeClaim": claimed}]} if claimed else {}),
-            }
+            },
         },
+    }
+
+
+def _nodes(run: ClusterRun) -> dict[str, str]:
+    """Labels of the nodes that a pod may run on. A block's do not have the topology of the slice it will be part of."""
+    topology = {} if run.composed else {"cloud.google.com/gke-tpu-topology": run.slice.layout}
+    return {"cloud.google.com/gke-tpu-accelerator": run.slice.accelerator, **topology}
+
+
+def _composition(run: ClusterRun) -> dict[str, str]:
+    """What Kueue has to find: hosts in whole blocks of chips, those within one block of the data centre."""
+    return {
+        "cloud.google.com/gke-tpu-slice-topology": run.slice.layout,
+        "kueue.x-k8s.io/podset-required-topology": DATA_CENTRE_BLOCK,
+        "kueue.x-k8s.io/podset-slice-required-topology": CHIP_BLOCK,
+        "kueue.x-k8s.io/podset-slice-size": str(run.slice.block_hosts),
     }
 
 

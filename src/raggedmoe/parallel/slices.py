@@ -1,7 +1,9 @@
 """TPU slices as Google Kubernetes Engine has them: chips on a host, hosts in a slice, and what its nodes are called.
 
 From its public documentation, "Plan TPUs in GKE": machine types ct4p-hightpu-4t, ct5lp-hightpu-{1,4,8}t,
-ct5p-hightpu-4t, ct6e-standard-{1,4,8}t and tpu7x-standard-4t, the digit being the chips of a host.
+ct5p-hightpu-4t, ct6e-standard-{1,4,8}t and tpu7x-standard-4t, the digit being the chips of a host. From "About GKE
+dynamic slicing": of tpu7x, pools of 16 nodes hold a block of 4x4x4 chips each, and larger slices are composed of them
+when a run starts.
 """
 
 import math
@@ -15,6 +17,8 @@ SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # larger ones: multiples of 
 SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 HOST_CHIPS = 4  # of a slice of several hosts
 LARGEST_HOST = 8  # of chips laid out in two directions
+BLOCK = "4x4x4"  # what slices are composed of
+COMPOSED_CHIPS = ("tpu7x",)  # whose slices GKE composes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,17 @@ class Slice:
     @property
     def num_hosts(self) -> int:
         return self.num_chips // self.chips_per_host
+
+    @property
+    def num_blocks(self) -> int:
+        """Whole blocks of 4x4x4 chips that it is made of; 0: it is smaller than one, or flat."""
+        sizes = [int(size) for size in self.layout.split("x")]
+        return self.num_chips // _product(BLOCK) if len(sizes) == 3 and min(sizes) >= 4 else 0
+
+    @property
+    def block_hosts(self) -> int:
+        """Hosts of one such block."""
+        return _product(BLOCK) // self.chips_per_host
 
     @property
     def num_devices(self) -> int:
