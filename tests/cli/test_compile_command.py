@@ -4,11 +4,13 @@ import importlib.metadata
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from aot.marks import NEEDS_LIBTPU
 
 from raggedmoe.aot.case import NO_FIT, Case, Outcome
+from raggedmoe.aot.subjects import layer_config
 from raggedmoe.cli import compile
 from raggedmoe.cli.compile_report import outcome_lines
 from raggedmoe.cli.main import main
@@ -33,8 +35,8 @@ def run(monkeypatch, capsys, *arguments):
             "unknown setting 'token_chunk': did you mean token_chunks",
         ),
         (
-            ("layer", "olmoe-1b-7b", "token_chunks=2", "--topology", "cpu"),
-            "on a topology's devices; got --topology cpu",
+            ("layer", "olmoe-1b-7b", "expert_parallelism=4", "--topology", "cpu"),
+            "expert_parallelism=4 = 4 devices, but there are 1",
         ),
         (("layer", "deepseek-v4"), "unknown model 'deepseek-v4'.*did you mean 'deepseek-v"),
         (("model",), "expected model PRESET, such as model deepseek-v3-tiny"),
@@ -49,6 +51,8 @@ def run(monkeypatch, capsys, *arguments):
         (("ragged_gather", "--against", "dense"), "unknown peer of ragged_gather, 'dense'"),
         (("grouped_matmul", "--shape", "even", "--gradient", "rsh"), "unknown differentiable .*did you mean 'rhs'"),
         (("grouped_matmul", "--direction", "forward", "--gradient", "rhs"), "is of the backward pass, got --direction"),
+        (("grouped_matmul", "--forward", "--gradient", "rhs"), "is of the backward pass, got --forward"),
+        (("grouped_matmul", "--forward", "--direction", "backward"), "--forward and --direction backward contradict"),
         (("layer", "deepseek-v3", "--gradient", "x"), "of an operation's backward pass, got layer deepseek-v3"),
         (("model", "deepseek-v3-tiny", "stps=3"), "unknown setting 'stps'"),
     ],
@@ -115,8 +119,71 @@ def test_on_the_host_a_tiny_training_step_is_lowered(monkeypatch, capsys):
     assert {"attention", "grouped_matmul"} <= {kernel["operation"] for kernel in found["kernels"]}
 
 
-def cases_of(*words, topology="v6e:4x4", layers=None):
-    return compile._cases(words, topology, "bfloat16", None, "auto", "both", "auto", 4096, layers, ())
+TINY = ("deepseek-v3-tiny", "per_device_batch_size=2", "max_target_length=32", "mtp_layers=0", "dtype=float32")
+
+
+@pytest.mark.parametrize("backend", ["dense", pytest.param("auto", marks=pytest.mark.slow)])
+def test_on_the_host_both_programs_of_a_forward_pass_are_written_and_counted(backend, monkeypatch, capsys, tmp_path):
+    folder = tmp_path / "new" / "hlo"
+    options = ("--layers", "2", "--forward", "--topology", "cpu", "--moe-backend", backend, "--hlo", str(folder))
+    code, out, _ = run(monkeypatch, capsys, "model", *TINY, *options)
+    assert code == 0
+    assert "forward pass of deepseek-v3-tiny" in out
+    assert str(folder / "lowered.mlir") in out
+    assert str(folder / "optimized.hlo") in out
+    lowered, optimized = ((folder / name).read_text() for name in ("lowered.mlir", "optimized.hlo"))
+    assert "func.func public @main" in lowered
+    written = int(re.search(r"(\d+) dots", out)[1])
+    assert lowered.count("stablehlo.dot_general") == written > 0
+    assert optimized.startswith("HloModule")
+    assert "ENTRY" in optimized
+    assert re.search(r"\d+ dots.*; \d+ custom calls.*; \d+ loops", out)
+    assert "collectives: none" in out
+
+
+def test_on_the_host_a_forward_pass_is_no_training_step(monkeypatch, capsys):
+    def products(*options):
+        words = ("model", *TINY, "--layers", "2", "--topology", "cpu", "--moe-backend", "dense", "--json")
+        code, out, _ = run(monkeypatch, capsys, *words, *options)
+        assert code == 0
+        (found,) = json.loads(out)
+        return found["products"]
+
+    forward, step = products("--forward"), products()
+    assert 2 * forward["flops"] < step["flops"] < 5 * forward["flops"]
+    assert forward["written"] < step["written"]
+
+
+def test_a_layer_of_settings_is_lowered_on_the_host_and_dense_is_the_einsum(monkeypatch, capsys):
+    """Every expert on every token, T·E·F·D multiply-adds three times, and the router; the value alone."""
+    options = ("--tokens", "16", "--topology", "cpu", "--dtype", "f32", "--forward", "--json")
+    code, out, _ = run(monkeypatch, capsys, "layer", "olmoe-tiny", "moe_backend=dense", *options)
+    assert code == 0
+    (found,) = json.loads(out)
+    layer = layer_config("olmoe-tiny")
+    experts = 2 * 3 * 16 * layer.num_experts * layer.expert_dim * layer.model_dim
+    combine = 2 * 16 * layer.num_experts * layer.model_dim
+    router = 2 * 16 * layer.model_dim * layer.num_experts
+    assert experts <= found["products"]["flops"] <= experts + combine + router
+    assert "grouped_matmul" not in {kernel["operation"] for kernel in found["kernels"]}
+
+
+def test_the_programs_of_several_cases_are_in_folders_of_their_own(tmp_path):
+    first, second = compile._in_folders(cases_of("deepseek-v3", layers=4), tmp_path)
+    assert first.hlo != second.hlo
+    assert {str(tmp_path)} == {str(Path(case.hlo).parent) for case in (first, second)}
+    (alone,) = compile._in_folders([first], tmp_path)
+    assert alone.hlo == str(tmp_path)
+
+
+def cases_of(*words, topology="v6e:4x4", layers=None, forward=False):
+    return compile._cases(words, topology, "bfloat16", None, "auto", "both", "auto", 4096, layers, (), forward)
+
+
+def test_a_forward_pass_tells_nothing_of_a_whole_training_step():
+    (case,) = cases_of("deepseek-v3", layers=4, forward=True)
+    assert case.build.endswith(":model_forward")
+    assert case.arguments["num_layers"] == 4
 
 
 def test_a_model_by_its_bare_name_is_a_training_step_on_all_devices_of_the_topology():
@@ -188,6 +255,39 @@ class TestWithTheCompiler:
         assert "dense drhs" in out
         assert re.search(r"raggedmoe_grouped_matmul_transposed\S*: issue", out)
         assert not re.search(r"raggedmoe_grouped_matmul(\.\d+)?: issue", out)  # lhs's gradient
+
+    @pytest.mark.parametrize(
+        ("words", "flops", "num_bytes"),
+        [
+            (
+                ("expert_ffn", "--shape", "R=512,D=512,F=1024,G=4", "--implementation", "pallas_tpu"),
+                2 * 3 * 512 * 512 * 1024,
+                2 * (2 * 512 * 512 + 3 * 4 * 512 * 1024),
+            ),
+            (
+                ("ragged_gather_reduce", "--shape", "T=512,K=4,D=512", "--implementation", "sparsecore"),
+                2 * 512 * 4 * 512,
+                2 * (512 * 4 * 512 + 512 * 512),
+            ),
+        ],
+    )
+    def test_printed_cost_is_that_of_the_kernel(self, words, flops, num_bytes, monkeypatch, capsys):
+        code, out, _ = run(monkeypatch, capsys, *words, "--topology", "v6e:2x2", "--direction", "forward", "--json")
+        assert code == 0
+        (found,) = json.loads(out)
+        cost = found["compiled"]["cost"]
+        assert flops <= cost["flops"] <= 1.1 * flops  # some more for what stands around it
+        assert cost["bytes_accessed"] >= num_bytes
+
+    def test_both_programs_are_written_and_counted(self, monkeypatch, capsys, tmp_path):
+        code, out, _ = run(
+            monkeypatch, capsys, "grouped_matmul", "--topology", "v6e:2x2", "--forward", "--hlo", str(tmp_path),
+            "--shape", "R=512,I=256,O=256,G=4", "--implementation", "pallas_tpu",
+        )  # fmt: skip
+        assert code == 0
+        assert "1 × tpu_custom_call" in out
+        assert "tpu_custom_call" in (tmp_path / "optimized.hlo").read_text()
+        assert "tpu_custom_call" in (tmp_path / "lowered.mlir").read_text()
 
     def test_a_failure_is_exit_code_1_with_its_reason(self, monkeypatch, capsys):
         code, out, _ = run(

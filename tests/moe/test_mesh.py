@@ -16,6 +16,7 @@ import pytest
 from parallel.hlo_collectives import collectives
 
 from raggedmoe import ExpertConfig, KernelChoice, MoE, updated_selection_bias
+from raggedmoe.aot.program_text import counts_of
 from raggedmoe.kernels.registry import recorded_selections
 from raggedmoe.parallel.collectives import Step, layer_collectives
 
@@ -168,6 +169,15 @@ def planned(config, plan):
     return found
 
 
+def by_kind(found):
+    return {kind: sum(found[key] for key in found if key[0] == kind) for kind, _ in found}
+
+
+def sent_by_kind(hlo):
+    """The same, as `raggedmoe bench layer` and `compile --hlo` read it."""
+    return {kind: traffic.num_bytes for kind, traffic in counts_of(hlo).collectives.items()}
+
+
 @every_case
 def test_layer_is_that_of_one_device_and_sends_what_the_plan_says(case):
     config, plan = config_of(case), plan_of_case(case)
@@ -177,6 +187,7 @@ def test_layer_is_that_of_one_device_and_sends_what_the_plan_says(case):
         x, params, config, plan.mesh(), cotangent, mask=mask, replay=placed(plan, config, {}, routing("random"))[1]
     ).compile()
     assert collectives(run.as_text()) == planned(config, plan)
+    assert sent_by_kind(run.as_text()) == by_kind(planned(config, plan))
     for name in ROUTINGS:
         replay = placed(plan, config, {}, routing(name))[1]
         out, gradients = run(x, params, cotangent, mask=mask, replay=replay)

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from raggedmoe.aot.compiled import ChosenKernel, Compiled, Cost, Memory
 from raggedmoe.aot.overlap import Move, move_from_json
+from raggedmoe.aot.program_text import ProgramCounts, counts_from_json
 from raggedmoe.aot.schedule import Schedule, schedule_from_json, schedule_to_json
 
 
@@ -35,6 +36,7 @@ class Case:
     overlaps: bool = False  # and what is done while devices communicate
     trips: Mapping[str, int] = field(default_factory=dict)  # runs of a loop's body, by region, where it must be said
     taken: Mapping[str, float] = field(default_factory=dict)  # share of times that a region is entered
+    hlo: str | None = None  # the folder that the lowered and the optimised program are written to, and counted
 
     def program(self) -> Program:
         """What `build` makes."""
@@ -58,6 +60,7 @@ class Outcome:
     available: int | None = None
     schedule: Schedule | None = None
     moves: tuple[Move, ...] | None = None
+    counts: ProgramCounts | None = None  # of the optimised program, if it was written
 
     @property
     def passed(self) -> bool:
@@ -69,7 +72,15 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     compiled = outcome.compiled
     schedule = None if outcome.schedule is None else schedule_to_json(outcome.schedule)
     moves = None if outcome.moves is None else [asdict(move) for move in outcome.moves]
-    plain = {**vars(outcome), "case": asdict(outcome.case), "compiled": None, "schedule": schedule, "moves": moves}
+    counts = None if outcome.counts is None else asdict(outcome.counts)
+    plain = {
+        **vars(outcome),
+        "case": asdict(outcome.case),
+        "compiled": None,
+        "schedule": schedule,
+        "moves": moves,
+        "counts": counts,
+    }
     if compiled is not None:
         plain["compiled"] = {
             **vars(compiled),
@@ -77,7 +88,8 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
             "cost": asdict(compiled.cost),
             "kernels": [asdict(kernel) for kernel in compiled.kernels],
         }
-        del plain["compiled"]["executable"], plain["compiled"]["traced"]
+        for not_json in ("executable", "traced", "lowered"):
+            del plain["compiled"][not_json]
     return plain
 
 
@@ -96,5 +108,12 @@ def from_json(plain: Mapping[str, Any]) -> Outcome:
         )
     schedule = None if plain["schedule"] is None else schedule_from_json(plain["schedule"])
     moves = None if plain["moves"] is None else tuple(move_from_json(move) for move in plain["moves"])
-    found = {"case": Case(**plain["case"]), "compiled": compiled, "schedule": schedule, "moves": moves}
+    counts = None if plain["counts"] is None else counts_from_json(plain["counts"])
+    found = {
+        "case": Case(**plain["case"]),
+        "compiled": compiled,
+        "schedule": schedule,
+        "moves": moves,
+        "counts": counts,
+    }
     return Outcome(**{**plain, **found})

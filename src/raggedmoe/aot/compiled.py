@@ -59,6 +59,7 @@ class Compiled:
     kernels: tuple[ChosenKernel, ...]
     executable: jax.stages.Compiled | None = field(default=None, repr=False, compare=False)
     traced: Any = field(default=None, repr=False, compare=False)  # the program as a jaxpr
+    lowered: Any = field(default=None, repr=False, compare=False)  # and as StableHLO
 
     def hlo(self) -> str:
         """The optimised program as text."""
@@ -115,15 +116,17 @@ def compile_for(
         topology=topology.name,
         trace_seconds=lowered_at - start,
         compile_seconds=time.perf_counter() - lowered_at,
-        memory=_memory(executable),
-        cost=_cost(executable),
+        memory=memory_of(executable),
+        cost=cost_of(executable),
         kernels=chosen_kernels(selections),
         executable=executable,
         traced=traced.jaxpr,
+        lowered=lowered,
     )
 
 
-def _memory(executable: jax.stages.Compiled) -> Memory:
+def memory_of(executable: jax.stages.Compiled) -> Memory:
+    """What the compiler says that the program needs."""
     found: Any = executable.memory_analysis()
     return Memory(
         arguments=found.argument_size_in_bytes,
@@ -134,7 +137,8 @@ def _memory(executable: jax.stages.Compiled) -> Memory:
     )
 
 
-def _cost(executable: jax.stages.Compiled) -> Cost:
+def cost_of(executable: jax.stages.Compiled) -> Cost:
+    """What the compiler says that it costs. A loop's body is counted once."""
     found: Any = executable.cost_analysis()
     return Cost(flops=found.get("flops", 0.0), bytes_accessed=found.get("bytes accessed", 0.0))
 

@@ -1,4 +1,4 @@
-"""A program lowered on this machine, not compiled and not run: its matrix products, their operations and bytes.
+"""A program lowered on this machine, not run: its matrix products, their operations and bytes; compiled if asked for.
 
 Counted in the lowered StableHLO: a loop whose bounds are constants counts as often as it runs, one whose bounds are
 data counts once and is named as such, and of the branches of a conditional the costliest counts.
@@ -8,12 +8,14 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from raggedmoe.aot.case import Case
-from raggedmoe.aot.compiled import ChosenKernel, chosen_kernels
+from raggedmoe.aot.compiled import ChosenKernel, Cost, Memory, chosen_kernels, cost_of, memory_of
+from raggedmoe.aot.program_text import ProgramCounts, counts_of, write_programs
 from raggedmoe.kernels.registry import recorded_selections
 
 
@@ -46,10 +48,24 @@ class Lowered:
     output_bytes: int
     products: Products
     kernels: tuple[ChosenKernel, ...]
+    compiled: "HostProgram | None" = None  # where the case asks for its texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostProgram:
+    """What this machine's compiler made of it."""
+
+    compile_seconds: float
+    memory: Memory
+    cost: Cost
+    counts: ProgramCounts
 
 
 def lower_here(case: Case) -> Lowered:
-    """Trace and lower a case's program for this machine. Nothing is allocated: arguments are shapes."""
+    """Trace and lower a case's program for this machine. Nothing is allocated: arguments are shapes.
+
+    Where the case names a folder it is compiled as well, and both programs are written there.
+    """
     start = time.perf_counter()
     program = case.program()
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), program.args)
@@ -63,6 +79,18 @@ def lower_here(case: Case) -> Lowered:
         output_bytes=_num_bytes(traced.jaxpr.out_avals),
         products=count_products(lowered.compiler_ir(dialect="stablehlo")),
         kernels=chosen_kernels(selections),
+        compiled=None if case.hlo is None else _compiled(lowered, Path(case.hlo)),
+    )
+
+
+def _compiled(lowered: jax.stages.Lowered, folder: Path) -> HostProgram:
+    start = time.perf_counter()
+    executable = lowered.compile()
+    seconds = time.perf_counter() - start
+    hlo = executable.as_text() or ""
+    write_programs(folder, lowered.as_text(), hlo)
+    return HostProgram(
+        compile_seconds=seconds, memory=memory_of(executable), cost=cost_of(executable), counts=counts_of(hlo)
     )
 
 

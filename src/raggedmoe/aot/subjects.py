@@ -5,7 +5,7 @@ Each function here makes a `Program` from arguments that JSON can hold, so that 
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from raggedmoe.kernels.example import Example
 from raggedmoe.kernels.registry import BACKWARD, FORWARD
 from raggedmoe.mesh import TOKEN_AXES
 from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.decoder import decode, logits
 from raggedmoe.models.presets import ALIASES, model_preset
 from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.moe.config import MoEConfig
@@ -122,21 +123,39 @@ def layer_config(preset: str) -> MoEConfig:
     return model_preset(preset).moe
 
 
-def moe_layer(preset: str, *, tokens: int, dtype: str = "bfloat16", moe_backend: str = "auto") -> Program:
-    """A model's MoE layer on so many tokens: its value, and the gradients of its input and of all its parameters."""
+def moe_layer(
+    preset: str, *, tokens: int, dtype: str = "bfloat16", moe_backend: str = "auto", forward: bool = False
+) -> Program:
+    """A model's MoE layer on so many tokens: its value, and the gradients of its input and of all its parameters.
+
+    ``forward``: its value alone.
+    """
     config = replace(
         layer_config(preset), moe_backend=moe_backend, strategy=None, kernels=None, param_dtype=jnp.dtype(dtype)
     )
     params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in config.param_specs().items()}
-    return _layer_program(config, jax.ShapeDtypeStruct((tokens, config.model_dim), jnp.dtype(dtype)), params)
+    x = jax.ShapeDtypeStruct((tokens, config.model_dim), jnp.dtype(dtype))
+    return _layer_program(config, x, params, forward=forward)
 
 
-def moe_layer_on_mesh(words: Sequence[str], *, tokens: int, topology: str, dtype: str = "bfloat16") -> Program:
-    """The same on a topology's devices, on so many tokens of each, with the settings of `raggedmoe train`."""
+def moe_layer_on_mesh(
+    words: Sequence[str], *, tokens: int, topology: str | None, dtype: str = "bfloat16", forward: bool = False
+) -> Program:
+    """The same on a topology's devices, on so many tokens of each, with the settings of `raggedmoe train`.
+
+    ``topology``: None: one device of this machine.
+    """
+    devices = jax.devices()[:1] if topology is None else find_topology(topology).devices
+    return layer_on_devices(words, devices, tokens=tokens, dtype=dtype, forward=forward)
+
+
+def layer_on_devices(
+    words: Sequence[str], devices: Sequence[Any], *, tokens: int, dtype: str = "bfloat16", forward: bool = False
+) -> Program:
+    """The MoE layer of `raggedmoe train WORDS` on these devices, on so many tokens of each."""
     from raggedmoe.train.config import make_config
     from raggedmoe.train.settings import parse_settings
 
-    devices = find_topology(topology).devices
     made = make_config(parse_settings(words), target_hardware(), len(devices))
     config, plan = replace(made.step.model.moe, param_dtype=jnp.dtype(dtype)), made.plan
     mesh = plan.mesh(devices)
@@ -146,17 +165,19 @@ def moe_layer_on_mesh(words: Sequence[str], *, tokens: int, topology: str, dtype
     }
     shape = (tokens * plan.degrees.num_token_shards, config.model_dim)
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, PartitionSpec(TOKEN_AXES)))
-    return _layer_program(config, x, params, mesh)
+    return _layer_program(config, x, params, mesh, forward=forward)
 
 
-def _layer_program(config: MoEConfig, x: Any, params: Any, mesh: Mesh | None = None) -> Program:
+def _layer_program(config: MoEConfig, x: Any, params: Any, mesh: Mesh | None = None, *, forward: bool) -> Program:
+    def layer(x: Any, params: Any) -> Any:
+        return moe_route_and_compute(x, MoEParams.from_flat(params), config, mesh=mesh).output
+
     def value_and_gradients(x: Any, params: Any, cotangent: Any) -> Any:
-        def layer(x: Any, params: Any) -> Any:
-            return moe_route_and_compute(x, MoEParams.from_flat(params), config, mesh=mesh).output
-
         value, vjp = jax.vjp(layer, x, params)
         return value, vjp(cotangent)
 
+    if forward:
+        return Program(function=layer, args=(x, params), mesh=mesh)
     return Program(function=value_and_gradients, args=(x, params, x), mesh=mesh)
 
 
@@ -166,15 +187,54 @@ def training_step(words: Sequence[str], *, num_layers: int | None = None, topolo
     ``num_layers``: so many layers, one of them dense if the model has dense ones and there is room for both kinds.
     ``topology``: whose devices the degrees of parallelism split; None: one device.
     """
+    planned = _planned(words, num_layers, topology)
+    from raggedmoe.train.programs import places_of
+    from raggedmoe.train.step import train_step
+
+    step, layout, template = planned.step, planned.layout, planned.template
+
+    def stepped(state: Any, batch: Any) -> Any:
+        state, report = train_step(state, batch, step, layout.mesh)
+        if layout.mesh is not None:  # where the old one was, whose memory it takes
+            state = jax.tree.map(jax.lax.with_sharding_constraint, state, places_of(template))
+        return state, report
+
+    args = (template, layout.batch(planned.batch, step.micro_batches))
+    return Program(function=stepped, args=args, donate=(0,), mesh=layout.mesh)
+
+
+def model_forward(words: Sequence[str], *, num_layers: int | None = None, topology: str | None = None) -> Program:
+    """The forward pass alone of the model that `raggedmoe train WORDS` would train: from a batch's tokens to logits."""
+    planned = _planned(words, num_layers, topology)
+    model, layout = planned.step.model, planned.layout
+
+    def forward(params: Any, ids: Any) -> Any:
+        key = jax.random.key(0) if model.moe.router.selection == "random" else None
+        return logits(params, decode(params, ids, model, key=key, mesh=layout.mesh).hidden, model)
+
+    args = (planned.template.params, layout.batch(planned.batch).ids)
+    return Program(function=forward, args=args, mesh=layout.mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planned:
+    """A run as its settings describe it: its step, where it lies, and the shapes of its state and of a batch."""
+
+    step: Any
+    layout: Any
+    template: Any
+    batch: Any
+
+
+def _planned(words: Sequence[str], num_layers: int | None, topology: str | None) -> _Planned:
     try:
         from raggedmoe.train.config import make_config
         from raggedmoe.train.layout import make_layout
-        from raggedmoe.train.programs import places_of, state_template
+        from raggedmoe.train.programs import state_template
         from raggedmoe.train.rows import Batch
         from raggedmoe.train.settings import parse_settings
-        from raggedmoe.train.step import train_step
     except ImportError as error:
-        raise ValueError(f"a training step needs more packages ({error}): pip install 'raggedmoe[train]'") from None
+        raise ValueError(f"a whole model needs more packages ({error}): pip install 'raggedmoe[train]'") from None
     devices = None if topology is None else find_topology(topology).devices
     config = make_config(parse_settings(words), target_hardware(), 1 if devices is None else len(devices))
     layout, step = make_layout(config.plan, devices), config.step
@@ -183,16 +243,7 @@ def training_step(words: Sequence[str], *, num_layers: int | None = None, topolo
     shape = (config.data.batch_size, config.data.sequence_length)
     tokens, weights = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
     batch = Batch(ids=tokens, targets=tokens, segments=tokens, positions=tokens, weights=weights)
-    template = state_template(step, layout)
-
-    def stepped(state: Any, batch: Any) -> Any:
-        state, report = train_step(state, batch, step, layout.mesh)
-        if layout.mesh is not None:  # where the old one was, whose memory it takes
-            state = jax.tree.map(jax.lax.with_sharding_constraint, state, places_of(template))
-        return state, report
-
-    args = (template, layout.batch(batch, step.micro_batches))
-    return Program(function=stepped, args=args, donate=(0,), mesh=layout.mesh)
+    return _Planned(step=step, layout=layout, template=state_template(step, layout), batch=batch)
 
 
 def with_layers(model: ModelConfig, num_layers: int) -> ModelConfig:

@@ -7,6 +7,7 @@ alike: by what one layer more made of them. Dense layers, which need less than t
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raggedmoe.aot.case import Outcome
 from raggedmoe.aot.subjects import with_layers
@@ -30,6 +31,21 @@ class WholeModel:
         return self.arguments + self.rest + (self.num_layers - self.compiled_layers) * self.rest_per_layer
 
 
+def config_on(words: Sequence[str], topology: str) -> Any:
+    """The configuration of `raggedmoe train WORDS` on a topology's devices, found without its compiler."""
+    try:
+        from raggedmoe.train.config import make_config
+        from raggedmoe.train.settings import in_keys, parse_settings
+    except ImportError as error:
+        raise ValueError(f"a whole model needs more packages ({error}): pip install 'raggedmoe[train]'") from None
+    chip = chip_named(topology)
+    num_chips = math.prod(int(size) for size in topology.partition(":")[2].split("x"))
+    try:
+        return make_config(parse_settings(words), chip, num_chips * chip.devices_per_chip)
+    except ValueError as error:
+        raise ValueError(in_keys(str(error))) from error
+
+
 def tells_of_more(model: ModelConfig, num_layers: int) -> bool:
     """Whether so many layers, and one fewer, differ by one turn of a loop, as the whole model's do.
 
@@ -51,14 +67,10 @@ def whole_model(outcomes: Sequence[Outcome]) -> WholeModel | None:
     larger, smaller = (outcome.compiled for outcome in outcomes)
     if larger is None or smaller is None or outcomes[0].available is None:
         return None
-    from raggedmoe.train.config import make_config
     from raggedmoe.train.fit import state_bytes
-    from raggedmoe.train.settings import parse_settings
 
     case = outcomes[0].case
-    chip = chip_named(case.topology)
-    num_chips = math.prod(int(size) for size in case.topology.partition(":")[2].split("x"))
-    config = make_config(parse_settings(case.arguments["words"]), chip, num_chips * chip.devices_per_chip)
+    config = config_on(case.arguments["words"], case.topology)
     whole, cut = (
         state_bytes(model, config.plan) for model in (config.step.model, with_layers(config.step.model, layers[0]))
     )

@@ -39,6 +39,7 @@ from raggedmoe.aot.case import (
 from raggedmoe.aot.compiled import Compiled, OutOfHBMError, compile_for
 from raggedmoe.aot.dumps import Steering, clear_dumps, dump_flags, read_schedule
 from raggedmoe.aot.overlap import moves
+from raggedmoe.aot.program_text import counts_of, write_programs
 from raggedmoe.aot.schedule import Schedule
 from raggedmoe.aot.topology import ENVIRONMENT, check_compiler, check_topology_name, find_topology, targeting
 from raggedmoe.hardware import Hardware
@@ -200,6 +201,8 @@ def compiled_here(case: Case) -> Outcome:
             options=dict(case.options) or None,
         )
         schedule = _schedule(case, topology.hardware, program, compiled) if case.scheduled else None
+        if case.hlo is not None:
+            write_programs(Path(case.hlo), compiled.lowered.as_text(), compiled.hlo())
     except CannotRunError as error:
         return _unsuccessful(case, REFUSED, error)
     except OutOfHBMError as error:
@@ -215,6 +218,7 @@ def compiled_here(case: Case) -> Outcome:
         available=topology.device_bytes,
         schedule=schedule,
         moves=tuple(moves(compiled.hlo())) if case.overlaps else None,
+        counts=None if case.hlo is None else counts_of(compiled.hlo()),
     )
 
 

@@ -1,9 +1,11 @@
 """`raggedmoe compile`: does it compile for a chip that is not here, does it fit, what does it cost, how fast is it."""
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator
 from json import dumps
+from pathlib import Path
 from typing import Annotated
 
 import jax
@@ -18,7 +20,7 @@ from raggedmoe.aot.lowered import lower_here
 from raggedmoe.aot.shapes import FORMS
 from raggedmoe.aot.subjects import differentiable, example_named, layer_config
 from raggedmoe.aot.topology import HOST, check_compiler, check_topology_name
-from raggedmoe.aot.whole_model import tells_of_more, whole_model
+from raggedmoe.aot.whole_model import config_on, tells_of_more, whole_model
 from raggedmoe.aot.worker import compile_cases
 from raggedmoe.cli.compile_report import (
     lowered_lines,
@@ -34,7 +36,7 @@ from raggedmoe.kernels.proof import libtpu_version
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, OPERATIONS, implementations
 from raggedmoe.mesh import AXES
 from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.presets import ALIASES, model_preset
+from raggedmoe.models.presets import ALIASES
 from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.names import unknown
 from raggedmoe.train.settings import parse_settings
@@ -54,6 +56,8 @@ def compile_(
     moe_backend: str = "auto",
     tokens: int = 4096,
     layers: int | None = None,
+    forward: bool = False,
+    hlo: Path | None = None,
     schedule: bool = False,
     overlap: bool = False,
     against: tuple[str, ...] = (),
@@ -68,7 +72,8 @@ def compile_(
 
       OPERATION …          calls of one or several operations: grouped_matmul, expert_ffn, ragged_gather, …
       layer PRESET         a model's MoE layer, forward and backward, on --tokens tokens
-      layer PRESET KEY=VALUE …   the same on the topology's devices, with the settings of `raggedmoe train`
+      layer PRESET KEY=VALUE …   the same on the topology's devices, with the settings of `raggedmoe train`, sizes
+                           among them
       model PRESET KEY=VALUE …   a whole training step (forward, backward, optimizer), with the settings of `raggedmoe
                            train`, on the topology's devices: split by the degrees among the settings, or by
                            fsdp_parallelism=-1 if there is none; the word model may be left out
@@ -84,6 +89,7 @@ def compile_(
       raggedmoe compile deepseek2-16b remat=full --topology v6e:4x4
       raggedmoe compile deepseek-v3 expert_parallelism=4 fsdp_parallelism=128 --topology tpu7x:4x8x8 --layers 4
       raggedmoe compile model deepseek-v3 max_target_length=4096 --layers 2 --topology cpu
+      raggedmoe compile model deepseek-v3 --layers 2 --forward --topology cpu --moe-backend dense --hlo out/dense
 
     Each case is compiled in a process of its own, as the compiler may abort. Nothing is allocated or run. The exit code
     is 1 if anything fails or does not fit.
@@ -91,17 +97,21 @@ def compile_(
     Args:
         subject: what to compile, see above.
         topology: chips and their layout, such as v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1 or tpu7x:4x8x8; or cpu: the
-            program is lowered on this machine, and its matrix products are counted.
+            program is lowered on this machine, its matrix products are counted, and with --hlo it is compiled for
+            this machine's CPU; that needs no TPU compiler.
         dtype: type of activations and weights: bf16 or f32.
         shape: of an operation: the name of an example call, or sizes (docs/compile.md lists the letters). By default
             the example calls of a real model's size.
         implementation: of an operation: auto, a name, or all: every one there is.
         direction: of an operation: forward, backward or both.
         gradient: of an operation: of its backward pass the gradient of this argument alone, such as rhs.
-        moe_backend: of a layer: the bundle of strategy and kernels.
+        moe_backend: of a layer or a model: the bundle of strategy and kernels.
         tokens: of a layer; on several devices, of each.
         layers: of a model: so many, one of them dense if the model has dense ones. From three with experts on, for a
             TPU, one fewer is compiled as well, from which follows what the whole model needs.
+        forward: the forward pass alone: of a model, from tokens to logits.
+        hlo: a folder to write the lowered (StableHLO) and the optimised program (HLO) to, which are counted: matrix
+            products, kernels, loops, collectives. Of several cases each has a folder in it.
         schedule: read the compiler's schedule: loops, utilisation, spills, cycles; all compiler-predicted.
         overlap: list what moves between devices, in the order of the schedule, and what the TensorCore has to do
             until it waits for it.
@@ -115,6 +125,8 @@ def compile_(
     dtype = SHORT_DTYPES.get(dtype, dtype)
     if dtype not in FLOATS:
         raise unknown("dtype", dtype, (*FLOATS, *SHORT_DTYPES))
+    if forward and direction == "backward":
+        raise ValueError("--forward and --direction backward contradict each other; leave one out")
     if topology != HOST:
         check_topology_name(topology)
         check_compiler()
@@ -122,12 +134,25 @@ def compile_(
     cases = [
         _of_gradient(case, gradient)
         for case in _cases(
-            subject, topology, dtype, shape, implementation, direction, moe_backend, tokens, layers, against
+            subject,
+            topology,
+            dtype,
+            shape,
+            implementation,
+            "forward" if forward else direction,
+            moe_backend,
+            tokens,
+            layers,
+            against,
+            forward,
         )
         if gradient is None or case.arguments.get("direction") != FORWARD
     ]
     if not cases:
-        raise ValueError(f"--gradient {gradient} is of the backward pass, got --direction {direction}; leave one out")
+        word = "--forward" if forward else f"--direction {direction}"
+        raise ValueError(f"--gradient {gradient} is of the backward pass, got {word}; leave one out")
+    if hlo is not None:
+        cases = _in_folders(cases, hlo)
     if topology == HOST:
         return _lower(cases, json)
     steered = [
@@ -154,18 +179,19 @@ def _cases(
     tokens: int,
     layers: int | None,
     against: tuple[str, ...],
+    forward: bool = False,
 ) -> list[Case]:
     """What was asked for, every name checked."""
     if not subject:
         raise ValueError(f"expected {', '.join(OPERATIONS)}, layer PRESET or model PRESET; got nothing to compile")
     if subject[0] == "layer":
-        return [_layer(subject[1:], topology, dtype, moe_backend, tokens)]
+        return [_layer(subject[1:], topology, dtype, moe_backend, tokens, forward)]
     if subject[0] == "model" or subject[0] in (*MODELS, *ALIASES):
         words = subject[1:] if subject[0] == "model" else subject
         fewer = []
-        if layers is not None and topology != HOST and tells_of_more(_model_of(words), layers):
-            fewer = [layers - 1]
-        return [_model(words, topology, dtype, moe_backend, num) for num in (layers, *fewer)]
+        if layers is not None and topology != HOST and not forward:
+            fewer = [layers - 1] if tells_of_more(_model_of(words, topology), layers) else []
+        return [_model(words, topology, dtype, moe_backend, num, forward) for num in (layers, *fewer)]
     if direction not in DIRECTIONS:
         raise unknown("direction", direction, DIRECTIONS)
     return [
@@ -175,28 +201,30 @@ def _cases(
     ]
 
 
-def _layer(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, tokens: int) -> Case:
+def _layer(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, tokens: int, forward: bool) -> Case:
     if not words or "=" in words[0]:
         raise ValueError(f"expected layer PRESET, such as layer deepseek-v3, got {' '.join(('layer', *words))!r}")
     layer_config(words[0])
-    sizes = {"tokens": tokens, "dtype": dtype}
-    title = f"layer {' '.join(words)}, {tokens} tokens{' a device' if words[1:] else ''}, {dtype}, forward and backward"
+    sizes = {"tokens": tokens, "dtype": dtype, "forward": forward}
+    passes = "forward" if forward else "forward and backward"
+    title = f"layer {' '.join(words)}, {tokens} tokens{' a device' if words[1:] else ''}, {dtype}, {passes}"
     if not words[1:]:
         build, arguments = "moe_layer", {"preset": words[0], "moe_backend": moe_backend, **sizes}
     else:
         if "moe_backend" not in parse_settings(words).given:
             words = (*words, f"moe_backend={moe_backend}")
-        if topology == HOST:
-            raise ValueError(f"a layer with settings is one on a topology's devices; got --topology {HOST}")
-        build, arguments = "moe_layer_on_mesh", {"words": list(words), "topology": topology, **sizes}
+        build = "moe_layer_on_mesh"
+        arguments = {"words": list(words), "topology": None if topology == HOST else topology, **sizes}
     return Case(title=title, build=f"{subjects.__name__}:{build}", arguments=arguments, topology=topology)
 
 
-def _model_of(words: tuple[str, ...]) -> ModelConfig:
-    return model_preset(parse_settings(words).values["model_name"])
+def _model_of(words: tuple[str, ...], topology: str) -> ModelConfig:
+    return config_on(words, topology).step.model
 
 
-def _model(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, layers: int | None) -> Case:
+def _model(
+    words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, layers: int | None, forward: bool
+) -> Case:
     if not words:
         raise ValueError("expected model PRESET, such as model deepseek-v3-tiny; `raggedmoe models` lists them")
     given = parse_settings(words).given
@@ -206,8 +234,9 @@ def _model(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, 
         f"{name}={value}" for name, value in (("dtype", dtype), ("moe_backend", moe_backend)) if name not in given
     ]
     return Case(
-        title=f"training step of {' '.join(words)}{'' if layers is None else f', {layers} layers'}",
-        build=f"{subjects.__name__}:training_step",
+        title=f"{'forward pass' if forward else 'training step'} of {' '.join(words)}"
+        f"{'' if layers is None else f', {layers} layers'}",
+        build=f"{subjects.__name__}:{'model_forward' if forward else 'training_step'}",
         arguments={
             "words": [*words, *brought],
             "num_layers": layers,
@@ -278,6 +307,14 @@ def _of_gradient(case: Case, gradient: str | None) -> Case:
     return dataclasses.replace(case, title=title, arguments={**case.arguments, "gradient": gradient})
 
 
+def _in_folders(cases: list[Case], folder: Path) -> list[Case]:
+    """The cases, with the folder for the programs of one, or of each of several a folder in it."""
+    if len(cases) == 1:
+        return [dataclasses.replace(cases[0], hlo=str(folder))]
+    names = [f"{number}-{re.sub(r'[^A-Za-z0-9_.=]+', '-', case.title)}" for number, case in enumerate(cases, 1)]
+    return [dataclasses.replace(case, hlo=str(folder / name)) for case, name in zip(cases, names)]
+
+
 def _pairs(option: str, texts: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     for text in texts:
         region, equals, value = text.partition("=")
@@ -311,8 +348,8 @@ def _compile(cases: list[Case], timeout: float, json: bool) -> int:
     whole = whole_model(outcomes)
     if whole is not None:
         lines.append(whole_model_line(whole))
-    elif cases[0].arguments.get("num_layers") is not None and len(cases) == 1:
-        model = _model_of(tuple(cases[0].arguments["words"]))
+    elif cases[0].arguments.get("num_layers") is not None and len(cases) == 1 and "training_step" in cases[0].build:
+        model = _model_of(tuple(cases[0].arguments["words"]), topology)
         enough = next((n for n in range(2, model.num_layers) if tells_of_more(model, n)), None)
         if enough is not None:
             lines.append(

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from raggedmoe.aot.case import NO_FIT, Case, Outcome
 from raggedmoe.aot.compiled import ChosenKernel, Compiled
 from raggedmoe.aot.lowered import Lowered
 from raggedmoe.aot.overlap import KINDS as COLLECTIVES
 from raggedmoe.aot.overlap import Move
+from raggedmoe.aot.program_text import LOWERED, OPTIMIZED, ProgramCounts
 from raggedmoe.aot.schedule import OpSchedule, Schedule, Section
 from raggedmoe.aot.sparsecore_schedule import SparseCoreProgram
 from raggedmoe.aot.subjects import example_named
@@ -41,6 +43,25 @@ def outcome_lines(outcomes: list[Outcome]) -> Iterator[str]:
             yield f"  cost: {cost.flops / 1e9:,.1f} GFLOP, {cost.bytes_accessed / 1e9:,.2f} GB accessed"
             kernels = _kernels(outcome.compiled.kernels, outcome.case.arguments.get("direction"))
             yield f"  kernels: {kernels or 'none of ours'}"
+        if outcome.counts is not None and outcome.case.hlo is not None:
+            yield from _program_lines(outcome.case.hlo, outcome.counts)
+
+
+def _program_lines(folder: str, counts: ProgramCounts) -> Iterator[str]:
+    """Where the programs are, and what is in the optimised one."""
+    yield f"  written: {Path(folder) / LOWERED} and {Path(folder) / OPTIMIZED}, of which the second has"
+    run = f", run {counts.executed:,} times" if counts.executed != counts.written else ""
+    number = sum(counts.kernels.values())
+    kernels = f" ({', '.join(f'{each} × {target}' for target, each in counts.kernels.items())})" if number else ""
+    length = f", {counts.open_loops} of them as long as the data says" if counts.open_loops else ""
+    yield f"  {counts.written} dots{run}; {number} custom calls{kernels}; {counts.loops} loops{length}"
+    yield f"  collectives: {collectives_line(counts)}"
+
+
+def collectives_line(counts: ProgramCounts) -> str:
+    """What a device exchanges, by kind."""
+    kinds = (f"{traffic.number:,} × {kind}, {_size(traffic.num_bytes)}" for kind, traffic in counts.collectives.items())
+    return "; ".join(kinds) or "none"
 
 
 def _fit(needed: int, available: int) -> str:
@@ -200,6 +221,14 @@ def lowered_lines(case: Case, lowered: Lowered) -> Iterator[str]:
     if products.open_loops:
         yield f"  {products.open_loops} loops run as often as the data says: counted once each"
     yield f"  kernels: {_kernels(lowered.kernels, case.arguments.get('direction')) or 'none of ours'}"
+    compiled = lowered.compiled
+    if compiled is not None and case.hlo is not None:
+        yield (
+            f"  compiled for this machine's CPU in {compiled.compile_seconds:.1f} s: temporaries "
+            f"{_size(compiled.memory.temporaries)}; loops' bodies once: {compiled.cost.flops / 1e12:.3f} TFLOP, "
+            f"{compiled.cost.bytes_accessed / 1e9:.2f} GB accessed"
+        )
+        yield from _program_lines(case.hlo, compiled.counts)
 
 
 def move_lines(moves: Sequence[Move]) -> Iterator[str]:

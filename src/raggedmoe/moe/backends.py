@@ -25,6 +25,7 @@ def backend_named(name: str) -> Backend:
 BACKENDS: dict[str, Backend] = {
     "auto": Backend(),
     "jax": Backend(strategy="dense"),  # every expert on every token, by einsum
+    "dense": Backend(strategy="dense"),  # the same
     "ragged_dot": Backend(kernels=KernelChoice(grouped_matmul="xla")),
     "cpu": Backend(kernels=KernelChoice(grouped_matmul="cpu")),
     "pallas": Backend(kernels=KernelChoice(grouped_matmul="pallas_tpu")),  # our TPU kernel

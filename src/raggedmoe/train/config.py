@@ -13,6 +13,7 @@ from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.presets import model_preset
 from raggedmoe.models.sizes import FIELDS, OTHERS, resized
 from raggedmoe.models.specs import param_specs
+from raggedmoe.moe.backends import backend_named
 from raggedmoe.moe.config import ACROSS_RANKS, MoEConfig, RouterConfig
 from raggedmoe.parallel.degrees import Degrees, resolved
 from raggedmoe.parallel.plan import Plan
@@ -280,7 +281,8 @@ def make_moe(settings: Settings, moe: MoEConfig, plan: Plan) -> MoEConfig:
     """The MoE layers with what the settings change."""
     v, given = settings.values, settings.given
     backend, factor = v["moe_backend"], v["capacity_factor"]
-    if v["sparse_matmul"] is not None and "moe_backend" in given and (backend == "jax") == v["sparse_matmul"]:
+    is_dense = backend_named(backend).strategy == "dense"
+    if v["sparse_matmul"] is not None and "moe_backend" in given and is_dense == v["sparse_matmul"]:
         raise ValueError(
             f"{given['sparse_matmul']} and {given['moe_backend']} contradict each other: moe_backend=jax is the one "
             "without a sparse matmul; leave one out"
@@ -297,16 +299,16 @@ def make_moe(settings: Settings, moe: MoEConfig, plan: Plan) -> MoEConfig:
             "device receives, or expert_parallelism=1"
         )
     if v["sparse_matmul"] is False and factor is None:
-        backend = "jax"
+        backend, is_dense = "jax", True
     choices = {operation: kernel_choice(v, operation) for operation in KERNEL_KEYS}
-    dense = ("grouped_matmul",) if factor is not None else SPARSE_OPERATIONS if backend == "jax" else ()
+    dense = ("grouped_matmul",) if factor is not None else SPARSE_OPERATIONS if is_dense else ()
     for operation in dense:
         # MaxText's flags for sparse kernels may stand beside a dense matmul, which does not read them.
         if not any(given.get(key, "").split("=")[0] == key for key in _kernel_keys(operation)):
             choices[operation] = "auto"
     named = any(choice != "auto" for choice in choices.values())
     strategy = None
-    if plan.degrees.expert > 1 and backend != "jax":
+    if plan.degrees.expert > 1 and not is_dense:
         strategy = "all_to_all" if v["expert_strategy"] == "auto" else v["expert_strategy"]
     return replace(
         moe,
