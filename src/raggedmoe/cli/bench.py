@@ -1,32 +1,46 @@
 """`raggedmoe bench`: how fast, against the limit and against others."""
 
 import dataclasses
+import math
 import os
-from collections.abc import Iterator
-from json import dumps
+from collections.abc import Iterator, Sequence
+from json import JSONDecodeError, dumps, loads
 from pathlib import Path
+from typing import Annotated, Any
 
+import jax
 import tyro
 from rich.console import Console
 
 from raggedmoe import compat
 from raggedmoe.bench.cases import Timing, layer_timings, operation_timings, sweep_timings
 from raggedmoe.bench.training import train_timings
+from raggedmoe.cli.train import start_with_host_devices
 from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.registry import OPERATIONS
+from raggedmoe.mesh import AXES
+from raggedmoe.models.presets import ALIASES
+from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.names import unknown
+from raggedmoe.train.settings import in_keys, parse_settings
 
 SUBJECTS = (*OPERATIONS, "layer", "sweep", "train")
 
 
 def bench(
-    subjects: tyro.conf.Positional[tuple[str, ...]] = ("grouped_matmul", "layer"),
+    subjects: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="SUBJECT")] = (
+        "grouped_matmul",
+        "layer",
+    ),
     dtypes: tuple[str, ...] = ("float32", "bfloat16"),
     rounds: int = 7,
     case: str = "",
     json: bool = False,
     plot: Path | None = None,
+    devices: int | None = None,
+    tokens: int = 1024,
+    compare: Path | None = None,
 ) -> int:
     """Time kernels and the whole layer on this machine: the best of several interleaved rounds.
 
@@ -34,22 +48,33 @@ def bench(
     Contenders that are slow take fewer turns. "sweep" fixes the routed rows and raises the number of experts; "train"
     is a whole training step of the default model.
 
+    "layer [MODEL] KEY=VALUE …", with the settings of `raggedmoe train`, is a model's MoE layer on --devices devices, as
+    the degrees of parallelism say: its time, and what its compiled programs cost one device, which does not depend on
+    the machine: FLOPs, bytes, temporaries, what is exchanged. A CPU makes the devices. Before and after a change:
+
+      raggedmoe bench layer olmoe-tiny fsdp_parallelism=8 --devices 8 --json > before.json
+      raggedmoe bench layer olmoe-tiny fsdp_parallelism=8 --devices 8 --compare before.json
+      raggedmoe bench layer olmoe-tiny fsdp_parallelism=2 expert_parallelism=4 expert_strategy=ring --devices 8
+
     Args:
-        subjects: operations, "layer", "sweep" or "train".
+        subjects: operations, "layer", "sweep" or "train"; or "layer" and settings.
         dtypes: types to measure.
         rounds: turns of each contender.
         case: measure only cases whose name holds this text, such as mixtral.
         json: print the figures as JSON instead of a table.
         plot: draw the shares of the limit into this PNG or SVG file.
+        devices: of a layer with settings: how many. By default those that the degrees ask for.
+        tokens: of a layer with settings: on each device.
+        compare: of a layer with settings: what an earlier --json printed; the ratios of now to then are shown.
     """
+    words = _settings_of(subjects, devices, compare)
+    if words is not None:
+        _check(dtypes, rounds)
+        return _layer_on_devices(words, dtypes, rounds, json, devices, tokens, compare)
     for subject in subjects:
         if subject not in SUBJECTS:
             raise unknown("subject", subject, SUBJECTS)
-    for dtype in dtypes:
-        if dtype not in FLOATS:
-            raise unknown("dtype", dtype, FLOATS)
-    if rounds < 1:
-        raise ValueError(f"expected rounds >= 1, got {rounds}")
+    _check(dtypes, rounds)
     title = f"{target_hardware().name}, {os.cpu_count()} cores, JAX {compat.JAX_VERSION}"
     console = Console(stderr=json)
     console.print(f"[bold]{title}[/]; best of {rounds} interleaved rounds")
@@ -72,6 +97,108 @@ def bench(
         plot_timings(found, title, plot)
         console.print(f"plot: {plot.resolve()}")
     return 0
+
+
+def _check(dtypes: tuple[str, ...], rounds: int) -> None:
+    for dtype in dtypes:
+        if dtype not in FLOATS:
+            raise unknown("dtype", dtype, FLOATS)
+    if rounds < 1:
+        raise ValueError(f"expected rounds >= 1, got {rounds}")
+
+
+def _settings_of(subjects: tuple[str, ...], devices: int | None, compare: Path | None) -> tuple[str, ...] | None:
+    """The settings of the layer that is asked for; None: something else is."""
+    rest = subjects[1:]
+    is_layer = subjects[:1] == ("layer",)
+    if is_layer and (devices or compare or any("=" in word or word in (*MODELS, *ALIASES) for word in rest)):
+        return rest
+    for option, value in (("devices", devices), ("compare", compare)):
+        if value is not None:
+            raise ValueError(f"--{option} belongs to layer KEY=VALUE …, got {' '.join(subjects)}; leave it out")
+    return None
+
+
+def _layer_on_devices(
+    words: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    rounds: int,
+    json: bool,
+    devices: int | None,
+    tokens: int,
+    compare: Path | None,
+) -> int:
+    from raggedmoe.bench.mesh_layer import LayerProgram, as_json, earlier_figures, layer_programs
+
+    if tokens < 1:
+        raise ValueError(f"expected --tokens >= 1, got {tokens}")
+    earlier = {} if compare is None else earlier_figures(_read(compare), str(compare))
+    words = _on_all_devices(words)
+    found_devices = _devices(words, devices)
+    title = f"{target_hardware().name}, {os.cpu_count()} cores, JAX {compat.JAX_VERSION}"
+    console = Console(stderr=json)
+    console.print(
+        f"[bold]{title}[/]; layer {' '.join(words)}, {len(found_devices)} devices, {tokens} tokens on each; best of "
+        f"{rounds} rounds; figures of one device's program"
+    )
+    found: list[LayerProgram] = []
+    for dtype in dtypes:
+        try:
+            programs = layer_programs(words, found_devices, tokens, dtype, rounds)
+        except ValueError as error:
+            raise ValueError(in_keys(str(error))) from error
+        for program in programs:
+            found.append(program)
+            console.print(f"[bold]{program.case}, {dtype}[/]", highlight=False)
+            now = {"ms": 1e3 * program.seconds, **program.figures}
+            for line in _figure_lines(now, earlier.get((program.case, dtype))):
+                console.print(line, highlight=False)
+    if json:
+        print(dumps(as_json(title, words, tokens, found), indent=1))
+    return 0
+
+
+def _on_all_devices(words: tuple[str, ...]) -> tuple[str, ...]:
+    given = parse_settings(words).given
+    return words if any(f"{axis}_parallelism" in given for axis in AXES) else (*words, "fsdp_parallelism=-1")
+
+
+def _devices(words: tuple[str, ...], wanted: int | None) -> Sequence[jax.Device]:
+    """So many, or as many as the degrees ask for, which must use them all."""
+    degrees = [parse_settings(words).values[f"{axis}_parallelism"] for axis in AXES]
+    used = None if -1 in degrees else math.prod(degrees)
+    if wanted is None and used is None:
+        raise ValueError("expected --devices N, as the degrees do not say how many; got none")
+    if wanted is not None and (wanted < 1 or used not in (None, wanted)):
+        raise ValueError(f"expected degrees that use all of --devices {wanted}, got {used}; set one to -1")
+    number = wanted or used or 1
+    start_with_host_devices(number)
+    if jax.device_count() < number:
+        raise ValueError(f"expected {number} devices, found {jax.device_count()} of {target_hardware().name}")
+    return jax.devices()[:number]
+
+
+def _read(place: Path) -> object:
+    try:
+        return loads(place.read_text())
+    except (OSError, JSONDecodeError) as error:
+        raise ValueError(f"--compare {place}: expected a file that --json printed: {error}") from None
+
+
+def _figure_lines(now: dict[str, Any], earlier: dict[str, Any] | None) -> Iterator[str]:
+    """Each figure; where there is an earlier one, beside it and with the ratio."""
+    for name in dict.fromkeys((*now, *(earlier or ()))):
+        value = now.get(name, 0)
+        line = f"  {name:<28} {_figure(name, value):>20}"
+        if earlier is not None:
+            then = earlier.get(name, 0)
+            ratio = "1.000" if value == then else f"{value / then:.3f}" if then else "new"
+            line += f" {_figure(name, then):>20} {ratio:>9}"
+        yield line
+
+
+def _figure(name: str, value: Any) -> str:
+    return f"{value:,.2f}" if name == "ms" else f"{value:,.0f}"
 
 
 def _measured(subjects: tuple[str, ...], dtypes: tuple[str, ...], rounds: int, case: str) -> Iterator[list[Timing]]:

@@ -109,7 +109,13 @@ def make_host_devices(values: Mapping[str, Any], num_processes: int = 1) -> int:
 
     Other backends are not changed by it. 0: nothing was done, as there are as many as were made before.
     """
-    wanted = math.ceil(math.prod(max(values[f"{axis}_parallelism"], 1) for axis in AXES) / num_processes)
+    return start_with_host_devices(
+        math.ceil(math.prod(max(values[f"{axis}_parallelism"], 1) for axis in AXES) / num_processes)
+    )
+
+
+def start_with_host_devices(wanted: int) -> int:
+    """Have the CPU's backend, if it has not started, start with so many devices; how many were made, or 0."""
     counted = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if wanted == 1 or counted or jax.config.values["jax_num_cpu_devices"] > 0:
         return 0
