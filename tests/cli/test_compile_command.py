@@ -257,26 +257,28 @@ class TestWithTheCompiler:
         assert not re.search(r"raggedmoe_grouped_matmul(\.\d+)?: issue", out)  # lhs's gradient
 
     @pytest.mark.parametrize(
-        ("words", "flops", "num_bytes"),
+        ("words", "flops", "around", "num_bytes"),
         [
             (
                 ("expert_ffn", "--shape", "R=512,D=512,F=1024,G=4", "--implementation", "pallas_tpu"),
                 2 * 3 * 512 * 512 * 1024,
+                10 * 512 * 512,
                 2 * (2 * 512 * 512 + 3 * 4 * 512 * 1024),
             ),
             (
                 ("ragged_gather_reduce", "--shape", "T=512,K=4,D=512", "--implementation", "sparsecore"),
                 2 * 512 * 4 * 512,
+                4 * 512 * 4 * 512,  # rows are packed into words
                 2 * (512 * 4 * 512 + 512 * 512),
             ),
         ],
     )
-    def test_printed_cost_is_that_of_the_kernel(self, words, flops, num_bytes, monkeypatch, capsys):
+    def test_printed_cost_is_that_of_the_kernel(self, words, flops, around, num_bytes, monkeypatch, capsys):
         code, out, _ = run(monkeypatch, capsys, *words, "--topology", "v6e:2x2", "--direction", "forward", "--json")
         assert code == 0
         (found,) = json.loads(out)
         cost = found["compiled"]["cost"]
-        assert flops <= cost["flops"] <= 1.1 * flops  # some more for what stands around it
+        assert flops <= cost["flops"] <= flops + around
         assert cost["bytes_accessed"] >= num_bytes
 
     def test_both_programs_are_written_and_counted(self, monkeypatch, capsys, tmp_path):

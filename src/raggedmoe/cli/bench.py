@@ -139,8 +139,11 @@ def _layer_on_devices(
     console = Console(stderr=json)
     console.print(
         f"[bold]{title}[/]; layer {' '.join(words)}, {len(found_devices)} devices, {tokens} tokens on each; best of "
-        f"{rounds} rounds; figures of one device's program"
+        f"{rounds} rounds; figures of one device's program",
+        soft_wrap=True,
     )
+    if earlier:
+        console.print(f"[dim]{'':30} {'now':>20} {'then':>20} {'ratio':>9}[/]", soft_wrap=True)
     found: list[LayerProgram] = []
     for dtype in dtypes:
         try:
@@ -152,7 +155,7 @@ def _layer_on_devices(
             console.print(f"[bold]{program.case}, {dtype}[/]", highlight=False)
             now = {"ms": 1e3 * program.seconds, **program.figures}
             for line in _figure_lines(now, earlier.get((program.case, dtype))):
-                console.print(line, highlight=False)
+                console.print(line, highlight=False, soft_wrap=True)
     if json:
         print(dumps(as_json(title, words, tokens, found), indent=1))
     return 0
