@@ -70,7 +70,9 @@ def dense_layer(x, params, config, experts, *, mask, kept=None):
             shared = shared * jax.nn.sigmoid(x @ params["shared_gate"])[:, None]
         output = output + here[:, None] * shared
 
-    if router.score in ("softmax", "logits"):
+    if router.aux_loss_probabilities == "softmax":
+        probabilities = jax.nn.softmax(scores + params.get("router_selection_bias", 0), axis=-1)
+    elif router.score in ("softmax", "logits"):
         probabilities = jax.nn.softmax(logits, axis=-1)
     else:
         probabilities = scores / (scores.sum(-1, keepdims=True) + router.normalize_epsilon)

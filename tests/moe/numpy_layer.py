@@ -145,20 +145,18 @@ def max_violation(load):
     return max(load) * len(load) / sum(load) - 1 if sum(load) else 0.0
 
 
-def capacity_of(config, num_tokens):
-    share = config.capacity_factor * num_tokens * config.experts_per_token / config.num_experts
-    return min(max(math.ceil(share), 1), num_tokens)
-
-
-def kept_slots(experts, num_experts, capacity):
-    """Which slots fit: all first choices in the order of the tokens, then all second choices, and so on."""
-    filled, kept = [0] * num_experts, np.zeros(experts.shape, bool)
-    for k in range(experts.shape[1]):
-        for t in range(experts.shape[0]):
-            e = experts[t, k]
-            if e < num_experts and filled[e] < capacity:
-                filled[e] += 1
-                kept[t, k] = True
+def kept_slots(experts, config, num_sequences):
+    """Which slots fit: in each sequence, those of the first token in the order of its choices, then the next one's."""
+    num_experts, kept = config.num_experts, np.zeros(experts.shape, bool)
+    length = len(experts) // num_sequences
+    capacity = math.floor(math.ceil(length * experts.shape[1] / num_experts) * config.capacity_factor)
+    for b in range(num_sequences):
+        filled = [0] * num_experts
+        for t in range(b * length, (b + 1) * length):
+            for k, e in enumerate(experts[t]):
+                if e < num_experts and filled[e] < capacity:
+                    filled[e] += 1
+                    kept[t, k] = True
     return kept
 
 
@@ -194,7 +192,7 @@ def layer(x, params, config, *, mask=None, replay=None, token_ids=None, noise=No
     strategy = config.strategy_name
     kept = np.ones(experts.shape, bool)
     if strategy == "capacity":
-        kept = kept_slots(experts, num_experts, capacity_of(config, num_tokens))
+        kept = kept_slots(experts, config, num_sequences)
 
     output, weights_of = np.zeros(x.shape), [{} for _ in range(num_tokens)]
     for t in range(num_tokens):
@@ -207,7 +205,9 @@ def layer(x, params, config, *, mask=None, replay=None, token_ids=None, noise=No
                 output[t] += weighed(x[t], weights[k], params, int(experts[t, k]), config)
     output += shared(x, params, config, mask)
 
-    if router.score in ("softmax", "logits"):
+    if router.aux_loss_probabilities == "softmax":
+        probabilities = np.array([softmax(row + params.get("router_selection_bias", 0)) for row in scores])
+    elif router.score in ("softmax", "logits"):
         probabilities = np.array([softmax(row) for row in logits])
     else:
         probabilities = np.array([row / (row.sum() + router.normalize_epsilon) for row in scores])
@@ -246,7 +246,8 @@ def shared(x, params, config, mask):
 def _expert_choice(x, params, config, mask, scores, z):
     num_tokens, num_experts = scores.shape
     present = [t for t in range(num_tokens) if mask[t]]
-    capacity = capacity_of(config, num_tokens)
+    share = config.capacity_factor * num_tokens * config.experts_per_token / num_experts
+    capacity = min(max(math.ceil(share), 1), num_tokens)
     output, weights_of, tokens = np.zeros(x.shape), [{} for _ in range(num_tokens)], []
     for e in range(num_experts):
         tokens.append([present[i] for i in best([scores[t, e] for t in present], capacity)])

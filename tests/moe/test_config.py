@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -10,7 +11,7 @@ from raggedmoe import ExpertConfig, KernelChoice, MoE, RouterConfig
 from raggedmoe.moe.dispatch import make_strategy
 from raggedmoe.moe.grid import Grid
 
-from .examples import moe_config
+from .examples import layer, moe_config, random_params
 
 # What is wrong -> the configuration, and the expected, the given and the remedy in the message.
 BAD_LAYERS = {
@@ -70,6 +71,10 @@ BAD_LAYERS = {
     "negative_factor": (
         {"strategy": "capacity", "capacity_factor": -1.0},
         r"expected capacity_factor > 0, got -1\.0",
+    ),
+    "unknown_probabilities": (
+        {"router": {"aux_loss_probabilities": "softmaxes"}},
+        r"unknown aux_loss_probabilities 'softmaxes': expected one of normalized, softmax.*did you mean 'softmax'\?",
     ),
     "expert_choice_without_capacity": (
         {"router": {"selection": "expert_choice"}},
@@ -199,3 +204,18 @@ def test_experts_across_ranks_without_a_mesh_are_refused(strategy):
 def test_config_can_be_a_static_argument():
     assert hash(moe_config()) == hash(moe_config())
     jax.jit(lambda config: config.num_experts, static_argnums=0)(moe_config())
+
+
+@pytest.mark.parametrize(
+    ("length", "factor", "slots"), [(15, 1.0, 5), (15, 1.5, 7), (16, 0.5, 3), (3, 1.0, 1), (3, 9.0, 3)]
+)
+def test_slots_are_an_even_share_of_a_sequence_times_the_factor_rounded_down(length, factor, slots):
+    assert moe_config(strategy="capacity", capacity_factor=factor).sequence_capacity(length) == slots
+
+
+def test_a_factor_that_leaves_no_slot_is_refused_with_the_least_that_does():
+    config = moe_config(strategy="capacity", capacity_factor=0.3)
+    x = jnp.zeros((12, config.model_dim))
+    message = r"capacity_factor=0\.3 leaves the experts no slot in a sequence of 6 tokens.*use at least 1/2"
+    with pytest.raises(ValueError, match=message):
+        layer(x, random_params(config, dtype=np.float32), config, num_sequences=2)

@@ -6,6 +6,7 @@ and every way to cut the work, and those ways meet each other; all cases are `sl
 
 import functools
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -160,9 +161,10 @@ def expected(routing_name):
     return numpy_layer.layer(x, params, config, mask=mask, replay=experts), gradients
 
 
-def planned(config, plan):
-    """Bytes by kind and number of devices, as the plan prints them."""
-    step = Step(num_tokens=NUM_TOKENS // plan.degrees.num_token_shards, dtype="float32", ragged=False)
+def planned(config, plan, num_sequences=1):
+    """Bytes by kind and number of devices, as the plan prints them; the sequences are those of one device."""
+    tokens = NUM_TOKENS // plan.degrees.num_token_shards
+    step = Step(num_tokens=tokens, num_sequences=num_sequences, dtype="float32", ragged=False)
     found = Counter()
     for each in layer_collectives(config, plan, step):
         found[each.kind, each.num_devices] += each.num_bytes
@@ -262,19 +264,54 @@ def test_more_width_chunks_than_a_rank_has_columns_send_what_the_plan_says():
 
 
 @pytest.mark.parametrize(
-    ("router", "options"),
+    ("router", "options", "plan"),
     [
-        ({"aux_loss": "sequence", "aux_loss_weight": 0.3, "z_loss_weight": 0.2}, {"strategy": "local"}),
-        ({"selection": "expert_choice", "z_loss_weight": 0.2}, {"strategy": "capacity", "capacity_factor": 1.0}),
+        (
+            {"aux_loss": "sequence", "aux_loss_weight": 0.3, "z_loss_weight": 0.2},
+            {"strategy": "local"},
+            plan_of(data=2, fsdp=2),
+        ),
+        (
+            {"selection": "expert_choice", "z_loss_weight": 0.2},
+            {"strategy": "capacity", "capacity_factor": 1.0},
+            plan_of(data=2, expert=2),
+        ),
     ],
     ids=["sequence", "expert-choice"],
 )
-def test_other_losses_of_routers_send_what_the_plan_says(router, options):
-    config, plan = quick_config(router, options), plan_of(data=2, fsdp=2)
+def test_other_losses_of_routers_send_what_the_plan_says(router, options, plan):
+    config = quick_config(router, options)
     x, _, _, cotangent = arrays()
     params, x, cotangent = placed(plan, config, random_params(config, dtype=np.float32), x, cotangent)
     run = gradients_on_mesh.lower(x, params, config, plan.mesh(), cotangent, num_sequences=8).compile()
     assert collectives(run.as_text()) == planned(config, plan)
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [{"data": 2, "expert": 4}, pytest.param({"fsdp": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow)],
+    ids=["data", "fsdp-tensor"],
+)
+def test_slots_of_experts_on_other_devices_are_those_of_one_device_and_send_what_the_plan_says(degrees):
+    config = moe_config(ROUTER, experts=EXPERTS, strategy="capacity", capacity_factor=1.0, **SIZES)
+    plan, num_sequences, experts = plan_of(**degrees), 8, routing("random")
+    x, params, mask, cotangent = arrays()
+    value = numpy_layer.layer(x, params, config, mask=mask, replay=experts, num_sequences=num_sequences)
+    kept = numpy_layer.kept_slots(value.experts, config, num_sequences)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(array, np.float64) for array in (x, cotangent)]
+        wide_params = {name: jnp.asarray(array, np.float64) for name, array in params.items()}
+        given = (experts, jnp.asarray(mask), jnp.asarray(kept))
+        slopes = dense_gradients(wide[0], wide_params, config, wide[1], *given)
+    params, x, mask, cotangent, replay = placed(plan, config, params, x, mask, cotangent, experts)
+    options = {"mask": mask, "replay": replay}
+    lowered = gradients_on_mesh.lower(x, params, config, plan.mesh(), cotangent, **options, num_sequences=num_sequences)
+    run = lowered.compile()
+    assert collectives(run.as_text()) == planned(config, plan, num_sequences // plan.degrees.num_token_shards)
+    out, gradients = run(x, params, cotangent, **options)
+    assert value.dropped > 0
+    assert_agrees(out, value)
+    assert_gradients_close(gradients, slopes)
 
 
 def quick_config(router, options):
@@ -362,7 +399,7 @@ def test_a_buffer_that_is_too_small_drops_in_order_and_counts_every_drop(x64, st
     )
     x, params, cotangent = random_tokens(config, NUM_TOKENS), random_params(config), random_tokens(config, NUM_TOKENS)
     num_ranks, total = 4, 0
-    buffer = int(np.ceil(factor * (NUM_TOKENS // num_ranks // token_chunks) * PER_TOKEN))
+    buffer = math.floor(factor * (NUM_TOKENS // num_ranks // token_chunks) * PER_TOKEN)
     for name in ROUTINGS:
         experts = routing(name)
         kept = recounted(experts, num_ranks, buffer, strategy, token_chunks)
@@ -418,7 +455,7 @@ def test_the_module_runs_on_a_mesh():
             r"wi_0: its expert=6 is not divisible by expert_para",
         ),
         ({"strategy": "local"}, {"expert": 2}, 8, "needs all experts on every device.*use 'ring' or 'all_to_all'"),
-        ({"strategy": "capacity", "capacity_factor": 1.0}, {"expert": 2}, 8, "needs all experts on every device"),
+        ({"strategy": "capacity", "capacity_factor": 1.0}, {"data": 2}, 8, "in whole sequences, got 1 for 2 devices"),
         ({"strategy": "ring"}, {"expert": 2, "data": 4}, 12, "split over data × fsdp × expert = 8 devices, got 12"),
         ({"strategy": "ring", "expert_dim": 5}, {"tensor": 2}, 8, r"wi_0: its expert_dim=5 is not divisible by tensor"),
         ({"strategy": "ring"}, {"fsdp": 8}, 8, r"wi_0: its model_dim=\d+ is not divisible by fsdp_parallelism=8"),

@@ -45,6 +45,7 @@ ROUTERS = {
     "logit_bias": {"logit_bias": True},
     "hash": {"selection": "hash"},
     "balanced": {"selection": "balanced"},
+    "loss_of_what_ranks": {"score": "sigmoid", "selection_bias": True, "aux_loss_probabilities": "softmax"},
 }
 LOSSES = {"aux_loss_weight": 0.5, "z_loss_weight": 0.25}
 TOKEN_IDS = np.random.default_rng(5).integers(0, 2**31 - 1, 16)

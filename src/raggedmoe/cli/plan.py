@@ -66,8 +66,14 @@ def plan(
         raise ValueError(in_keys(str(error))) from error
     made, model = config.plan, config.step.model
     moe_layers = len(model.moe_layers) + config.step.mtp_layers
-    tokens = config.run.micro_batch_size * config.data.sequence_length // made.degrees.num_token_shards
-    step = Step(num_tokens=tokens, dtype=str(np.dtype(model.dtype)), ragged=chip.platform != "cpu")
+    sequences = config.run.micro_batch_size // made.degrees.num_token_shards
+    tokens = sequences * config.data.sequence_length
+    step = Step(
+        num_tokens=tokens,
+        num_sequences=sequences,
+        dtype=str(np.dtype(model.dtype)),
+        ragged=chip.platform != "cpu",
+    )
     found = layer_collectives(model.moe, made, step)
     state = state_bytes(model, made, config.step.optimizer.mu_dtype)
     if json:

@@ -18,7 +18,7 @@ SELECTIONS = ("learned", "random", "hash", "balanced", "expert_choice")
 NORMALIZATIONS = ("none", "sum", "softmax")
 STRATEGIES = ("local", "capacity", "dense", "ring", "all_to_all")
 ACROSS_RANKS = ("ring", "all_to_all")  # strategies that are for experts on several devices
-TAKES_RANKS = (*ACROSS_RANKS, "dense")  # and those that can have them there
+TAKES_RANKS = (*ACROSS_RANKS, "dense", "capacity")  # and those that can have them there
 
 
 def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
@@ -52,6 +52,7 @@ class RouterConfig:
     group_score: str = "top2_sum"  # the best by the sum of their two best scores, or by their "max"
     jitter: float = 0.0  # the router's input is multiplied by uniform noise in 1 ± jitter, where a key is given
     aux_loss: str = "batch"  # balance over the whole "batch" or over each "sequence"
+    aux_loss_probabilities: str = "normalized"  # in it: scores over their sum, or a "softmax" of what ranks experts
     aux_loss_weight: float = 0.0
     z_loss_weight: float = 0.0
 
@@ -62,6 +63,7 @@ class RouterConfig:
         _one_of("weigh", self.weigh, ("output", "input"))
         _one_of("group_score", self.group_score, ("top2_sum", "max"))
         _one_of("aux_loss", self.aux_loss, ("batch", "sequence"))
+        _one_of("aux_loss_probabilities", self.aux_loss_probabilities, ("normalized", "softmax"))
         if self.score == "logits" and self.normalize == "sum":
             raise ValueError(
                 "score='logits' may be negative, so normalize='sum' can divide by zero; use normalize='softmax'"
@@ -115,7 +117,7 @@ class MoEConfig:
     moe_backend: str = "auto"  # a named pair of strategy and kernels
     strategy: str | None = None  # how rows reach their experts; None: the backend's
     kernels: KernelChoice | None = None  # of operations that the backend does not name
-    capacity_factor: float | None = None  # strategy "capacity": slots of each expert, as a multiple of T·K/E
+    capacity_factor: float | None = None  # strategy "capacity": an expert's slots in a sequence, over an even share
     ragged_buffer_factor: float | None = None  # receive buffer, as a multiple of T·K rows; None: never too small
     token_chunks: int = 1  # the tokens in this many parts, so that moving one overlaps with computing another
     width_chunks: int = 1  # the model width in this many parts, so that moving one overlaps with multiplying another
@@ -212,7 +214,7 @@ class MoEConfig:
             raise ValueError(f"model_dim={self.model_dim} is not divisible by width_chunks={self.width_chunks}")
         if self.token_chunks > 1 and self.strategy_name == "capacity":
             raise ValueError(
-                f"strategy='capacity' gives each expert slots for all tokens; it cannot be used with "
+                f"strategy='capacity' gives each expert slots in whole sequences; it cannot be used with "
                 f"token_chunks={self.token_chunks}: use token_chunks=1 or another strategy"
             )
 
@@ -245,8 +247,25 @@ class MoEConfig:
         named = {name: choice for name, choice in vars(self.backend.kernels).items() if choice != "auto"}
         return replace(self.kernels or KernelChoice(), **named)
 
-    def capacity(self, num_tokens: int) -> int:
-        """Slots of each expert under strategy "capacity", C."""
+    def sequence_capacity(self, length: int) -> int:
+        """Slots that each expert has in a sequence of so many tokens under strategy "capacity", C.
+
+        An even share of the sequence's slots, ``ceil(S·K/E)``, times the factor, rounded down; never more than one for
+        each token, as a token uses an expert once.
+        """
+        assert self.capacity_factor is not None
+        share = max(math.ceil(length * self.experts_per_token / self.num_experts), 1)
+        slots = int(share * self.capacity_factor)
+        if slots < 1:
+            raise ValueError(
+                f"capacity_factor={self.capacity_factor} leaves the experts no slot in a sequence of {length} tokens: "
+                f"an even share is {share}, and {share} · {self.capacity_factor} is rounded down to 0; use at least "
+                f"1/{share}, or longer sequences"
+            )
+        return min(slots, length)
+
+    def expert_choice_capacity(self, num_tokens: int) -> int:
+        """Tokens that each expert takes of so many with expert-choice routing, C."""
         share = (self.capacity_factor or 1.0) * num_tokens * self.experts_per_token / self.num_experts
         return min(max(math.ceil(share), 1), num_tokens)
 
@@ -290,3 +309,8 @@ class MoEConfig:
             else None,
         }
         return {name: spec for name, spec in specs.items() if spec is not None}
+
+
+def chosen_by_experts(config: MoEConfig) -> bool:
+    """Each expert picks its tokens, so that a token has any number of experts."""
+    return config.router.selection == "expert_choice"

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from raggedmoe.kernels.eager import compiled_once
 from raggedmoe.moe.balance import Axis
-from raggedmoe.moe.config import MoEConfig
+from raggedmoe.moe.config import MoEConfig, chosen_by_experts
 from raggedmoe.moe.dispatch import make_strategy
 from raggedmoe.moe.experts import shared_experts
 from raggedmoe.moe.gathering import gathered_experts, gathered_router
@@ -62,7 +62,8 @@ def _layer(
 ) -> MoEOutput:
     grid = Grid(mesh=mesh)
     num_tokens = tokens_of_device(x.shape[0], grid)
-    strategy = make_strategy(config, num_tokens, grid)
+    sequences = sequences_of_device(num_sequences, config, grid)
+    strategy = make_strategy(config, num_tokens, grid, sequences)
     if mask is not None:
         # What a masked token holds, NaN too, reaches nothing: neither the router's gradient nor a sum.
         x = jnp.where(mask[:, None], x, 0)
@@ -70,8 +71,8 @@ def _layer(
         stage = functools.partial(
             route_part,
             config=config,
-            num_sequences=sequences_of_device(num_sequences, config, grid),
-            capacity=config.capacity(num_tokens) if config.strategy_name == "capacity" else None,
+            num_sequences=sequences,
+            capacity=config.expert_choice_capacity(num_tokens) if chosen_by_experts(config) else None,
             axis=grid.token_axes,
         )
         router = gathered_router(params.router, config, grid)
@@ -146,14 +147,18 @@ def tokens_of_device(num_tokens: int, grid: Grid) -> int:
 
 
 def sequences_of_device(num_sequences: int, config: MoEConfig, grid: Grid) -> int:
-    """How many whole sequences are on each device, where the balance loss is taken of each sequence."""
-    shards = grid.num_token_shards
-    if config.router.aux_loss != "sequence" or not config.router.aux_loss_weight:
+    """How many whole sequences are on each device, where the balance loss or the capacity is of each sequence."""
+    shards, router = grid.num_token_shards, config.router
+    if config.strategy_name == "capacity" and not chosen_by_experts(config):
+        what, instead = "a capacity_factor counts slots in whole sequences", "another strategy"
+    elif router.aux_loss == "sequence" and router.aux_loss_weight:
+        what, instead = "aux_loss='sequence' is taken of whole sequences", "aux_loss='batch'"
+    else:
         return 1
     if num_sequences % shards:
         raise ValueError(
-            f"aux_loss='sequence' is taken of whole sequences, got {num_sequences} for {shards} devices; use a "
-            f"multiple of {shards} sequences, fewer devices, or aux_loss='batch'"
+            f"{what}, got {num_sequences} for {shards} devices; use a multiple of {shards} sequences, fewer devices, "
+            f"or {instead}"
         )
     return num_sequences // shards
 

@@ -69,7 +69,7 @@ def route(
     if replay is not None:  # what is chosen here is never named twice
         routed &= ~named_before(experts)
     experts = jnp.where(routed, experts, num_experts)
-    probabilities = scores if config.score == "softmax" else _probabilities(logits, scores, config)
+    probabilities = balance_probabilities(logits, scores, params, config)
     parts = num_sequences if config.aux_loss == "sequence" else None
     aux_loss = balance.load_balance_loss(probabilities, experts, mask, num_sequences=parts, axis=axis)
     load = balance.total(balance.expert_counts(experts, num_experts), axis)
@@ -127,8 +127,14 @@ SCORES = {
 }
 
 
-def _probabilities(logits: jax.Array, scores: jax.Array, config: RouterConfig) -> jax.Array:
-    """What the balance loss takes for probabilities: scores that sum to 1 over the experts."""
+def balance_probabilities(
+    logits: Float[Array, "T E"], scores: Float[Array, "T E"], params: RouterParams, config: RouterConfig
+) -> Float[Array, "T E"]:
+    """What the balance loss takes for probabilities: numbers that sum to 1 over the experts."""
+    if config.aux_loss_probabilities == "softmax":
+        return jax.nn.softmax(with_selection_bias(scores, params), axis=-1)
+    if config.score == "softmax":
+        return scores
     if config.score == "logits":
         return jax.nn.softmax(logits, axis=-1)
     return normalized(scores, config.normalize_epsilon)
@@ -156,9 +162,7 @@ def select_experts(
     """K different experts for every token. No gradient flows through who is chosen."""
     num_tokens, num_experts = scores.shape
     if config.selection == "learned":
-        ranking = lax.stop_gradient(scores)
-        if params.selection_bias is not None:
-            ranking = ranking + lax.stop_gradient(params.selection_bias).astype(ranking.dtype)[None, :]
+        ranking = lax.stop_gradient(with_selection_bias(scores, params))
         return lax.top_k(limited_to_groups(ranking, config), experts_per_token)[1]
     if config.selection == "random":
         if key is None:
@@ -175,6 +179,13 @@ def select_experts(
     else:  # balanced: a round robin over the tokens that count
         first = (balance.tokens_before(mask, axis) + jnp.cumsum(mask, dtype=jnp.int32) - 1) * experts_per_token
     return (first[:, None] + jnp.arange(experts_per_token, dtype=jnp.int32)[None, :]) % num_experts
+
+
+def with_selection_bias(scores: Float[Array, "T E"], params: RouterParams) -> Float[Array, "T E"]:
+    """The scores that experts are ranked by."""
+    if params.selection_bias is None:
+        return scores
+    return scores + params.selection_bias.astype(scores.dtype)[None, :]
 
 
 def limited_to_groups(ranking: Float[Array, "T E"], config: RouterConfig) -> Float[Array, "T E"]:

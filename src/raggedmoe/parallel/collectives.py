@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from raggedmoe.mesh import DATA, EXPERT, FSDP, TENSOR, TOKEN_AXES
-from raggedmoe.moe.config import MoEConfig
+from raggedmoe.moe.config import MoEConfig, chosen_by_experts
 from raggedmoe.moe.dispatch.strategy import buffer_rows
 from raggedmoe.moe.overlap import even_parts
 from raggedmoe.parallel.plan import Plan
@@ -54,6 +54,7 @@ class Step:
     """What the volumes depend on beside the layer and the plan."""
 
     num_tokens: int  # of one device
+    num_sequences: int = 1  # of one device, which strategy "capacity" counts slots in
     dtype: str = "bfloat16"  # of activations, and of weights as they are multiplied
     ragged: bool = True  # the platform has a ragged all-to-all; XLA's CPU backend has not
 
@@ -70,14 +71,17 @@ def least_sent(config: MoEConfig, plan: Plan, step: Step) -> float:
     """Bytes that a device sends for its tokens at least, over the experts' axis, in a whole training step.
 
     all_to_all: every row whose expert is elsewhere, there and back, and its gradient, there and back; with balanced
-    experts one in n stays. ring: every token to all others, the sums back, and both gradients.
+    experts one in n stays. ring: every token to all others, the sums back, and both gradients. capacity: the slots of
+    every expert that is elsewhere, as all_to_all's rows.
     """
     ranks = plan.degrees.expert
-    token = step.num_tokens * columns_here(config, plan) * np.dtype(step.dtype).itemsize
+    row = columns_here(config, plan) * np.dtype(step.dtype).itemsize
     per_way = {
-        "all_to_all": token * config.experts_per_token * (ranks - 1) / ranks,
-        "ring": token * (ranks - 1),
+        "all_to_all": step.num_tokens * row * config.experts_per_token * (ranks - 1) / ranks,
+        "ring": step.num_tokens * row * (ranks - 1),
     }
+    if config.strategy_name == "capacity":
+        per_way["capacity"] = num_slots(config, step.num_tokens, step.num_sequences) * row * (ranks - 1) / ranks
     return 4.0 * per_way.get(config.strategy_name, 0)
 
 
@@ -171,6 +175,11 @@ def _of_rows(config: MoEConfig, plan: Plan, step: Step) -> Iterator[Collective]:
         rows = per_token if step.ragged else ranks * min(per_token, held)  # of each token; equal parts are the largest
         for what, direction in itertools.product(("dispatch", "unpermute"), (FORWARD, BACKWARD)):
             yield _collective(kind, what, direction, (EXPERT,), rows * moved)
+    elif config.strategy_name == "capacity":
+        rows = num_slots(config, tokens, step.num_sequences)
+        yield _collective(EXCHANGE, "used slots", FORWARD, (EXPERT,), rows)
+        for what, direction in itertools.product(("dispatch", "unpermute"), (FORWARD, BACKWARD)):
+            yield _collective(EXCHANGE, what, direction, (EXPERT,), rows * columns_here(config, plan) * size)
     if config.ragged_buffer_factor is not None or config.strategy_name == "capacity":
         yield _collective(REDUCE, "dropped", FORWARD, TOKEN_AXES, len(_parts(config, step)) * WIDE)
     yield from _of_tensor_ranks(config, plan, step)
@@ -206,13 +215,21 @@ def received_rows(config: MoEConfig, plan: Plan, step: Step) -> int:
 
 
 def _rows_of_parts(config: MoEConfig, plan: Plan, step: Step) -> list[int]:
-    return [rows_here(config, plan.degrees.expert, part.stop - part.start) for part in _parts(config, step)]
+    ranks, sequences = plan.degrees.expert, step.num_sequences
+    return [rows_here(config, ranks, part.stop - part.start, sequences) for part in _parts(config, step)]
 
 
-def rows_here(config: MoEConfig, num_ranks: int, num_tokens: int) -> int:
+def num_slots(config: MoEConfig, num_tokens: int, num_sequences: int) -> int:
+    """Slots that all experts together have for a device's tokens under strategy "capacity"."""
+    if chosen_by_experts(config):
+        return config.num_experts * config.expert_choice_capacity(num_tokens)
+    return config.num_experts * num_sequences * config.sequence_capacity(num_tokens // num_sequences)
+
+
+def rows_here(config: MoEConfig, num_ranks: int, num_tokens: int, num_sequences: int = 1) -> int:
     """Rows that a device's experts compute on at most, for so many tokens on each device, R."""
     if config.strategy_name == "capacity":
-        return config.num_experts * config.capacity(num_tokens)
+        return num_slots(config, num_tokens, num_sequences)
     if config.strategy_name == "dense":
         return config.num_experts * num_tokens
     return buffer_rows(

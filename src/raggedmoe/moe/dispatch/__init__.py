@@ -1,7 +1,7 @@
 """How rows reach their experts: one small file a strategy, chosen from a table."""
 
 from raggedmoe.mesh import EXPERT
-from raggedmoe.moe.config import ACROSS_RANKS, TAKES_RANKS, MoEConfig
+from raggedmoe.moe.config import ACROSS_RANKS, TAKES_RANKS, MoEConfig, chosen_by_experts
 from raggedmoe.moe.dispatch import all_to_all, capacity, dense, local, ring
 from raggedmoe.moe.dispatch.strategy import Strategy as Strategy
 from raggedmoe.moe.dispatch.strategy import StrategySettings
@@ -16,8 +16,8 @@ MAKERS = {
 }
 
 
-def make_strategy(config: MoEConfig, num_tokens: int, grid: Grid) -> Strategy:
-    """The configuration's strategy for so many tokens on each device of a grid."""
+def make_strategy(config: MoEConfig, num_tokens: int, grid: Grid, num_sequences: int = 1) -> Strategy:
+    """The configuration's strategy for so many tokens, of so many sequences, on each device of a grid."""
     if grid.mesh is None and config.strategy_name in ACROSS_RANKS:
         raise ValueError(
             f"strategy={config.strategy_name!r} needs the mesh that experts are split over, got None; pass mesh=..., "
@@ -31,7 +31,8 @@ def make_strategy(config: MoEConfig, num_tokens: int, grid: Grid) -> Strategy:
     return MAKERS[config.strategy_name](
         StrategySettings(
             num_experts=config.num_experts,
-            capacity=config.capacity(num_tokens) if config.strategy_name == "capacity" else None,
+            capacity=_capacity(config, num_tokens // num_sequences),
+            num_sequences=num_sequences,
             weigh_input=config.router.weigh == "input",
             kernels=config.kernel_choice,
             hardware=config.hardware,
@@ -41,3 +42,10 @@ def make_strategy(config: MoEConfig, num_tokens: int, grid: Grid) -> Strategy:
             ragged=grid.hardware(config.hardware).platform != "cpu",  # XLA's CPU backend has no ragged all-to-all
         )
     )
+
+
+def _capacity(config: MoEConfig, length: int) -> int | None:
+    """Slots that each expert has in a sequence, where it is the tokens that choose."""
+    if config.strategy_name != "capacity" or chosen_by_experts(config):
+        return None
+    return config.sequence_capacity(length)

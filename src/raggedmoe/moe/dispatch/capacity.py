@@ -1,49 +1,84 @@
-"""Strategy `capacity`: every expert has C slots, full or not; what does not fit is dropped and counted."""
+"""Strategy `capacity`: every expert has C slots in each sequence, full or not; what does not fit is counted as dropped.
 
+Where experts are split over a mesh axis, the slots of each expert are sent to the rank that holds it, and back: as many
+from each rank to each, so that an all-to-all of equal parts does it.
+"""
+
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from raggedmoe.kernels.arrays import accumulator
 from raggedmoe.moe.balance import expert_counts
 from raggedmoe.moe.dispatch.local import sorted_slots
-from raggedmoe.moe.dispatch.strategy import Strategy, StrategySettings, combine_rows, gather_rows
+from raggedmoe.moe.dispatch.strategy import Strategy, StrategySettings, combine_rows, gather_rows, num_held
 from raggedmoe.moe.records import RouteMetadata, RouteOutput
 
 
 def make(settings: StrategySettings) -> Strategy:
-    assert settings.capacity is not None
-    num_experts, capacity = settings.num_experts, settings.capacity
+    def prepare(routing: RouteOutput) -> RouteMetadata:
+        if routing.tokens is not None:
+            metadata = prepare_expert_choice(routing)
+        else:
+            assert settings.capacity is not None
+            metadata = prepare_token_choice(routing, settings.num_experts, settings.capacity, settings.num_sequences)
+        assert metadata.used is not None
+        return replace(metadata, used=to_experts(metadata.used, settings))
 
     def unpermute(rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata) -> Float[Array, "T D"]:
+        rows = from_experts(rows, settings)
         if routing.tokens is None:
             return combine_rows(rows, metadata, settings)
         weights = None if settings.weigh_input else metadata.weights
         return add_to_tokens(rows, metadata.token_of_row, weights, routing.mask.shape[0])
 
     return Strategy(
-        prepare=lambda routing: (
-            prepare_token_choice(routing, num_experts, capacity)
-            if routing.tokens is None
-            else prepare_expert_choice(routing)
-        ),
-        dispatch=lambda x, routing, metadata: gather_rows(x, metadata, settings),
+        prepare=prepare,
+        dispatch=lambda x, routing, metadata: to_experts(gather_rows(x, metadata, settings), settings),
         unpermute=unpermute,
         may_drop=True,
     )
 
 
-def prepare_token_choice(routing: RouteOutput, num_experts: int, capacity: int) -> RouteMetadata:
-    """Place slots first choices first, then second choices, and so on, each in the order of the tokens."""
+def to_experts(rows: jax.Array, settings: StrategySettings) -> jax.Array:
+    """What there is of every slot, sent to the slot's expert: there by expert, then by the rank that it is from."""
+    if settings.num_ranks == 1:
+        return rows
+    parts = rows.reshape(settings.num_ranks, num_held(settings), -1, *rows.shape[1:])
+    parts = lax.all_to_all(parts, settings.axis, split_axis=0, concat_axis=0, tiled=True)
+    return parts.swapaxes(0, 1).reshape(rows.shape)
+
+
+def from_experts(rows: jax.Array, settings: StrategySettings) -> jax.Array:
+    """The way back of `to_experts`."""
+    if settings.num_ranks == 1:
+        return rows
+    parts = rows.reshape(num_held(settings), settings.num_ranks, -1, *rows.shape[1:]).swapaxes(0, 1)
+    parts = lax.all_to_all(parts, settings.axis, split_axis=0, concat_axis=0, tiled=True)
+    return parts.reshape(rows.shape)
+
+
+def prepare_token_choice(routing: RouteOutput, num_experts: int, capacity: int, num_sequences: int) -> RouteMetadata:
+    """Place the slots of each sequence in the order of its tokens, and of a token in that of its choices.
+
+    Row ``(e · B + b) · C + c`` is slot c of expert e in sequence b.
+    """
     assert routing.experts is not None
     num_tokens, per_token = routing.experts.shape
-    by_choice = routing.experts.T  # [K T]: the order in which slots are placed
-    _, places = sorted_slots(by_choice)
-    counts = expert_counts(by_choice, num_experts)
+    routed = routing.experts < num_experts
+    sequence = jnp.arange(num_tokens, dtype=jnp.int32)[:, None] // max(num_tokens // num_sequences, 1)
+    num_groups = num_experts * num_sequences
+    group = jnp.where(routed, routing.experts * num_sequences + sequence, num_groups)
+    _, places = sorted_slots(group)
+    counts = expert_counts(group, num_groups)
     firsts = jnp.cumsum(counts) - counts
-    position = (places - jnp.take(firsts, by_choice, mode="clip")).T
-    kept = (routing.experts < num_experts) & (position < capacity)
-    num_rows = num_experts * capacity
-    row_of_slot = jnp.where(kept, routing.experts * capacity + position, num_rows).astype(jnp.int32)
+    position = places - jnp.take(firsts, group, mode="clip")
+    kept = routed & (position < capacity)
+    num_rows = num_groups * capacity
+    row_of_slot = jnp.where(kept, group * capacity + position, num_rows).astype(jnp.int32)
     slots = jnp.arange(num_tokens * per_token, dtype=jnp.int32)
     slot_of_row = jnp.full(num_rows, -1, jnp.int32).at[row_of_slot.reshape(-1)].set(slots, mode="drop")
     return RouteMetadata(
@@ -54,7 +89,7 @@ def prepare_token_choice(routing: RouteOutput, num_experts: int, capacity: int) 
         group_sizes=None,
         num_rows=jnp.asarray(num_rows, jnp.int32),
         used=slot_of_row >= 0,
-        dropped=((routing.experts < num_experts) & ~kept).sum(dtype=jnp.int32),
+        dropped=(routed & ~kept).sum(dtype=jnp.int32),
     )
 
 

@@ -20,7 +20,8 @@ class StrategySettings:
     """What strategies are made from."""
 
     num_experts: int
-    capacity: int | None  # slots of each expert, for "capacity"
+    capacity: int | None  # slots of each expert in each sequence, for "capacity"; None: others, or expert choice
+    num_sequences: int  # on each device, for "capacity"
     weigh_input: bool  # the weights multiply the rows on the way in, not on the way out
     kernels: KernelChoice
     hardware: Hardware | str | None
@@ -40,10 +41,10 @@ class StrategySettings:
 
 def buffer_rows(num_tokens: int, per_token: int, held: int, num_ranks: int, factor: float | None) -> int:
     """Rows that a rank with so many experts has room for: in the worst case each token chooses as many of them as it
-    can; with a factor, that multiple of a balanced share.
+    can; with a factor, that multiple of a balanced share, rounded down.
     """
     worst = num_ranks * num_tokens * min(per_token, held)
-    return worst if factor is None else min(max(math.ceil(factor * num_tokens * per_token), 1), worst)
+    return worst if factor is None else min(max(int(num_tokens * per_token * factor), 1), worst)
 
 
 def num_held(settings: StrategySettings) -> int:
