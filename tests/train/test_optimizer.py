@@ -19,38 +19,50 @@ PEAK, STEPS = 0.02, 50
 
 def expected_rate(config, step):
     """The learning rate by the formulas of the papers."""
+    if step >= config.steps:
+        return 0
     if step < config.warmup_steps:
-        return PEAK * (step + 1) / config.warmup_steps
+        return PEAK * (step + (config.warmup_from == "first")) / config.warmup_steps
     last = PEAK * config.final_fraction
     step, after = step - config.warmup_steps, config.steps - config.warmup_steps
-    if config.schedule == "cosine":
-        return last + (PEAK - last) * (1 + math.cos(math.pi * step / (after - 1))) / 2
-    if config.schedule == "wsd":
-        decay = round(config.decay_fraction * config.steps)
-        return last + (PEAK - last) * min(1, (after - 1 - step) / decay)
-    return PEAK
+    decay = after if config.schedule == "cosine" else math.floor(config.decay_fraction * config.steps)
+    if config.schedule == "constant" or step < after - decay:
+        return PEAK
+    done = (step - (after - decay)) / (decay - 1)
+    if config.schedule == "cosine" or config.decay_style == "cosine":
+        return last + (PEAK - last) * (1 + math.cos(math.pi * done)) / 2
+    return last + (PEAK - last) * (1 - done)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
-@pytest.mark.parametrize("warmup_steps", [0, 1, 2, 10])
-def test_schedule_is_its_formula_at_every_step(schedule, warmup_steps):
+@pytest.mark.parametrize("style", ["cosine", "wsd", "constant", "wsd-cosine"])
+@pytest.mark.parametrize("warmup", ["0", "1", "2", "10", "1-zero", "10-zero"])
+def test_schedule_is_its_formula_at_every_step(style, warmup):
+    schedule, _, decay_style = style.partition("-")
+    warmup_steps, _, warmup_from = warmup.partition("-")
     config = OptimizerConfig(
         steps=STEPS,
         learning_rate=PEAK,
         schedule=schedule,
-        warmup_steps=warmup_steps,
-        decay_fraction=0.3,
+        warmup_steps=int(warmup_steps),
+        warmup_from=warmup_from or "first",
+        decay_fraction=0.29,  # 14.5 steps
+        decay_style=decay_style or "linear",
         final_fraction=0.25,
     )
-    found = jax.jit(jax.vmap(learning_rate_schedule(config)))(jnp.arange(STEPS))
-    expected = [expected_rate(config, step) for step in range(STEPS)]
-    np.testing.assert_allclose(np.broadcast_to(found, STEPS), expected, rtol=1e-5)
+    found = jax.jit(jax.vmap(learning_rate_schedule(config)))(jnp.arange(STEPS + 3))
+    expected = [expected_rate(config, step) for step in range(STEPS + 3)]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_a_run_of_one_step_is_at_the_peak(schedule):
+def test_a_run_may_be_all_warm_up():
+    config = OptimizerConfig(steps=4, learning_rate=PEAK, warmup_steps=4)
+    np.testing.assert_allclose(learning_rate_schedule(config)(np.arange(5)), PEAK * np.array([0.25, 0.5, 0.75, 1, 0]))
+
+
+@pytest.mark.parametrize(("schedule", "fraction"), [("cosine", 0.1), ("wsd", 1.0)])
+def test_a_run_of_one_step_is_at_the_end_of_a_cosine_and_at_the_peak_otherwise(schedule, fraction):
     config = OptimizerConfig(steps=1, warmup_steps=0, learning_rate=PEAK, schedule=schedule)
-    assert float(learning_rate_schedule(config)(0)) == pytest.approx(PEAK)
+    assert float(learning_rate_schedule(config)(0)) == pytest.approx(fraction * PEAK)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +70,11 @@ def test_a_run_of_one_step_is_at_the_peak(schedule):
     [
         ({"schedule": "cosin"}, "cosine"),
         ({"steps": 0}, "steps >= 1, got 0"),
-        ({"warmup_steps": STEPS}, "use fewer warm-up steps or more steps"),
+        ({"warmup_steps": STEPS + 1}, "use fewer warm-up steps or more steps"),
+        ({"warmup_from": "one"}, "unknown warmup_from 'one': expected one of first, zero"),
+        ({"decay_style": "square"}, "unknown decay_style 'square'"),
+        ({"weight_decay_of": "norms"}, "unknown weight_decay_of 'norms'"),
+        ({"epsilon_root": -1.0}, "epsilon_root >= 0, got -1.0"),
         ({"warmup_steps": -1}, "got -1"),
         ({"schedule": "wsd", "warmup_steps": 30, "decay_fraction": 0.5}, "together are more than steps=50"),
         ({"final_fraction": 1.5}, "0 <= final_fraction <= 1, got 1.5"),
@@ -89,6 +105,7 @@ def drawn(seed, scale=1.0):
 def plain_adamw(config, params, gradients):
     """A textbook AdamW with clipping, in float64: the parameters after all these gradients."""
     params = {name: value.copy() for name, value in params.items()}
+    decaying = ("matrix", "norm", "bias") if config.weight_decay_of == "all" else ("matrix",)
     first = {name: np.zeros_like(value) for name, value in params.items()}
     second = {name: np.zeros_like(value) for name, value in params.items()}
     for step, gradient in enumerate(gradients):
@@ -100,15 +117,23 @@ def plain_adamw(config, params, gradients):
             second[name] = config.b2 * second[name] + (1 - config.b2) * g**2
             mean = first[name] / (1 - config.b1 ** (step + 1))
             square = second[name] / (1 - config.b2 ** (step + 1))
-            decay = config.weight_decay * params[name] if name == "matrix" else 0
-            params[name] -= expected_rate(config, step) * (mean / (np.sqrt(square) + config.epsilon) + decay)
+            decay = config.weight_decay * params[name] if name in decaying else 0
+            root = np.sqrt(square + config.epsilon_root)
+            params[name] -= expected_rate(config, step) * (mean / (root + config.epsilon) + decay)
     return params
 
 
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
-def test_five_steps_are_those_of_a_plain_loop(clip_norm):
+@pytest.mark.parametrize(("clip_norm", "of", "root"), [(None, "matrices", 0.0), (1.0, "all", 1e-3)])
+def test_five_steps_are_those_of_a_plain_loop(clip_norm, of, root):
     config = OptimizerConfig(
-        steps=STEPS, learning_rate=PEAK, warmup_steps=2, clip_norm=clip_norm, weight_decay=0.3, epsilon=1e-3
+        steps=STEPS,
+        learning_rate=PEAK,
+        warmup_steps=2,
+        clip_norm=clip_norm,
+        weight_decay=0.3,
+        weight_decay_of=of,
+        epsilon=1e-3,
+        epsilon_root=root,
     )
     # Longer and shorter than the limit in turn, so that a clipping that always scales is seen.
     gradients = [drawn(seed, 0.02 if seed % 2 else 3.0) for seed in range(1, 6)]

@@ -110,7 +110,7 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
         (["grouped_matmul=magic"], "implementation of grouped_matmul, 'magic'"),
         (["moe_backend=ragged_dot", "grouped_matmul=cpu"], "already names 'xla' for grouped_matmul, got 'cpu'"),
         (["steps=0"], "expected steps >= 1, got 0"),
-        (["steps=10", "warmup_steps=10"], "never reach its peak"),
+        (["steps=10", "warmup_steps=11"], "never reach its peak"),
         (["steps=10", "warmup_steps=6", "schedule=wsd", "decay_fraction=0.5"], "together are more than steps=10"),
         (["learning_rate=-1"], "expected learning_rate > 0, got -1.0"),
         (["adam_b2=1"], "expected 0 <= b2 < 1, got 1.0"),
@@ -134,7 +134,10 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
         (["run_name=."], "expected a folder's name inside base_output_directory"),
         (["profiler=xplane", "steps=1"], "leaves nothing to trace"),
         (["aux_loss_weight=-1"], "expected aux_loss_weight >= 0, got -1.0"),
-        (["warmup_fraction=1"], "expected 0 <= warmup_fraction < 1"),
+        (["warmup_fraction=1.1"], "expected 0 <= warmup_fraction <= 1, got 1.1"),
+        (["load_balance_loss_weight=-1"], "expected load_balance_loss_weight >= 0, got -1.0"),
+        (["load_balance_loss_weight=0.1", "aux_loss_weight=0.2"], "contradict each other: both say what the balance"),
+        (["load_balance_loss_weight=0.1", "aux_loss=batch"], "contradict each other: both say what the balance"),
         (["run_name=../elsewhere"], "expected a folder's name inside base_output_directory"),
         (["dataset_type=text"], "expected paths of files or folders, got none"),
         (["dataset_path=books"], "leave it out, or use dataset='text'"),
@@ -262,7 +265,14 @@ def test_flags_for_sparse_kernels_beside_a_dense_matmul_change_nothing_and_say_s
         (["profiler="], {"profiler": "none"}),
         (["per_device_batch_size=1.0"], {"per_device_batch_size": 1}),
         (["capacity_factor=-1.00"], {"capacity_factor": None}),
-        (["warmup_steps_fraction=0.1"], {"warmup_fraction": 0.1}),
+        (["capacity_factor=0"], {"capacity_factor": None}),
+        (["ragged_buffer_factor=0.0"], {"ragged_buffer_factor": None}),
+        (["warmup_steps_fraction=0.1"], {"warmup_fraction": 0.1, "warmup_from": "zero"}),
+        (["adam_weight_decay=0.2"], {"weight_decay": 0.2, "weight_decay_of": "all"}),
+        (["learning_rate_schedule_steps=-1"], {"schedule_steps": None}),
+        (["learning_rate_schedule_steps=7"], {"schedule_steps": 7}),
+        (["wsd_decay_style=cosine"], {"decay_style": "cosine"}),
+        (["load_balance_loss_weight=0.02"], {"load_balance_loss_weight": 0.02, "aux_loss_weight": None}),
     ],
 )
 def test_values_as_maxtext_has_them(words, expected):
@@ -278,6 +288,8 @@ def test_values_as_maxtext_has_them(words, expected):
         ["dataset_suffixes=.txt"],
         ["dataset_type=synthetic", "packing=false"],
         ["decay_fraction=0.5"],
+        ["decay_style=cosine"],
+        ["weight_decay=0", "weight_decay_of=all"],
         ["schedule=constant", "final_fraction=0.5"],
         ["profiler_steps=4"],
         ["enable_checkpointing=false", "checkpoint_period=7"],
@@ -286,6 +298,45 @@ def test_values_as_maxtext_has_them(words, expected):
 )
 def test_a_setting_that_this_run_does_not_read_says_so(words):
     assert any(note.startswith(f"{words[-1]}: changes nothing: ") for note in configured(*words).notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (["use_random_routing=true"], "use_random_routing=true: a token's experts are drawn without replacement"),
+        (["packing=false", "capacity_factor=2"], "capacity_factor=2: padding takes no slot here"),
+        (["packing=false", "load_balance_loss_weight=0.1"], "load_balance_loss_weight=0.1: padding does not count"),
+        (["load_balance_loss_weight=0.1"], "load_balance_loss_weight=0.1: the selection bias has no gradient"),
+        (["load_balance_loss_weight=0.1"], "load_balance_loss_weight=0.1: in the layers of multi-token prediction"),
+        (
+            ["gradient_accumulation_steps=2", "load_balance_loss_weight=0.1"],
+            "load_balance_loss_weight=0.1: its gradient is that of one large batch",
+        ),
+        (["routed_bias_update_rate=0.1"], "routed_bias_update_rate=0.1: the bias of multi-token prediction's layers"),
+        (
+            ["gradient_accumulation_steps=2", "routed_bias_update_rate=0.1"],
+            "routed_bias_update_rate=0.1: the bias moves once a step",
+        ),
+        (
+            ["gradient_accumulation_steps=2", "mtp_loss_scaling_factor=0.1"],
+            "mtp_loss_scaling_factor=0.1: its gradient is that of one large batch",
+        ),
+        (["adam_weight_decay=0.1"], "adam_weight_decay=0.1: the selection bias does not decay here"),
+    ],
+)
+def test_a_word_whose_number_is_not_maxtexts_says_so(words, note):
+    assert any(found.startswith(note) for found in configured("deepseek-v3-tiny", *words).notes)
+    unconcerned = configured("mixtral-tiny", "dataset_type=synthetic", *words[-1:]).notes
+    assert words[-1].startswith("use_random") or not any(found.startswith(note) for found in unconcerned)
+
+
+def test_slots_of_a_capacity_factor_can_be_on_several_devices():
+    words = ["deepseek-v3-tiny", "expert_parallelism=2", "capacity_factor=1.5", "ragged_buffer_factor=2"]
+    config = make_config(parse_settings([*words, "expert_strategy=ring"]), CPU, 2)
+    moe = config.step.model.moe
+    assert (moe.strategy_name, moe.capacity_factor, moe.ragged_buffer_factor) == ("capacity", 1.5, None)
+    for word in ("ragged_buffer_factor=2", "expert_strategy=ring"):
+        assert any(note.startswith(f"{word}: changes nothing") for note in config.notes)
 
 
 def test_devices_that_stay_idle_are_mentioned():
@@ -325,7 +376,6 @@ def test_without_a_sparse_matmul_every_expert_computes_every_token_on_a_mesh_too
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["expert_parallelism=2", "capacity_factor=1.5"], "expert_parallelism=2: use ragged_buffer_factor=1.5"),
         (["expert_parallelism=5"], r"expert=16 is not divisible by expert_parallelism=5"),
         (["fsdp_parallelism=3"], r"model_dim=64 is not divisible by fsdp_parallelism=3"),
         (["tensor_parallelism=3"], r"expert_dim=32 is not divisible by tensor_parallelism=3"),

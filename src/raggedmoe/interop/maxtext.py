@@ -88,6 +88,19 @@ def _refused(name: str, reason: str, default: str) -> Entry:
     return entry
 
 
+def _unless_off(name: str) -> Entry:
+    """Theirs is off unless it is above 0; ours is None."""
+
+    def entry(text: str) -> Meaning:
+        try:
+            off = float(text) <= 0
+        except ValueError:
+            off = False
+        return Meaning(settings={name: "none" if off else text})
+
+    return entry
+
+
 def _number_or_all(text: str) -> Meaning:
     """MaxText keeps all checkpoints unless a number says how many."""
     return Meaning(settings={} if is_same(text, "none") else {"keep_last": text})
@@ -149,7 +162,8 @@ TRANSLATED: dict[str, Entry] = {
     "use_random_routing": _switch(
         "use_random_routing",
         on={"routing": "random"},
-        note="each token's experts are drawn without replacement, and weighted as the model's router does",
+        note="a token's experts are drawn without replacement and weighted by their scores; in MaxText with "
+        "replacement, weighted by the raw logits",
     ),
     "use_ring_of_experts": _switch(
         "use_ring_of_experts", on={"expert_strategy": "ring"}, off={"expert_strategy": "auto"}
@@ -157,11 +171,11 @@ TRANSLATED: dict[str, Entry] = {
     "use_ragged_sort": _switch("use_ragged_sort", on=_SPARSECORE),
     "ragged_gather_fallback": _switch("ragged_gather_fallback", on=_GATHER_KERNEL),
     "ragged_gather_reduce_fallback": _switch("ragged_gather_reduce_fallback", on=_REDUCE_KERNEL),
-    "ragged_buffer_factor": _unless("ragged_buffer_factor", "-1", "none"),
-    "capacity_factor": _unless("capacity_factor", "-1", "none"),
+    "ragged_buffer_factor": _unless_off("ragged_buffer_factor"),
+    "capacity_factor": _unless_off("capacity_factor"),
     "num_moe_token_chunks": _renamed("token_chunks"),
     "num_moe_emb_chunks": _unless("width_chunks", "0", "1"),
-    "load_balance_loss_weight": _renamed("aux_loss_weight"),
+    "load_balance_loss_weight": _same("load_balance_loss_weight"),
     "routed_bias_update_rate": _renamed("bias_update_rate"),
     # data and learning
     "dataset_type": _words(
@@ -175,14 +189,16 @@ TRANSLATED: dict[str, Entry] = {
     "dataset_path": _unless("dataset_path", "", None),
     "eval_interval": _unless("eval_interval", "-1", "0"),
     "eval_steps": _unless("eval_steps", "-1", None),
-    "warmup_steps_fraction": _renamed("warmup_fraction"),
+    "warmup_steps_fraction": lambda text: Meaning(settings={"warmup_fraction": text, "warmup_from": "zero"}),
+    "learning_rate_schedule_steps": _unless("schedule_steps", "-1", "none"),
     "data_shuffle_seed": _renamed("data_seed"),
     "init_weights_seed": _renamed("seed"),
-    "adam_weight_decay": _renamed("weight_decay"),
+    "adam_weight_decay": lambda text: Meaning(settings={"weight_decay": text, "weight_decay_of": "all"}),
     "cosine_learning_rate_final_fraction": _renamed("final_fraction"),
     "learning_rate_final_fraction": _renamed("final_fraction"),
     "lr_schedule_type": _words("lr_schedule_type", {"cosine": {"schedule": "cosine"}, "wsd": {"schedule": "wsd"}}),
     "wsd_decay_steps_fraction": _renamed("decay_fraction"),
+    "wsd_decay_style": _renamed("decay_style"),
     "mu_dtype": _unless("mu_dtype", "", None),
     "grad_dtype": _same("grad_dtype"),
     "opt_type": _words(
@@ -191,7 +207,7 @@ TRANSLATED: dict[str, Entry] = {
     **{
         name: _same(name)
         for name in (
-            *("steps", "learning_rate", "adam_b1", "adam_b2", "adam_eps", "gradient_clipping_threshold"),
+            *("steps", "learning_rate", "adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "gradient_clipping_threshold"),
             *("gradient_accumulation_steps", "per_device_batch_size", "max_target_length", "packing"),
         )
     },

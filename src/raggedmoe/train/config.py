@@ -111,7 +111,12 @@ def make_config(settings: Settings, hardware: Hardware, num_devices: int = 1) ->
         )
     return TrainConfig(
         settings=settings,
-        notes=(*settings.notes, *unread_settings(settings, step), *_remarks(settings, plan, num_devices)),
+        notes=(
+            *settings.notes,
+            *unread_settings(settings, step),
+            *differences(settings, step),
+            *_remarks(settings, plan, num_devices),
+        ),
         plan=plan,
         step=step,
         data=data,
@@ -123,22 +128,27 @@ def make_config(settings: Settings, hardware: Hardware, num_devices: int = 1) ->
 def make_optimizer_config(settings: Settings) -> OptimizerConfig:
     """How parameters learn."""
     v = settings.values
+    steps = v["steps"] if v["schedule_steps"] is None else v["schedule_steps"]
     warmup = v["warmup_steps"]
     if warmup is None:
-        if not 0 <= v["warmup_fraction"] < 1:
-            raise ValueError(f"expected 0 <= warmup_fraction < 1, got {v['warmup_fraction']}")
-        warmup = min(round(v["warmup_fraction"] * v["steps"]), v["steps"] - 1)
+        if not 0 <= v["warmup_fraction"] <= 1:
+            raise ValueError(f"expected 0 <= warmup_fraction <= 1, got {v['warmup_fraction']}")
+        warmup = int(v["warmup_fraction"] * steps)
     return OptimizerConfig(
-        steps=v["steps"],
+        steps=steps,
         learning_rate=v["learning_rate"],
         schedule=v["schedule"],
         warmup_steps=warmup,
+        warmup_from=v["warmup_from"],
         decay_fraction=v["decay_fraction"],
+        decay_style=v["decay_style"],
         final_fraction=v["final_fraction"],
         b1=v["adam_b1"],
         b2=v["adam_b2"],
         epsilon=v["adam_eps"],
+        epsilon_root=v["adam_eps_root"],
         weight_decay=v["weight_decay"],
+        weight_decay_of=v["weight_decay_of"],
         clip_norm=v["gradient_clipping_threshold"] or None,
         grad_dtype=v["grad_dtype"],
         mu_dtype=v["mu_dtype"],
@@ -204,7 +214,10 @@ def _moves_rows(step: StepConfig) -> bool:
     return step.model.moe.strategy_name in ACROSS_RANKS
 
 
-NO_ROW_LEAVES = "no row leaves its device for an expert: expert_parallelism is 1, or sparse_matmul is false"
+NO_ROW_LEAVES = (
+    "no row leaves its device for an expert, or in fixed slots alone: expert_parallelism is 1, sparse_matmul is false, "
+    "or there is a capacity_factor"
+)
 
 SPARSE_OPERATIONS = ("ragged_gather", "ragged_gather_reduce", "grouped_matmul")
 
@@ -220,6 +233,8 @@ READ_ONLY_IF: dict[str, tuple[Callable[[Mapping[str, Any], StepConfig], bool], s
     "dataset_suffixes": (lambda v, step: v["dataset_type"] == "text", "it belongs to dataset_type=text"),
     "packing": (lambda v, step: v["dataset_type"] != "synthetic", "synthetic rows are no documents"),
     "decay_fraction": (lambda v, step: v["schedule"] == "wsd", "it belongs to schedule=wsd"),
+    "decay_style": (lambda v, step: v["schedule"] == "wsd", "it belongs to schedule=wsd"),
+    "weight_decay_of": (lambda v, step: v["weight_decay"] > 0, "nothing decays"),
     "final_fraction": (lambda v, step: v["schedule"] != "constant", "a constant learning rate stays"),
     "warmup_fraction": (lambda v, step: v["warmup_steps"] is None, "warmup_steps says it"),
     "profiler_steps": (lambda v, step: v["profiler"] != "none", "there is no profiler"),
@@ -255,6 +270,64 @@ def unread_settings(settings: Settings, step: StepConfig) -> list[str]:
     ]
 
 
+def _has_padding(values: Mapping[str, Any], step: StepConfig) -> bool:
+    return not values["packing"] and values["dataset_type"] != "synthetic"
+
+
+# Where a setting that MaxText has too gives another number than there: the setting, the condition, and what to say.
+DIFFERENCES: tuple[tuple[str, Callable[[Mapping[str, Any], StepConfig], bool], str], ...] = (
+    ("load_balance_loss_weight", _has_padding, "padding does not count here, and does in MaxText"),
+    (
+        "load_balance_loss_weight",
+        lambda v, step: step.mtp_layers > 0,
+        "in the layers of multi-token prediction, positions that have no further token do not count here, and do in "
+        "MaxText",
+    ),
+    (
+        "load_balance_loss_weight",
+        lambda v, step: step.micro_batches > 1,
+        "its gradient is that of one large batch here; MaxText divides it by the number of targets too when it "
+        "accumulates gradients",
+    ),
+    (
+        "load_balance_loss_weight",
+        lambda v, step: step.model.moe.router.selection_bias,
+        "the selection bias has no gradient of it here, and has in MaxText",
+    ),
+    ("capacity_factor", _has_padding, "padding takes no slot here, and does in MaxText"),
+    (
+        "mtp_loss_weight",
+        lambda v, step: step.micro_batches > 1 and step.mtp_layers > 0,
+        "its gradient is that of one large batch here; MaxText divides it by the number of targets too when it "
+        "accumulates gradients",
+    ),
+    (
+        "bias_update_rate",
+        lambda v, step: step.micro_batches > 1 and step.model.moe.router.selection_bias,
+        "the bias moves once a step here, by the load of the whole batch; in MaxText once for each micro-batch",
+    ),
+    (
+        "bias_update_rate",
+        lambda v, step: step.mtp_layers > 0 and step.model.moe.router.selection_bias,
+        "the bias of multi-token prediction's layers moves too here, and does not in MaxText",
+    ),
+    (
+        "weight_decay_of",
+        lambda v, step: v["weight_decay_of"] == "all" and step.model.moe.router.selection_bias,
+        "the selection bias does not decay here, and does in MaxText",
+    ),
+)
+
+
+def differences(settings: Settings, step: StepConfig) -> list[str]:
+    """What was typed and gives another number than the same word in MaxText."""
+    return [
+        f"{settings.given[name]}: {what}"
+        for name, applies, what in DIFFERENCES
+        if name in settings.given and applies(settings.values, step)
+    ]
+
+
 def make_model(settings: Settings, hardware: Hardware, plan: Plan) -> ModelConfig:
     """The model with what the settings change."""
     v = settings.values
@@ -266,9 +339,12 @@ def make_model(settings: Settings, hardware: Hardware, plan: Plan) -> ModelConfi
         model = replace(model, max_length=v["max_target_length"])
     auto = "float32" if hardware.platform == "cpu" else "bfloat16"
     remat = v["remat"]
+    moe = make_moe(settings, model.moe, plan)
+    if v["load_balance_loss_weight"] is not None:
+        moe = replace(moe, router=with_load_balance_loss(settings, model, moe.router))
     return replace(
         model,
-        moe=make_moe(settings, model.moe, plan),
+        moe=moe,
         dtype=jnp.dtype(auto if v["dtype"] == "auto" else v["dtype"]),
         param_dtype=jnp.dtype(v["weight_dtype"]),
         attention_implementation=v["attention"],
@@ -292,12 +368,6 @@ def make_moe(settings: Settings, moe: MoEConfig, plan: Plan) -> MoEConfig:
             f"{given['sparse_matmul']} and {given['capacity_factor']} contradict each other: the sparse matmul drops "
             "no token; use sparse_matmul=false for fixed slots, or leave the capacity factor out"
         )
-    if factor is not None and plan.degrees.expert > 1:
-        raise ValueError(
-            f"{given['capacity_factor']} gives every expert slots on the tokens' own device; it cannot be used with "
-            f"expert_parallelism={plan.degrees.expert}: use ragged_buffer_factor={factor:g} to bound the rows that a "
-            "device receives, or expert_parallelism=1"
-        )
     if v["sparse_matmul"] is False and factor is None:
         backend, is_dense = "jax", True
     choices = {operation: kernel_choice(v, operation) for operation in KERNEL_KEYS}
@@ -308,16 +378,18 @@ def make_moe(settings: Settings, moe: MoEConfig, plan: Plan) -> MoEConfig:
             choices[operation] = "auto"
     named = any(choice != "auto" for choice in choices.values())
     strategy = None
-    if plan.degrees.expert > 1 and not is_dense:
+    if factor is not None:
+        strategy = "capacity"
+    elif plan.degrees.expert > 1 and not is_dense:
         strategy = "all_to_all" if v["expert_strategy"] == "auto" else v["expert_strategy"]
     return replace(
         moe,
         router=make_router(settings, moe.router),
         moe_backend=backend,
         kernels=KernelChoice(**choices) if named else None,
-        strategy="capacity" if factor is not None else strategy or moe.strategy,
+        strategy=strategy or moe.strategy,
         capacity_factor=factor,
-        ragged_buffer_factor=None if strategy is None else v["ragged_buffer_factor"],
+        ragged_buffer_factor=v["ragged_buffer_factor"] if strategy in ACROSS_RANKS else None,
         token_chunks=v["token_chunks"],
         width_chunks=v["width_chunks"],
         tensor_split=v["tensor_split"],
@@ -364,3 +436,30 @@ def make_router(settings: Settings, router: RouterConfig) -> RouterConfig:
         if v[name] is not None:
             router = replace(router, **{name: v[name]})
     return router
+
+
+def with_load_balance_loss(settings: Settings, model: ModelConfig, router: RouterConfig) -> RouterConfig:
+    """The routers with MaxText's balance loss, in our words.
+
+    Theirs has, in each sequence, how many of a token's K choices an expert gets where ours has the share of all
+    choices, which is 1/K of it; and a run adds the mean over the layers with experts, multi-token prediction's
+    included, where ours adds the sum. Its probabilities are a softmax of what ranks the experts there: the logits, or
+    for DeepSeek's models the scores made of them.
+    """
+    v, given = settings.values, settings.given
+    for name in ("aux_loss_weight", "aux_loss"):
+        if name in given:
+            raise ValueError(
+                f"{given['load_balance_loss_weight']} and {given[name]} contradict each other: both say what the "
+                "balance loss is; leave one out"
+            )
+    if v["load_balance_loss_weight"] < 0:
+        raise ValueError(f"expected load_balance_loss_weight >= 0, got {v['load_balance_loss_weight']}")
+    num_layers = len(model.moe_layers) + (model.mtp_layers if v["mtp_loss_weight"] else 0)
+    by_scores = router.score in ("sigmoid", "sqrt_softplus") or model.family == "deepseek_v2"
+    return replace(
+        router,
+        aux_loss="sequence",
+        aux_loss_probabilities="softmax" if by_scores else "normalized",
+        aux_loss_weight=v["load_balance_loss_weight"] * model.moe.experts_per_token / max(num_layers, 1),
+    )

@@ -15,6 +15,9 @@ from raggedmoe.moe.backends import BACKENDS
 from raggedmoe.partition import SPLITS
 
 SCHEDULES = ("cosine", "wsd", "constant")
+WARMUP_STARTS = ("first", "zero")
+DECAY_STYLES = ("linear", "cosine")
+DECAYING = ("matrices", "all")
 BOOLS = {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}
 
 
@@ -205,8 +208,15 @@ KEYS: dict[str, Key] = {
                 "capacity_factor",
                 "float",
                 None,
-                "slots of each expert as a multiple of T·K/E; tokens beyond are dropped "
+                "slots of each expert in each sequence, as a multiple of an even share; tokens beyond are dropped "
                 "and counted; none: nothing is dropped",
+            ),
+            (
+                "load_balance_loss_weight",
+                "float",
+                None,
+                "of MaxText's balance loss: of each sequence, K times ours, the mean over the layers; sets aux_loss "
+                "and its weight",
             ),
             ("aux_loss_weight", "float", None, "of the load-balancing loss; none: as the model has"),
             (
@@ -245,12 +255,23 @@ KEYS: dict[str, Key] = {
             ("schedule", "str", "cosine", "after the warm-up", {"choices": SCHEDULES}),
             ("warmup_steps", "int", None, "linear rise; none: by warmup_fraction"),
             ("warmup_fraction", "float", 0.02, "of the steps that the rise takes, where warmup_steps does not say"),
+            (
+                "warmup_from",
+                "str",
+                "first",
+                "step i of n, from 0, has (i + 1)/n of the peak; zero: i/n, so that the first step changes nothing",
+                {"choices": WARMUP_STARTS},
+            ),
+            ("schedule_steps", "int", None, "that the schedule spans, after which the rate is 0; none: all steps"),
             ("decay_fraction", "float", 0.2, "of the steps that schedule=wsd decays over"),
+            ("decay_style", "str", "linear", "of schedule=wsd", {"choices": DECAY_STYLES}),
             ("final_fraction", "float", 0.1, "of the learning rate that is left at the end"),
             ("adam_b1", "float", 0.9, "decay of the mean of gradients"),
             ("adam_b2", "float", 0.95, "decay of the mean of their squares"),
             ("adam_eps", "float", 1e-8, "added to the root of that"),
+            ("adam_eps_root", "float", 0.0, "added under that root"),
             ("weight_decay", "float", 0.1, "of matrices; norms and biases do not decay"),
+            ("weight_decay_of", "str", "matrices", "what decays: matrices, or all", {"choices": DECAYING}),
             (
                 "grad_dtype",
                 "str",

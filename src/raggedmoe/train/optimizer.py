@@ -1,5 +1,6 @@
 """AdamW as an optax chain: the schedule, clipping, and which parameters decay."""
 
+import itertools
 from dataclasses import dataclass
 
 import jax
@@ -10,35 +11,47 @@ from jax import lax
 from raggedmoe.models.specs import is_trained
 from raggedmoe.names import unknown
 from raggedmoe.params import Specs
-from raggedmoe.train.keys import SCHEDULES
+from raggedmoe.train.keys import DECAY_STYLES, DECAYING, SCHEDULES, WARMUP_STARTS
+
+CHOICES = {
+    "schedule": SCHEDULES,
+    "warmup_from": WARMUP_STARTS,
+    "decay_style": DECAY_STYLES,
+    "weight_decay_of": DECAYING,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """How parameters learn."""
 
-    steps: int  # of the whole run, which the schedule spans
+    steps: int  # that the schedule spans; after them the learning rate is 0
     learning_rate: float = 3e-3  # at its highest
-    schedule: str = "cosine"  # after the warm-up: a cosine down, "wsd" (stable, then a linear decay), or "constant"
+    schedule: str = "cosine"  # after the warm-up: a cosine down, "wsd" (stable, then a decay), or "constant"
     warmup_steps: int = 10
+    warmup_from: str = "first"  # step i of n warm-up steps, from 0, has (i + 1)/n of the peak, or i/n with "zero"
+    decay_style: str = "linear"  # of "wsd": or "cosine"
     decay_fraction: float = 0.2  # of the steps, that "wsd" decays over
     final_fraction: float = 0.1  # of the learning rate, that is left at the end
     b1: float = 0.9
     b2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1  # of matrices; norms and biases do not decay
+    epsilon: float = 1e-8  # added to the root of the mean square
+    epsilon_root: float = 0.0  # and under it
+    weight_decay: float = 0.1
+    weight_decay_of: str = "matrices"  # norms and biases do not decay; or "all" trained parameters
     clip_norm: float | None = 1.0  # gradients longer than this are shortened to it; None: never
     grad_dtype: str = "float32"  # to which gradients are rounded before they are used
     mu_dtype: str = "float32"  # of Adam's mean of gradients
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise unknown("schedule", self.schedule, SCHEDULES)
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise unknown(name, getattr(self, name), known)
         if self.steps < 1:
             raise ValueError(f"expected steps >= 1, got {self.steps}")
-        if not 0 <= self.warmup_steps < self.steps and self.warmup_steps:
+        if not 0 <= self.warmup_steps <= self.steps:
             raise ValueError(
-                f"expected 0 <= warmup_steps < steps={self.steps}, got {self.warmup_steps}: the learning rate would "
+                f"expected 0 <= warmup_steps <= steps={self.steps}, got {self.warmup_steps}: the learning rate would "
                 "never reach its peak; use fewer warm-up steps or more steps"
             )
         for name in ("decay_fraction", "final_fraction"):
@@ -50,8 +63,9 @@ class OptimizerConfig:
         for name in ("learning_rate", "epsilon"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"expected {name} > 0, got {getattr(self, name)}")
-        if self.weight_decay < 0:
-            raise ValueError(f"expected weight_decay >= 0, got {self.weight_decay}")
+        for name in ("weight_decay", "epsilon_root"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"expected clip_norm > 0, or None for no clipping, got {self.clip_norm}")
         if self.schedule == "wsd" and self.warmup_steps + self.decay_steps > self.steps:
@@ -63,31 +77,46 @@ class OptimizerConfig:
     @property
     def decay_steps(self) -> int:
         """Steps that "wsd" decays over."""
-        return max(1, round(self.decay_fraction * self.steps))
+        return int(self.decay_fraction * self.steps)
 
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """The learning rate of each step, counted from 0: 1/n of the peak at the first of n warm-up steps, what is to be
-    left at the last of all.
+    """The learning rate of each step, counted from 0: up in the warm-up, then at the peak or down to what is to be left
+    at the last step, which "wsd" does in its last ``decay_steps``; 0 after that.
+    """
+    warmup, left = config.warmup_steps, config.steps - config.warmup_steps
+    decay = {"cosine": left, "wsd": config.decay_steps, "constant": 0}[config.schedule]
+    style = "cosine" if config.schedule == "cosine" else config.decay_style
+    stable = optax.constant_schedule(config.learning_rate)
+    parts = [(warmup, _warmup(config)), (left - decay, stable), (decay, _decay(config, decay, style))]
+    parts = [(num_steps, schedule) for num_steps, schedule in parts if num_steps]
+    ends = list(itertools.accumulate(num_steps for num_steps, _ in parts))
+    return optax.join_schedules([*(schedule for _, schedule in parts), optax.constant_schedule(0.0)], ends)
+
+
+def _warmup(config: OptimizerConfig) -> optax.Schedule:
+    peak, num_steps = config.learning_rate, max(config.warmup_steps, 1)
+    if config.warmup_from == "zero":
+        return optax.linear_schedule(0.0, peak, num_steps)
+    return optax.linear_schedule(peak / num_steps, peak, max(num_steps - 1, 1))
+
+
+def _decay(config: OptimizerConfig, num_steps: int, style: str) -> optax.Schedule:
+    """From the peak at the first of these steps to what is left at the last; a single one is MaxText's: at the peak by
+    a line, at the end by a cosine.
     """
     peak, last = config.learning_rate, config.learning_rate * config.final_fraction
-    after = config.steps - config.warmup_steps
-    if config.schedule == "constant" or after == 1:
-        rest = optax.constant_schedule(peak)
-    elif config.schedule == "cosine":
-        rest = optax.cosine_decay_schedule(peak, after - 1, alpha=config.final_fraction)
-    else:
-        decay = min(config.decay_steps, after - 1)
-        rest = optax.linear_schedule(peak, last, decay, after - 1 - decay)
-    if not config.warmup_steps:
-        return rest
-    warmup = optax.linear_schedule(peak / config.warmup_steps, peak, max(config.warmup_steps - 1, 1))
-    return optax.join_schedules([warmup, rest], [config.warmup_steps])
+    if num_steps <= 1:
+        return optax.constant_schedule(last if style == "cosine" else peak)
+    if style == "cosine":
+        return optax.cosine_decay_schedule(peak, num_steps - 1, alpha=config.final_fraction)
+    return optax.linear_schedule(peak, last, num_steps - 1)
 
 
-def decays(specs: Specs) -> dict[str, bool]:
-    """Which trained parameters decay: those that a matmul sums over. Norms, biases and sinks do not."""
-    return {name: spec.contracts is not None for name, spec in specs.items() if is_trained(name)}
+def decays(specs: Specs, which: str = "matrices") -> dict[str, bool]:
+    """Which trained parameters decay: those that a matmul sums over, not norms, biases and sinks; or all."""
+    trained = {name: spec for name, spec in specs.items() if is_trained(name)}
+    return {name: which == "all" or spec.contracts is not None for name, spec in trained.items()}
 
 
 def make_optimizer(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
@@ -101,8 +130,9 @@ def make_optimizer(config: OptimizerConfig, specs: Specs) -> optax.GradientTrans
         b1=config.b1,
         b2=config.b2,
         eps=config.epsilon,
+        eps_root=config.epsilon_root,
         weight_decay=config.weight_decay,
-        mask=decays(specs),
+        mask=decays(specs, config.weight_decay_of),
         mu_dtype=None if config.mu_dtype == "float32" else config.mu_dtype,
     )
     return optax.chain(clip, adam)

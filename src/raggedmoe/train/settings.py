@@ -263,6 +263,7 @@ SET_BY = {
     "b1": "adam_b1",
     "b2": "adam_b2",
     "epsilon": "adam_eps",
+    "epsilon_root": "adam_eps_root",
 }
 
 

@@ -28,7 +28,7 @@ class StepConfig:
     optimizer: OptimizerConfig
     micro_batches: int = 1  # the batch in this many parts, one after the other: gradients are added up
     bias_update_rate: float = 1e-3  # of the loss-free rule; 0: the biases stay
-    mtp_loss_weight: float = 0.3  # of multi-token prediction, shared by its modules; 0: they are not trained
+    mtp_loss_weight: float = 0.3  # of the mean over all targets of multi-token prediction; 0: it is not trained
     rerun_on_overflow: bool = False  # a step that drops rows changes nothing: it will be run again with more room
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class Shares:
     Index 0 is the model, m + 1 is module m of multi-token prediction.
     """
 
-    per_target: Float[Array, "*parts M"]  # one over the targets of the whole batch
+    per_target: Float[Array, "*parts M"]  # one over the targets of the whole batch; of the modules, over those of all
     of_tokens: Float[Array, "*parts M"]
     of_sequences: Float[Array, "*parts M"]
 
@@ -213,7 +213,7 @@ def objective(
         reports += more
         for m, hidden in enumerate(further):
             targets, weights = jnp.roll(batch.targets, -(m + 1), axis=1), mtp_weights(batch, m)
-            share = shares.per_target[m + 1] * config.mtp_loss_weight / config.mtp_layers
+            share = shares.per_target[m + 1] * config.mtp_loss_weight
             mtp_loss += _cross_entropy(params, hidden, targets, weights, model, mesh) * share
             more_aux, more_z = _router_losses(more[m], shares, m + 1)
             aux, z = aux + more_aux, z + more_z
@@ -283,7 +283,9 @@ def batch_shares(micro: Batch, config: StepConfig) -> Shares:
     def share(counts: jax.Array) -> jax.Array:
         return counts / jnp.maximum(counts.sum(), 1)
 
-    per_target = jnp.stack([1 / jnp.maximum(weights.sum(), 1) for weights in targets])
+    further = sum((weights.sum() for weights in targets[1:]), jnp.zeros(()))
+    totals = [micro.weights.sum(), *[further] * config.mtp_layers]
+    per_target = jnp.stack([1 / jnp.maximum(total, 1) for total in totals])
     return Shares(
         per_target=jnp.broadcast_to(per_target, (config.micro_batches, len(targets))),
         of_tokens=jnp.stack([share(mask.sum((1, 2)).astype(jnp.float32)) for mask in masks], axis=1),
