@@ -6,6 +6,7 @@ with their expected values are those of its own unit tests and comments.
 
 import functools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -15,9 +16,11 @@ import optax
 import pytest
 
 from raggedmoe.hardware import HARDWARE
-from raggedmoe.interop.maxtext import MAXTEXT
+from raggedmoe.interop.maxtext import TRANSLATED
 from raggedmoe.models.decoder import ExpertReport
+from raggedmoe.models.norm import rms_norm
 from raggedmoe.models.presets import model_preset
+from raggedmoe.models.rope import turns
 from raggedmoe.moe.balance import expert_counts, updated_selection_bias
 from raggedmoe.moe.config import MoEConfig, RouterConfig
 from raggedmoe.moe.dispatch.capacity import prepare_token_choice
@@ -28,7 +31,7 @@ from raggedmoe.params import ParamSpec
 from raggedmoe.train import step as step_module
 from raggedmoe.train.config import make_config
 from raggedmoe.train.keys import KEYS
-from raggedmoe.train.optimizer import learning_rate_schedule, make_optimizer
+from raggedmoe.train.optimizer import learning_rate_schedule, make_optimizer, rounded
 from raggedmoe.train.rows import Batch
 from raggedmoe.train.settings import parse_settings
 from raggedmoe.train.step import batch_shares, objective
@@ -405,18 +408,67 @@ def test_adam_weight_decay_decays_every_parameter_as_maxtexts_optimizer_does():
         np.testing.assert_allclose(params[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+def test_grad_dtype_rounds_gradients_and_mu_dtype_the_mean():
+    """One step of plain Adam on a gradient that bfloat16 cannot hold: 8 bits of precision, to nearest even."""
+    words = ["grad_dtype=bfloat16", "mu_dtype=bfloat16", "learning_rate=0.1", "warmup_steps_fraction=0", "steps=4"]
+    config = configured("mixtral-tiny", *words, "adam_weight_decay=0", "gradient_clipping_threshold=0").step.optimizer
+    assert (config.grad_dtype, config.mu_dtype) == ("bfloat16", "bfloat16")
+    gradient = np.asarray([1.00390625, 1.01171875, -3.1415927], np.float32)  # 1 + 2⁻⁸ and 1 + 3·2⁻⁸ are halfway
+    held = np.asarray([1.0, 1.015625, -3.140625], np.float32)
+    np.testing.assert_array_equal(jax.jit(rounded, static_argnums=1)(gradient, config.grad_dtype), held)
+    np.testing.assert_array_equal(rounded(jnp.asarray(gradient), "float32"), gradient)
+    optimizer = make_optimizer(config, {"bias": replace(SPECS["norm"], shape=(3,))})
+    params = {"bias": jnp.zeros(3)}
+    _, state = optimizer.update({"bias": jnp.asarray(held)}, optimizer.init(params), params)
+    parts = jax.tree.leaves(state, is_leaf=lambda part: hasattr(part, "mu"))
+    (moments,) = [part for part in parts if hasattr(part, "mu")]
+    assert (moments.mu["bias"].dtype, moments.nu["bias"].dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(moments.mu["bias"].astype(np.float32), 0.1 * held, rtol=2**-8)
+
+
+# --- Sizes that are numbers
+
+
+def test_routed_scaling_factor_multiplies_the_normalised_weights(x64):
+    moe = configured("deepseek-v3-tiny", "routed_scaling_factor=1.7").step.model.moe
+    arrays = layer_arrays(moe, 0)
+    found = routed({key: jnp.asarray(value) for key, value in arrays.items()}, moe)
+    scores = 1 / (1 + np.exp(-np.take_along_axis(logits_of(arrays), np.asarray(found.experts), axis=1)))
+    np.testing.assert_allclose(found.weights, 1.7 * scores / (scores.sum(1, keepdims=True) + 1e-20), rtol=1e-12)
+
+
+def test_normalization_layer_epsilon_is_added_to_the_mean_square_of_every_norm():
+    model = configured("mixtral-tiny", "normalization_layer_epsilon=0.5").step.model
+    assert (model.norm_epsilon, model.attention.norm_epsilon) == (0.5, 0.5)
+    x = np.asarray([[1.0, -2.0, 3.0]])
+    np.testing.assert_allclose(
+        rms_norm(jnp.asarray(x), jnp.ones(3), model.norm_epsilon), x / np.sqrt((x**2).mean() + 0.5), rtol=1e-6
+    )
+
+
+def test_rope_max_timescale_is_the_slowest_period():
+    """A pair's angle at position p is p / timescale^(2i / H)."""
+    attention = configured("mixtral-tiny", "rope_max_timescale=300").step.model.attention
+    cos, sin = turns(attention.rope, attention.rope_dim, jnp.asarray([[5]]))
+    angles = 5 / 300 ** (np.arange(0, attention.rope_dim, 2) / attention.rope_dim)
+    np.testing.assert_allclose(cos[0, 0], np.cos(angles), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(sin[0, 0], np.sin(angles), rtol=1e-5, atol=1e-6)
+
+
 # --- That none is forgotten
 
 CHECKED = {
     *("load_balance_loss_weight", "capacity_factor", "ragged_buffer_factor", "routed_bias_update_rate"),
     *("mtp_loss_scaling_factor", "warmup_steps_fraction", "wsd_decay_steps_fraction", "adam_weight_decay"),
-    *("learning_rate_final_fraction", "cosine_learning_rate_final_fraction"),
+    *("learning_rate_final_fraction", "cosine_learning_rate_final_fraction", "learning_rate", "adam_b1", "adam_b2"),
+    *("adam_eps", "adam_eps_root", "gradient_clipping_threshold"),
+    *("routed_scaling_factor", "normalization_layer_epsilon", "rope_max_timescale"),
 }
 
 
 def test_every_word_of_maxtext_that_sets_a_number_is_checked_here():
     found = set()
-    for name, entry in MAXTEXT.items():
+    for name, entry in TRANSLATED.items():
         try:
             settings = entry("0.5").settings
         except ValueError:

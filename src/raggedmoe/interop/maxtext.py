@@ -207,7 +207,15 @@ TRANSLATED: dict[str, Entry] = {
     **{
         name: _same(name)
         for name in (
-            *("steps", "learning_rate", "adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "gradient_clipping_threshold"),
+            *(
+                "steps",
+                "learning_rate",
+                "adam_b1",
+                "adam_b2",
+                "adam_eps",
+                "adam_eps_root",
+                "gradient_clipping_threshold",
+            ),
             *("gradient_accumulation_steps", "per_device_batch_size", "max_target_length", "packing"),
         )
     },

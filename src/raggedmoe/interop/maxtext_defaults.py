@@ -7,17 +7,16 @@ reason; what the others mean is in `raggedmoe.interop.maxtext`.
 # What `raggedmoe.interop.maxtext` translates, and their defaults there.
 COUNTERPARTS = """
 run_name= model_name=default base_output_directory= load_parameters_path= decoder_block=llama2 steps=150001
-learning_rate=3e-5 lr_schedule_type=cosine learning_rate_final_fraction=0.1
-cosine_learning_rate_final_fraction=0.1 wsd_decay_steps_fraction=0.1 warmup_steps_fraction=0.1 learning_rate_schedule_steps=-1
-wsd_decay_style=linear adam_eps_root=0 opt_type=adamw
-adam_b1=0.9 adam_b2=0.95 adam_eps=1e-8 adam_weight_decay=0.1 mu_dtype= grad_dtype=float32
-gradient_clipping_threshold=1.0 gradient_accumulation_steps=1 data_shuffle_seed=0 init_weights_seed=0
-per_device_batch_size=12.0 max_target_length=2048 packing=true dataset_type=tfds dataset_path= tokenizer_path=
-eval_interval=-1 eval_steps=-1 dtype=bfloat16 weight_dtype=float32 scan_layers=true attention=autoselected
-use_tokamax_splash=false enable_checkpointing=true async_checkpointing=true checkpoint_period=10000
-max_num_checkpoints_to_keep=none profiler= profiler_steps=5 skip_first_n_steps_for_profiler=1 enable_tensorboard=true
-vocab_size=32000 base_emb_dim=2048 base_num_query_heads=16 base_num_kv_heads=16 head_dim=128 base_mlp_dim=7168
-base_num_decoder_layers=16 global_parameter_scale=1 mlp_activations=silu,linear mlp_bias=false
+learning_rate=3e-5 lr_schedule_type=cosine learning_rate_final_fraction=0.1 cosine_learning_rate_final_fraction=0.1
+wsd_decay_steps_fraction=0.1 warmup_steps_fraction=0.1 learning_rate_schedule_steps=-1 wsd_decay_style=linear
+adam_eps_root=0 opt_type=adamw adam_b1=0.9 adam_b2=0.95 adam_eps=1e-8 adam_weight_decay=0.1 mu_dtype=
+grad_dtype=float32 gradient_clipping_threshold=1.0 gradient_accumulation_steps=1 data_shuffle_seed=0
+init_weights_seed=0 per_device_batch_size=12.0 max_target_length=2048 packing=true dataset_type=tfds dataset_path=
+tokenizer_path= eval_interval=-1 eval_steps=-1 dtype=bfloat16 weight_dtype=float32 scan_layers=true
+attention=autoselected use_tokamax_splash=false enable_checkpointing=true async_checkpointing=true
+checkpoint_period=10000 max_num_checkpoints_to_keep=none profiler= profiler_steps=5 skip_first_n_steps_for_profiler=1
+enable_tensorboard=true vocab_size=32000 base_emb_dim=2048 base_num_query_heads=16 base_num_kv_heads=16 head_dim=128
+base_mlp_dim=7168 base_num_decoder_layers=16 global_parameter_scale=1 mlp_activations=silu,linear mlp_bias=false
 normalization_layer_epsilon=1e-5 logits_via_embedding=false attention_bias=false attention_sink=false
 sliding_window_size=0 q_lora_rank=0 kv_lora_rank=512 qk_nope_head_dim=128 qk_rope_head_dim=64 v_head_dim=128
 rope_max_timescale=10000 mtp_num_layers=0 mtp_loss_scaling_factor=0.1 num_experts=1 num_experts_per_tok=1
