@@ -168,6 +168,26 @@ def test_a_layer_of_settings_is_lowered_on_the_host_and_dense_is_the_einsum(monk
     assert "grouped_matmul" not in {kernel["operation"] for kernel in found["kernels"]}
 
 
+def test_sizes_are_taken_by_keys(monkeypatch, capsys):
+    """Twice the experts are twice the products of all experts with all tokens; the layer's and the model's alike."""
+
+    def flops(*words):
+        options = ("--topology", "cpu", "--dtype", "f32", "--moe-backend", "dense", "--forward", "--json")
+        code, out, _ = run(monkeypatch, capsys, *words, *options)
+        assert code == 0
+        return json.loads(out)[0]["products"]["flops"]
+
+    layer = layer_config("olmoe-tiny")
+    more = 2 * layer.num_experts
+    of_layer, of_more = (
+        flops("layer", "olmoe-tiny", f"num_experts={number}", "--tokens", "16") for number in (layer.num_experts, more)
+    )
+    assert of_more == 2 * of_layer  # the router's and the combination's double as well
+    words = ("model", "olmoe-tiny", "per_device_batch_size=1", "max_target_length=16")
+    added = flops(*words, f"num_experts={more}", "--layers", "1") - flops(*words, "--layers", "1")
+    assert added == of_layer
+
+
 def test_the_programs_of_several_cases_are_in_folders_of_their_own(tmp_path):
     first, second = compile._in_folders(cases_of("deepseek-v3", layers=4), tmp_path)
     assert first.hlo != second.hlo
