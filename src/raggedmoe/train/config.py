@@ -324,7 +324,7 @@ def differences(settings: Settings, step: StepConfig) -> list[str]:
     return [
         f"{settings.given[name]}: {what}"
         for name, applies, what in DIFFERENCES
-        if name in settings.given and applies(settings.values, step)
+        if name in settings.given and settings.values[name] and applies(settings.values, step)
     ]
 
 
