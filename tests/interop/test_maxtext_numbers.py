@@ -72,6 +72,7 @@ def balance_loss(chosen, gate_logits, weight):
 
 # What MaxText ranks, from the logits: its routed_score_func and routed_bias for these models.
 RANKED = {
+    "mixtral-tiny routed_score_func=softmax": lambda logits, bias: softmax(logits),
     "mixtral-tiny": lambda logits, bias: logits,
     "qwen3-tiny": lambda logits, bias: logits,
     "gpt-oss-tiny": lambda logits, bias: logits,  # its bias is in the logits
@@ -121,7 +122,7 @@ def in_sequences(array):
 
 @pytest.mark.parametrize("name", RANKED)
 def test_load_balance_loss_weight_adds_maxtexts_loss_and_its_gradient(x64, name):
-    config = configured(name, "load_balance_loss_weight=0.03")
+    config = configured(*name.split(), "load_balance_loss_weight=0.03")
     model = config.step.model
     num_layers = len(model.moe_layers) + config.step.mtp_layers
     ours, theirs = 0.0, []
@@ -164,6 +165,98 @@ def test_weights_of_the_chosen_experts_are_maxtexts(x64, name):
     found = routed({key: jnp.asarray(value) for key, value in arrays.items()}, model.moe)
     chosen = np.take_along_axis(logits_of(arrays), np.asarray(found.experts), axis=1)
     np.testing.assert_allclose(found.weights, WEIGHTS[name](chosen, model), rtol=1e-12)
+
+
+def weights_there(family, logits, bias, words):
+    """MaxText's choice of experts and their weights, one token at a time, for a model without groups."""
+    functions = {"sigmoid": sigmoid, "softmax": softmax, "sqrtsoftplus": lambda x: np.log1p(np.exp(x)) ** 0.5}
+    in_deepseek = family.startswith("deepseek")
+    scores = functions.get(words["routed_score_func"], np.asarray)(logits)
+    ranked = scores + bias
+    chosen = np.argsort(-ranked, axis=-1, kind="stable")[:, :2]
+    weights = np.take_along_axis(scores if family == "deepseek_v3" else ranked, chosen, axis=-1)
+    if in_deepseek:
+        if words["routed_score_func"] != "softmax":
+            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+        weights = weights * words["routed_scaling_factor"]
+    else:
+        weights = softmax(weights)
+    return chosen, weights / weights.sum(-1, keepdims=True) if words["norm_topk_prob"] else weights
+
+
+ROUTERS = {
+    "sigmoid": {"routed_score_func": "sigmoid"},
+    "softmax": {"routed_score_func": "softmax"},
+    "sqrtsoftplus": {"routed_score_func": "sqrtsoftplus"},
+    "normalized": {"routed_score_func": "sigmoid", "norm_topk_prob": True},
+    "biased": {"routed_bias": True},
+}
+
+
+def router_case(name, router):
+    """A model with those words, and all of the words that MaxText's formula reads."""
+    own = {"deepseek-v3-tiny": {"routed_bias": True}, "gpt-oss-tiny": {"routed_bias": False}}.get(name, {})
+    typed = {"num_experts_per_tok": 2, "routed_scaling_factor": 1.7, "n_routing_groups": -1, **own, **ROUTERS[router]}
+    model = configured(name, *(f"{word}={value}" for word, value in typed.items())).step.model
+    return model, {"routed_score_func": "", "norm_topk_prob": False, **typed}
+
+
+@pytest.mark.parametrize(("name", "router"), [("deepseek-v3-tiny", "softmax"), ("mixtral-tiny", "sigmoid")])
+def test_the_weights_of_a_routers_words_have_the_slope_of_maxtexts(x64, name, router):
+    model, words = router_case(name, router)
+    arrays = {key: jnp.asarray(value) for key, value in layer_arrays(model.moe, 0).items()}
+    rng = np.random.default_rng(3)
+    cotangent, direction = rng.standard_normal((B * S, 2)), rng.standard_normal(arrays["kernel"].shape)
+
+    @jax.jit
+    def gradient(kernel):
+        return jax.grad(lambda kernel: (routed({**arrays, "kernel": kernel}, model.moe).weights * cotangent).sum())(
+            kernel
+        )
+
+    def value(kernel):
+        logits = np.asarray(arrays["x"]) @ kernel.T
+        bias = np.asarray(arrays.get("selection_bias", 0.0))
+        return (weights_there(model.family, logits, bias, words)[1] * cotangent).sum()
+
+    kernel = np.asarray(arrays["kernel"])
+    slope = (value(kernel + 1e-6 * direction) - value(kernel - 1e-6 * direction)) / 2e-6
+    assert (np.asarray(gradient(arrays["kernel"])) * direction).sum() == pytest.approx(slope, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "router"),
+    [
+        *(("deepseek-v3-tiny", router) for router in ("sigmoid", "softmax", "sqrtsoftplus", "normalized")),
+        *(("deepseek-v2-tiny", router) for router in ("sigmoid", "softmax", "normalized")),
+        *(("mixtral-tiny", router) for router in ("sigmoid", "softmax", "normalized", "biased")),
+        *(("gpt-oss-tiny", router) for router in ("sigmoid", "biased")),
+    ],
+)
+def test_the_words_of_a_router_choose_and_weigh_as_in_maxtext(x64, name, router):
+    model, words = router_case(name, router)
+    arrays = layer_arrays(model.moe, 0)
+    logits = arrays["x"] @ arrays["kernel"].T
+    bias = arrays.get("selection_bias", arrays.get("logit_bias", np.zeros(1)))
+    assert bias.any() == words.get("routed_bias", False)
+    chosen, weights = weights_there(model.family, logits, bias, words)
+    found = routed({key: jnp.asarray(value) for key, value in arrays.items()}, model.moe)
+    np.testing.assert_array_equal(found.experts, chosen)
+    np.testing.assert_allclose(found.weights, weights, rtol=1e-12)
+
+
+def test_a_word_that_maxtext_reads_for_deepseeks_models_alone_changes_nothing_of_others():
+    words = ("routed_scaling_factor=2.5", "n_routing_groups=2", "topk_routing_group=1")
+    config = configured("mixtral-tiny", *words)
+    assert config.step.model.moe.router == configured("mixtral-tiny").step.model.moe.router
+    for word in words:
+        assert any(note.startswith(f"{word}: changes nothing: as in MaxText") for note in config.notes)
+
+
+@pytest.mark.parametrize("words", [["deepseek-v2-tiny"], ["mixtral-tiny", "routed_score_func=sigmoid"]])
+def test_a_bias_that_would_be_part_of_the_weights_is_refused(words):
+    with pytest.raises(ValueError, match="a bias on scores that is part of the weights is not built"):
+        configured(*words, "routed_bias=true")
 
 
 # --- Capacity

@@ -95,22 +95,34 @@ def _check_place(model: ModelConfig, size: str, value: Any, name: str) -> None:
 
 
 def _router_changes(model: ModelConfig, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """What a router's words change. A model normalises its weights as its own do, unless it is told to."""
-    router = model.moe.router
+    """What a router's words change, as in MaxText, where DeepSeek's models read them in a way of their own.
+
+    Their weights are the chosen scores, over their sum unless those are a softmax, times a factor; with
+    ``norm_topk_prob`` their sum is 1 in the end. All others take a softmax over what ranked the chosen. A model
+    normalises its weights as its own do, unless it is told to.
+    """
+    router, in_deepseek = model.moe.router, model.family.startswith("deepseek")
     changes: dict[str, Any] = {}
-    if sizes.get("norm_topk_prob") and router.normalize == "none":
-        changes["normalize"] = "sum"
     score = sizes.get("routed_score_func")
     if score is not None:
         if score not in SCORES:
             raise unknown("routed_score_func", score, SCORES)
         changes["score"] = SCORES[score]
-        if router.score == "logits":  # a softmax over the chosen logits would be one over scores
+        changes["normalize"] = "softmax" if not in_deepseek else "none" if score == "softmax" else "sum"
+    if not in_deepseek:
+        changes["scale"] = router.scale
+    if sizes.get("norm_topk_prob"):
+        changes |= {"normalize": "sum", "scale": 1.0} if in_deepseek else {}
+        if changes.get("normalize", router.normalize) == "none":
             changes["normalize"] = "sum"
     if "routed_bias" in sizes:
-        # With a softmax over the chosen logits the bias is part of them, as gpt-oss has it.
-        changes["logit_bias" if router.score == "logits" else "selection_bias"] = sizes["routed_bias"]
-    if "n_routing_groups" in sizes or "topk_routing_group" in sizes:
+        changes["selection_bias" if model.family == "deepseek_v3" else "logit_bias"] = sizes["routed_bias"]
+        if sizes["routed_bias"] and model.family != "deepseek_v3" and (score is not None or in_deepseek):
+            raise ValueError(
+                "routed_bias=true: a bias on scores that is part of the weights is not built; use a DeepSeek V3 model, "
+                "in which it only decides who is chosen, or leave out routed_score_func"
+            )
+    if model.family == "deepseek_v3" and ("n_routing_groups" in sizes or "topk_routing_group" in sizes):
         groups = sizes.get("n_routing_groups", router.num_groups)
         per_token = sizes.get("topk_routing_group", min(router.groups_per_token, max(groups, 1)))
         changes["num_groups"] = 1 if groups == -1 else groups

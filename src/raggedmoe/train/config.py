@@ -226,6 +226,8 @@ def _kernel_keys(operation: str) -> tuple[str, str, str]:
     return operation, f"{operation}.{FORWARD}", f"{operation}.{BACKWARD}"
 
 
+NO_GROUPS = "as in MaxText, DeepSeek V3's routers alone have groups"
+
 # Settings that are read only if something else is so: the condition, and what to say.
 READ_ONLY_IF: dict[str, tuple[Callable[[Mapping[str, Any], StepConfig], bool], str]] = {
     "bias_update_rate": (lambda v, step: step.model.moe.router.selection_bias, "its routers have no selection bias"),
@@ -257,6 +259,12 @@ READ_ONLY_IF: dict[str, tuple[Callable[[Mapping[str, Any], StepConfig], bool], s
         for operation in ("ragged_gather", "ragged_gather_reduce")
         for key in _kernel_keys(operation)
     },
+    "routed_scaling_factor": (
+        lambda v, step: step.model.family.startswith("deepseek"),
+        "as in MaxText, the weights of DeepSeek's models alone are scaled",
+    ),
+    "n_routing_groups": (lambda v, step: step.model.family == "deepseek_v3", NO_GROUPS),
+    "topk_routing_group": (lambda v, step: step.model.family == "deepseek_v3", NO_GROUPS),
     "aux_loss": (lambda v, step: step.model.moe.router.aux_loss_weight > 0, "its weight is 0"),
 }
 
@@ -444,7 +452,7 @@ def with_load_balance_loss(settings: Settings, model: ModelConfig, router: Route
     Theirs has, in each sequence, how many of a token's K choices an expert gets where ours has the share of all
     choices, which is 1/K of it; and a run adds the mean over the layers with experts, multi-token prediction's
     included, where ours adds the sum. Its probabilities are a softmax of what ranks the experts there: the logits, or
-    for DeepSeek's models the scores made of them.
+    for DeepSeek's models and with a ``routed_score_func`` the scores made of them.
     """
     v, given = settings.values, settings.given
     for name in ("aux_loss_weight", "aux_loss"):
@@ -456,7 +464,7 @@ def with_load_balance_loss(settings: Settings, model: ModelConfig, router: Route
     if v["load_balance_loss_weight"] < 0:
         raise ValueError(f"expected load_balance_loss_weight >= 0, got {v['load_balance_loss_weight']}")
     num_layers = len(model.moe_layers) + (model.mtp_layers if v["mtp_loss_weight"] else 0)
-    by_scores = router.score in ("sigmoid", "sqrt_softplus") or model.family == "deepseek_v2"
+    by_scores = router.score != "softmax" or model.family.startswith("deepseek") or v["routed_score_func"] is not None
     return replace(
         router,
         aux_loss="sequence",
