@@ -27,6 +27,7 @@ from raggedmoe.models.decoder import decode, logits
 from raggedmoe.models.presets import ALIASES, model_preset
 from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.moe.config import MoEConfig
+from raggedmoe.moe.grid import Grid
 from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.moe.presets import PRESETS as LAYERS
 from raggedmoe.moe.records import MoEParams
@@ -152,7 +153,7 @@ def moe_layer_on_mesh(
 def layer_on_devices(
     words: Sequence[str], devices: Sequence[Any], *, tokens: int, dtype: str = "bfloat16", forward: bool = False
 ) -> Program:
-    """The MoE layer of `raggedmoe train WORDS` on these devices, on so many tokens of each."""
+    """The MoE layer of `raggedmoe train WORDS` on these devices, on a sequence of so many tokens of each."""
     from raggedmoe.train.config import make_config
     from raggedmoe.train.settings import parse_settings
 
@@ -169,8 +170,11 @@ def layer_on_devices(
 
 
 def _layer_program(config: MoEConfig, x: Any, params: Any, mesh: Mesh | None = None, *, forward: bool) -> Program:
+    num_sequences = Grid(mesh=mesh).num_token_shards
+
     def layer(x: Any, params: Any) -> Any:
-        return moe_route_and_compute(x, MoEParams.from_flat(params), config, mesh=mesh).output
+        weights = MoEParams.from_flat(params)
+        return moe_route_and_compute(x, weights, config, mesh=mesh, num_sequences=num_sequences).output
 
     def value_and_gradients(x: Any, params: Any, cotangent: Any) -> Any:
         value, vjp = jax.vjp(layer, x, params)
