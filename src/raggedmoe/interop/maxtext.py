@@ -106,6 +106,12 @@ def _number_or_all(text: str) -> Meaning:
     return Meaning(settings={} if is_same(text, "none") else {"keep_last": text})
 
 
+def _evaluation_steps(text: str) -> Meaning:
+    if is_same(text, "-1"):
+        return Meaning(note="the default here, some batches; MaxText evaluates all that there are")
+    return Meaning(settings={"eval_steps": text})
+
+
 def _activations(text: str) -> Meaning:
     names = [part.strip(" []\"'") for part in text.lower().split(",")]
     if names != ["silu", "linear"]:
@@ -188,7 +194,7 @@ TRANSLATED: dict[str, Entry] = {
     ),
     "dataset_path": _unless("dataset_path", "", None),
     "eval_interval": _unless("eval_interval", "-1", "0"),
-    "eval_steps": _unless("eval_steps", "-1", None),
+    "eval_steps": _evaluation_steps,
     "warmup_steps_fraction": lambda text: Meaning(settings={"warmup_fraction": text, "warmup_from": "zero"}),
     "learning_rate_schedule_steps": _unless("schedule_steps", "-1", "none"),
     "data_shuffle_seed": _renamed("data_seed"),

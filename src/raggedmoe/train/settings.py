@@ -70,7 +70,7 @@ class _Reading:
     def take(self, meaning: maxtext.Meaning, word: Word) -> None:
         for name, text in meaning.settings.items():
             self.set(name, text, word)
-        if meaning.note is not None:
+        if meaning.note is not None and (word.typed or not is_same(word.text, maxtext.defaults().get(word.name, ""))):
             self.notes.append(f"{word.shown}: {meaning.note}")
 
 
