@@ -26,12 +26,14 @@ Train a Mixture-of-Experts language model; without a word, a small one on Python
   raggedmoe train olmoe-tiny steps=200 learning_rate=1e-3
   raggedmoe train deepseek-v2-lite dataset_type=text dataset_path=books/ tokenizer_path=tokenizer.json
   raggedmoe train demo profiler=xplane steps=20 run_name=traced
+  raggedmoe train olmoe num_experts=32 base_emb_dim=512 base_num_decoder_layers=4 vocab_size=512
   raggedmoe train olmoe-tiny expert_parallelism=4 fsdp_parallelism=2 token_chunks=2     8 devices; a CPU makes them
 
 `raggedmoe plan` with the same words prints who holds what and what is sent; `raggedmoe launch` runs several processes.
 
-MODEL is one of `raggedmoe models`; all others are settings. MaxText's names work too: where they differ from those \
-below they are translated, and one that changes nothing here says so.
+MODEL is one of `raggedmoe models`; all others are settings, and the sizes below make another model of it. MaxText's \
+lines can be pasted: its base.yml or another file in its form, key=value, --key value. A name of its that is not below \
+is translated, changes nothing and says so, or is refused with the reason (docs/maxtext.md).
 
 A run is a folder: base_output_directory/run_name. The same command again goes on where it was left, exactly. Ctrl-C \
 or SIGTERM saves first. `raggedmoe report FOLDER` makes a page of it, `raggedmoe generate FOLDER/model` \
