@@ -71,6 +71,14 @@ def test_explain_names_a_kernel_for_every_operation_of_every_model_on_a_tpu(mode
     assert "auto does not offer it on tpu" in printed
 
 
+def test_explain_takes_the_words_of_a_run(capsys):
+    words = ("olmoe-tiny", "num_experts=32", "expert_parallelism=4", "ragged_gather_fallback=true", "use_ragged_sort=true")
+    assert explain(words, hardware="v6e") == 0
+    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert re.search(r"ragged_gather, forward: .*?● xla .*? ragged_gather, backward: .*?● sparsecore", said)
+    assert "rhs[32,32,64]" in said
+
+
 def test_explain_speaks_of_a_backend_whose_kernels_do_not_run_here(capsys):
     assert explain(shape="T=64,D=24,F=40,E=4,K=2", hardware="v6e", moe_backend="pallas") == 0
     assert "● pallas_tpu" in capsys.readouterr().out

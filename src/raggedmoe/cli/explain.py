@@ -96,13 +96,13 @@ def explain(
 def settings_model(words: tuple[str, ...], chip: Hardware) -> ModelConfig:
     """The model that the words of `raggedmoe train` describe, on that chip."""
     try:
-        from raggedmoe.train.config import make_model, make_plan
+        from raggedmoe.train.config import make_model, make_plan, on_one_device
         from raggedmoe.train.settings import in_keys, parse_settings
     except ImportError as error:
         raise ValueError(f"settings are read by more packages ({error}): pip install 'raggedmoe[train]'") from None
     try:
         settings = parse_settings(words)
-        return make_model(settings, chip, make_plan(settings, settings.num_devices))
+        return on_one_device(make_model(settings, chip, make_plan(settings, settings.num_devices)))
     except ValueError as error:
         raise ValueError(in_keys(str(error))) from error
 
