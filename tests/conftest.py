@@ -4,11 +4,13 @@ With QUICK_COMPILE=1, as `make test` sets it for all but the tests marked `as_sh
 time and compute the same: without LLVM's effort, and with two tile sizes where the CPU's kernels have eleven.
 """
 
+import functools
 import gc
 import importlib.metadata
 import itertools
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 QUICKLY = os.environ.get("QUICK_COMPILE") == "1"
@@ -27,14 +29,30 @@ _certificates = tempfile.TemporaryDirectory(prefix="raggedmoe-certificates-")
 os.environ["RAGGEDMOE_CERTIFICATES"] = _certificates.name
 
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType  # noqa: E402
-from jaxtyping import install_import_hook  # noqa: E402
 
-from tests.shares import share_of  # noqa: E402
+from tests.shares import covering, share_of  # noqa: E402
 
-install_import_hook("raggedmoe", "beartype.beartype")
+# Where shapes are annotated they are checked. Elsewhere it would cost every function of a module, and every call, time;
+# and functions inside others, which would be decorated anew whenever they are made, some milliseconds each.
+SOURCES = Path(__file__).parent.parent / "src"
+SHAPED = [path for path in sorted(SOURCES.rglob("*.py")) if "from jaxtyping import" in path.read_text()]
+checked = jaxtyping.jaxtyped
+
+
+def jaxtyped(*, typechecker: Callable) -> Callable:
+    """What jaxtyping's import hook decorates with."""
+    check = functools.partial(checked, typechecker=typechecker)
+    return lambda function: function if "<locals>" in function.__qualname__ else check(function)
+
+
+jaxtyping.jaxtyped = jaxtyped
+jaxtyping.install_import_hook(
+    [".".join(path.relative_to(SOURCES).with_suffix("").parts) for path in SHAPED], "beartype.beartype"
+)
 
 if QUICKLY:
     from raggedmoe.kernels.grouped_matmul import cpu
@@ -42,6 +60,10 @@ if QUICKLY:
     # Each size is a loop of its own in every matmul, and is compiled. The first is still the whole tiles', and the
     # second the rest's.
     cpu.TILE_SIZES, cpu.TRANSPOSED_TILE_SIZES = (64, 8), (64, 16)
+
+# Every operation of a lowered program would carry the whole stack of Python's frames, pytest's among them. Processes
+# that tests start keep them: libtpu names a kernel's regions by them.
+jax.config.update("jax_include_full_tracebacks_in_locations", False)
 
 # An operand whose rank grows by itself hides a missing axis.
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -57,13 +79,20 @@ gc.set_threshold(100_000, 20, 50)
 
 @pytest.hookimpl(trylast=True)  # after -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """TEST_SHARE=1/2 leaves out what is in the other share."""
-    share = os.environ.get("TEST_SHARE")
-    if share:
-        divided = [item.nodeid for item in items if not item.get_closest_marker("both_ends")]
-        others = set(divided) - share_of(divided, share)
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
-        items[:] = [item for item in items if item.nodeid not in others]
+    """With TEST_SHARE=1/2 leave out every test's cases of the other share, without it most of a quick `product`."""
+    divided = [item.nodeid for item in items if is_divided(item)]
+    if "TEST_SHARE" in os.environ:
+        others = set(divided) - share_of(divided, os.environ["TEST_SHARE"])
+    else:
+        others = set(divided) - covering(divided)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
+    items[:] = [item for item in items if item.nodeid not in others]
+
+
+def is_divided(item: pytest.Item) -> bool:
+    if item.get_closest_marker("product"):
+        return QUICKLY or "TEST_SHARE" in os.environ
+    return "TEST_SHARE" in os.environ and not item.get_closest_marker("both_ends")
 
 
 def pytest_unconfigure() -> None:

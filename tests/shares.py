@@ -1,7 +1,7 @@
 """The cases of parametrized tests, shared out between several runs of the tests.
 
 `.ci/run` tests both ends of the range of JAX. Every test runs at both; of its cases, unless it is marked `both_ends`,
-each runs at one.
+each runs at one. `make test` by itself runs a few cases of what is marked `product`, and all of the rest.
 """
 
 import zlib
@@ -14,7 +14,7 @@ def function_of(name: str) -> str:
 
 
 def share_of(names: Iterable[str], share: str) -> set[str]:
-    """Those of the names that are in the share, `1/2` or `2/2`; a test that has no cases is in both.
+    """Those of the names that are in the share, `1/2` or `2/2`; every test has a case in each, if need be the same.
 
     In an order that has nothing to do with the parameters': every second one may be every one in bfloat16.
     """
@@ -27,5 +27,23 @@ def share_of(names: Iterable[str], share: str) -> set[str]:
     found = set()
     for same_test in cases.values():
         mixed = sorted(same_test, key=lambda name: (zlib.crc32(name.encode()), name))
-        found.update(mixed if len(mixed) < parts else mixed[part - 1 :: parts])
+        found.update(mixed[(part - 1) % len(mixed) :: parts])
     return found
+
+
+def covering(names: Iterable[str]) -> set[str]:
+    """Few of a test's cases in which every word of their names occurs: always the next with most words that are new."""
+    cases = defaultdict(list)
+    for name in names:
+        cases[function_of(name)].append(name)
+    return set().union(*map(_covering, cases.values()))
+
+
+def _covering(same_test: list[str]) -> set[str]:
+    words = {name: set(name.rpartition("[")[2].rstrip("]").split("-")) for name in same_test}
+    chosen, missing = set(), set().union(*words.values())
+    while missing:
+        best = max(same_test, key=lambda name: len(words[name] & missing))
+        chosen.add(best)
+        missing -= words[best]
+    return chosen

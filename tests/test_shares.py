@@ -1,6 +1,6 @@
 import pytest
 
-from tests.shares import function_of, share_of
+from tests.shares import covering, function_of, share_of
 
 CASES = {"a.py::alone": 1, "a.py::pair": 2, "a.py::odd": 5, "b.py::many": 64}
 NAMES = [f"{test}[{dtype}-{i}]" for test, n in CASES.items() for i, dtype in zip(range(n), ("f32", "bf16") * n)]
@@ -11,6 +11,17 @@ def test_every_test_is_in_both_shares_and_every_case_in_one():
     assert first | second == set(NAMES)
     assert first & second == {"a.py::alone[f32-0]"}
     assert {function_of(name) for name in first} == {function_of(name) for name in second} == set(CASES)
+
+
+def test_a_few_cases_have_every_word():
+    names = [f"a.py::t[{x}-{y}-z]" for x in ("one", "two", "three") for y in ("cpu", "xla")] + ["a.py::alone"]
+    found = covering(names)
+    assert "a.py::alone" in found
+    assert len(found) == 4
+    assert {word for name in found for word in name.partition("[")[2].rstrip("]").split("-")} >= {
+        *("one", "two", "three", "cpu", "xla", "z")
+    }
+    assert covering(names) == found
 
 
 def test_shares_do_not_follow_a_parameter():

@@ -110,11 +110,11 @@ def test_on_the_host_a_call_is_lowered_and_its_products_are_counted(monkeypatch,
 
 
 def test_on_the_host_a_tiny_training_step_is_lowered(monkeypatch, capsys):
-    words = ("model", "deepseek-v3-tiny", "per_device_batch_size=2", "max_target_length=32")
-    code, out, _ = run(monkeypatch, capsys, *words, "--topology", "cpu", "--layers", "2", "--json")
+    words = ("model", "mixtral-tiny", "per_device_batch_size=2", "max_target_length=32")
+    code, out, _ = run(monkeypatch, capsys, *words, "--topology", "cpu", "--layers", "1", "--json")
     assert code == 0
     (found,) = json.loads(out)
-    assert found["products"]["executed"] >= found["products"]["written"] > 40
+    assert found["products"]["executed"] >= found["products"]["written"] > 20
     assert found["argument_bytes"] > 0
     assert {"attention", "grouped_matmul"} <= {kernel["operation"] for kernel in found["kernels"]}
 

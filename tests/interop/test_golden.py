@@ -76,6 +76,7 @@ def test_logits_agree_with_transformers(case):
     np.testing.assert_allclose(found, case.expected["logits"], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.product
 @every_family
 def test_greedy_generation_agrees_with_transformers(case):
     np.testing.assert_array_equal(case.generated[:1], case.expected["greedy"])

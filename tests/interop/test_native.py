@@ -27,6 +27,7 @@ def native(tmp_path, golden_model):
     return tmp_path / "native"
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_saved_model_is_loaded_bit_for_bit_from_several_files(name, dtype, tmp_path):

@@ -29,13 +29,16 @@ def fp4_value(nibble):
     return sign * (mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1))
 
 
+FP8_VALUES = np.asarray([fp8_value(byte) for byte in range(256)], np.float32)
+
+
 def fp8_matrix(stored_bytes, factors, block):
     rows, columns = stored_bytes.shape
     out = np.empty((rows, columns), np.float32)
     for i in range(rows):
-        for j in range(columns):
-            value = np.float32(fp8_value(int(stored_bytes[i, j])))
-            out[i, j] = value * factors[i // block[0], j // block[1]]
+        for first in range(0, columns, block[1]):
+            part = slice(first, first + block[1])
+            out[i, part] = FP8_VALUES[stored_bytes[i, part]] * factors[i // block[0], first // block[1]]
     return out.astype(ml_dtypes.bfloat16)
 
 

@@ -48,6 +48,7 @@ def tiny():
     return model
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "layout", "dtype"), WAYS)
 def test_a_saved_model_is_loaded_bit_for_bit_from_several_files(name, layout, dtype, tiny, tmp_path):
     model = tiny(name, dtype)
@@ -58,6 +59,7 @@ def test_a_saved_model_is_loaded_bit_for_bit_from_several_files(name, layout, dt
     assert loaded.config.param_dtype == dtype
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", TINY)
 def test_a_saved_model_has_the_same_settings_when_loaded(name, tiny, tmp_path):
     model = tiny(name)

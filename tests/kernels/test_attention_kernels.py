@@ -41,6 +41,7 @@ def both_directions(module, example, **how):
     return {name: array for name, array in named if array is not None}
 
 
+@pytest.mark.product
 @PROVEN_HERE
 @pytest.mark.parametrize(
     ("name", "dtype"),

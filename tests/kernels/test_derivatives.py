@@ -48,6 +48,7 @@ def numpy_slope(name, point, direction, along):
     return (total(1e-5) - total(-1e-5)) / 2e-5
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "implementation"), FAST)
 def test_the_gradient_of_a_gradient_agrees_with_numpys_slopes(name, implementation):
     with jax.enable_x64(True):

@@ -56,16 +56,17 @@ def beyond_rounding(function, example):
 
 
 # `test_interpreted` runs the implementation, whose backward pass is up to nine kernels more. Here XLA's matmuls stand
-# in for those, so that there is time for every call. The short suite has every fifth, in one of the types by turns.
+# in for those, so that there is time for every call. The short suite has every tenth, in one of the types by turns.
 CASES = [
     pytest.param(
-        spec, dtype, id=f"{spec.name}-{dtype}", marks=[pytest.mark.slow] if place % 5 or (place + turn) % 2 else []
+        spec, dtype, id=f"{spec.name}-{dtype}", marks=[pytest.mark.slow] if place % 10 or (place + turn) % 2 else []
     )
     for place, spec in enumerate(SMALL)
     for turn, dtype in enumerate(("float32", "bfloat16"))
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("spec", "dtype"), CASES)
 def test_values_agree_with_the_reference_and_gradients_go_through(spec, dtype):
     example = spec.example(dtype)
@@ -97,7 +98,8 @@ def cut(total, groups, seed):
 def test_groups_that_share_packs_tiles_and_parts_agree_with_the_reference(dtype):
     """Groups of one to seven rows in one pack; a group of several tiles; then random ones. One compiled program."""
     function = with_tiles(SMALL_TILES[dtype], "silu", xla)
-    for sizes in [(3, 1, 0, 7, 2), (0, 5, 131, 0, 1), (150, 0, 0, 0, 0), cut(150, 5, 0), cut(150, 5, 1)]:
+    drawn = [cut(150, 5, 0)] if dtype == "bfloat16" else [(150, 0, 0, 0, 0), cut(150, 5, 0), cut(150, 5, 1)]
+    for sizes in [(3, 1, 0, 7, 2), (0, 5, 131, 0, 1), *drawn]:
         make = functools.partial(specs._make, sizes=sizes, spare=150 - sum(sizes), width=300, hidden=300)
         example = make(np.random.default_rng(0), jnp.dtype(dtype))
         with tpu_interpreter():
@@ -165,6 +167,7 @@ def test_a_checked_shard_map_lowers_it_for_a_tpu(abstract_mesh):
     assert "tpu_custom_call" in lowered.as_text()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation_lowers_for_a_tpu(activation):
     """Mosaic has not every function that the interpreter has."""

@@ -116,6 +116,7 @@ HALF_STEPS = dataclasses.replace(SMALL, cut=RowSteps(rows=64, step=16, smallest=
 IN_PARTS = dataclasses.replace(SMALL, cut=dataclasses.replace(SMALL.cut, paired=False), inner=128, matrix_slots=2)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("small", "inner"),
     [

@@ -80,6 +80,7 @@ def compare_with_numpy(name, implementation, dtype):
         np.testing.assert_allclose(value, expected[quantity], rtol=2e-5, atol=2e-5, err_msg=f"{quantity} of {dtype}")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "implementation"), ALL)
 def test_integers_of_every_type_are_taken_by_value(name, implementation):
     for dtype in NO_ROW:
@@ -88,6 +89,7 @@ def test_integers_of_every_type_are_taken_by_value(name, implementation):
 
 
 # They become int32 before an implementation is called: one of each operation shows it.
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "implementation"), [(name, on_cpu(name)[0]) for name in OPERATIONS])
 def test_integers_of_64_bits_are_taken_by_value(name, implementation):
     with jax.enable_x64(True):
@@ -173,6 +175,7 @@ def test_bounds_of_sizes_that_cannot_be(sizes, num_rows):
 IMPOSSIBLE = ([2, -1, 2], [2, 2**31 - 1, 2], [-5, 4, 9], [2**31 - 1, 2**31 - 1, 2**31 - 1])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "implementation"), [c for c in ALL if c[0] in ("grouped_matmul", "expert_ffn")])
 def test_traced_sizes_that_cannot_be_mean_the_same_everywhere(name, implementation):
     rng = np.random.default_rng(0)

@@ -42,7 +42,9 @@ KERNELS = [
     for implementation in implementations(name).values()
     if interpreted_chips(implementation) and implementation.name not in on_cpu(name)
 ]
-EVERY = 30  # of a kernel's cases, one in so many is quick: one of each kernel, or two
+# Of a kernel's cases, one in so many is quick: one of each kernel, or two. The ten kernels of a fused expert and of its
+# gradients take twelve seconds: `test_expert_ffn_pallas_tpu` has the first of them, with XLA's matmuls for the others.
+EVERY = 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ def cases():
                 dtype,
                 chip,
                 id=f"{name}-{implementation.name}-{spec.name}-{dtype}-{chip}",
-                marks=[] if (place + 4 * number) % EVERY == 0 else [pytest.mark.slow],
+                marks=[] if (place + 4 * number) % EVERY == 0 and name != "expert_ffn" else [pytest.mark.slow],
             )
 
 
@@ -119,6 +121,7 @@ def random_groups(rng, dtype, *, cuts) -> Example:
     return grouped_matmul_specs._make(rng, dtype, sizes=sizes, inner=24, out=40, spare=spare, offset=1, groups=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "implementation",
     [

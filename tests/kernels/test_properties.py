@@ -155,6 +155,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "implementation"), FAST)
 def test_any_ragged_call_agrees_with_numpy(name, implementation, times):

@@ -53,6 +53,7 @@ def over_checkpoint(function, arrays):
 
 
 # The checkpointed scan is the plain one and more.
+@pytest.mark.product
 @pytest.mark.parametrize("transform", [over_vmap, pytest.param(over_scan, marks=pytest.mark.slow), over_checkpoint])
 @pytest.mark.parametrize(("name", "implementation"), FAST)
 def test_transformed_batch_agrees_with_numpy_one_by_one(name, implementation, transform):
@@ -70,6 +71,7 @@ def test_transformed_batch_agrees_with_numpy_one_by_one(name, implementation, tr
         assert beyond_rounding(name, example, {quantity: array[i] for quantity, array in found.items()}) == {}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "implementation"), FAST)
 def test_a_call_without_jit_agrees_with_numpy_and_is_compiled_once(name, implementation, compilations):
     example = spec_of(name).example("float32")
@@ -83,6 +85,7 @@ def test_a_call_without_jit_agrees_with_numpy_and_is_compiled_once(name, impleme
     assert compilations == []
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "implementation"), FAST)
 def test_repeated_calls_are_equal_bit_by_bit(name, implementation):
     example = spec_of(name).example("float32")
@@ -92,7 +95,14 @@ def test_repeated_calls_are_equal_bit_by_bit(name, implementation):
     }
 
 
-@pytest.mark.parametrize(("name", "implementation"), FAST)
+# A CPU has no float16: the loops of chunked attention take it ten seconds.
+FLOAT16 = [
+    pytest.param(*case, id="-".join(case), marks=[pytest.mark.slow] if case[1] == "chunked" else []) for case in FAST
+]
+
+
+@pytest.mark.product
+@pytest.mark.parametrize(("name", "implementation"), FLOAT16)
 def test_float16_is_accepted_and_kept(name, implementation):
     example = spec_of(name).example("float16")
     found = run(name, example, implementation)
@@ -100,6 +110,7 @@ def test_float16_is_accepted_and_kept(name, implementation):
     assert beyond_rounding(name, example, found) == {}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "implementation"), FAST)
 def test_float64_is_accepted_and_kept(name, implementation):
     with jax.enable_x64(True):
@@ -120,6 +131,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "forward", "backward"), MIXED)
 def test_forward_and_backward_of_two_implementations_agree_with_numpy(name, forward, backward):
     example = spec_of(name).example("float32")
@@ -171,6 +183,7 @@ def test_a_traced_group_offset_gives_the_rows_of_the_groups_held(implementation)
     assert some._cache_size() == 1
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
 @pytest.mark.parametrize("implementation", on_cpu("expert_ffn"), ids="expert_ffn-{}".format)
 def test_a_mesh_of_either_axis_type_is_accepted(implementation, axis_type):

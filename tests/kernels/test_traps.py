@@ -34,6 +34,7 @@ def example_of(name, spec_name, dtype="float32"):
     return next(spec for spec in operation(name).specs if spec.name == spec_name).example(dtype)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("spec", ["plain", "every-expert", "range"])
 @pytest.mark.parametrize("implementation", on_cpu("ragged_gather_reduce"))
 def test_trap_01_combine_weights_get_their_gradient(implementation, spec):
@@ -54,6 +55,7 @@ PAST_THE_END = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize(("name", "implementation"), ALL)
 def test_trap_02_rows_past_the_end_are_zero_and_reach_nothing(name, implementation, dtype):
@@ -69,6 +71,7 @@ def test_trap_02_rows_past_the_end_are_zero_and_reach_nothing(name, implementati
     )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "implementation"), [case for case in ALL if case[0] in WITH_GROUPS])
 def test_trap_03_empty_groups_have_zero_weight_gradients(name, implementation):
     example = example_of(name, {"grouped_matmul": "empty-groups", "expert_ffn": "biases"}[name])
@@ -94,6 +97,7 @@ EXACT = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "implementation"), ALL)
 def test_trap_05_no_implementation_narrows_float32(name, implementation):
     arrays, options = EXACT[name]
@@ -164,6 +168,7 @@ WIDE = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "chip", ["h100", "tpu7x", *(pytest.param(chip, marks=pytest.mark.slow) for chip in ("cpu", "v5e"))]
 )
@@ -201,7 +206,7 @@ def test_trap_14_the_implementation_under_test_is_the_one_that_runs(name, implem
     assert [s.chosen for s in selections] == [implementations(name)[implementation]] * 2
 
 
-@pytest.mark.as_shipped
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "implementation"), [case for case in FAST if case[0] in WITH_GROUPS])
 def test_trap_18_many_tiles_in_a_group_are_all_complete(name, implementation):
     rng = np.random.default_rng(0)

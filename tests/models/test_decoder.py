@@ -53,8 +53,8 @@ SOME_NAMES = ("moe_up", "attn_out")
 @pytest.fixture(scope="module")
 def by_remat():
     """Compiled value and gradients of one model for each choice of what is kept for the backward pass."""
-    config = with_einsum_experts(tiny("mixtral-tiny", num_layers=8, attention_implementation="dot_product"))
-    params, ids = drawn_params(config), drawn_ids(config, 2, 256)
+    config = with_einsum_experts(tiny("mixtral-tiny", num_layers=4, attention_implementation="dot_product"))
+    params, ids = drawn_params(config), drawn_ids(config, 2, 128)
 
     def compiled(remat):
         loss = loss_of(dataclasses.replace(config, remat=remat), ids)
@@ -79,6 +79,7 @@ def test_keeping_less_takes_less_memory(by_remat):
 
 
 # Everything recomputed is the simpler of the two, and the model above has it.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "remat", [("attn_proj_out", "kv_a", "moe_up", "moe_down"), pytest.param("full", marks=pytest.mark.slow)]
 )
@@ -92,6 +93,7 @@ def test_gradients_of_latent_attention_and_further_predictions_are_the_same_reco
     assert_same_gradients(gradients, plain_gradients, 64)
 
 
+@pytest.mark.slow
 def test_gradients_through_the_ragged_kernels_are_the_same_when_recomputed():
     config = tiny("mixtral-tiny", remat=("moe_up",))
     params, ids = drawn_params(config), drawn_ids(config, 2, 24)
@@ -137,6 +139,7 @@ def test_hash_routing_gets_the_tokens_ids():
     assert sorted(load[0].tolist()) == [0] * 12 + [8] * 4  # one token's experts, and no others
 
 
+@pytest.mark.slow
 def test_the_attention_kernel_changes_neither_value_nor_gradient():
     config = with_einsum_experts(tiny("gpt-oss-tiny", num_layers=2))
     params, ids = drawn_params(config), drawn_ids(config, 2, 40)

@@ -11,6 +11,7 @@ from raggedmoe.kernels.registry import recorded_selections
 from .on_mesh import mesh_of
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("degrees", [None, {"expert": 2}])
 def test_from_the_second_call_on_nothing_is_compiled(degrees, compilations):
     mesh = None if degrees is None else mesh_of(**degrees)

@@ -145,8 +145,15 @@ def test_a_tpus_backend_computes_the_experts_with_its_kernel(backend):
     assert {found.chosen.name for found in selections if found.call.operation == "grouped_matmul"} == {chosen}
 
 
-@pytest.mark.parametrize("factor", [0.4, 0.8])
-@pytest.mark.parametrize("weigh", ["input", "output"])
+@pytest.mark.parametrize(
+    ("weigh", "factor"),
+    [
+        ("input", 0.4),
+        ("output", 0.8),
+        pytest.param("input", 0.8, marks=pytest.mark.slow),
+        pytest.param("output", 0.4, marks=pytest.mark.slow),
+    ],
+)
 def test_rows_that_fit_the_capacity_are_exact_and_the_others_add_nothing(x64, weigh, factor):
     config = moe_config(
         {"weigh": weigh, **LOSSES}, strategy="capacity", capacity_factor=factor, experts=EXPERTS, experts_per_token=3
@@ -233,6 +240,7 @@ def test_gradient_survives(wrap):
     assert_close(jax.jit(jax.grad(wrap(loss)))(x), expected["x"])
 
 
+@pytest.mark.slow
 def test_scan_over_layers_is_their_composition(x64):
     config = moe_config(LOSSES)
     stack = [random_params(config, seed) for seed in range(3)]
@@ -275,6 +283,7 @@ def test_split_and_merge_give_the_same_layer():
     np.testing.assert_array_equal(call(merged), call(layer))
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss():
     config = moe_config({**LOSSES, "selection_bias": True}, num_experts=4, experts=EXPERTS)
     layer = MoE(config, rngs=nnx.Rngs(0))

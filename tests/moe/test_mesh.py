@@ -180,6 +180,7 @@ def sent_by_kind(hlo):
     return {kind: traffic.num_bytes for kind, traffic in counts_of(hlo).collectives.items()}
 
 
+@pytest.mark.product
 @every_case
 def test_layer_is_that_of_one_device_and_sends_what_the_plan_says(case):
     config, plan = config_of(case), plan_of_case(case)
@@ -225,6 +226,7 @@ def expected_with_shared():
 
 
 # The gradients were exchanged where experts are split over D.
+@pytest.mark.product
 @pytest.mark.parametrize("tensor_split", [pytest.param("expert_dim", marks=pytest.mark.slow), "model_dim"])
 @pytest.mark.parametrize(
     ("strategy", "degrees"),
@@ -320,6 +322,7 @@ def quick_config(router, options):
     return moe_config(router, **SIZES, **options, **kernels)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("strategy", ["all_to_all", "ring"])
 def test_a_replay_that_names_an_expert_twice_is_refused_or_means_the_same_on_a_mesh(strategy):
     here, there = (moe_config(**SIZES, strategy=name, kernels=COMPILES_SOON) for name in ("local", strategy))
@@ -424,6 +427,7 @@ def test_the_worst_case_buffer_drops_nothing(strategy):
         assert_agrees(out, numpy_layer.layer(x, params, config, replay=experts))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
 def test_named_kernels_are_those_that_every_stage_calls(strategy):
     kernels = KernelChoice(ragged_gather="xla", ragged_gather_reduce="reference", grouped_matmul="reference")

@@ -37,6 +37,7 @@ def results(config, expert, value):
 
 
 # The kernels by themselves are tested too.
+@pytest.mark.product
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[pytest.mark.slow] if way in ("cpu", "expert_ffn") else []) for way in WAYS]
 )

@@ -124,7 +124,12 @@ OFTEN = [Way("ring", 1, "auto")]
 WHOLE = [way for way in WAYS if way.kernels in ("auto", "fused")]
 CASES += [(way, 4, name) for way in WHOLE for name in ("random", "some_masked")]
 # What another way has in common with these: width chunks are a loop around any kernel and any strategy.
-SELDOM = [Way("local", 2, "cpu"), Way("local", 1, "ragged_dot"), Way("ring", 2, "ragged_dot")]
+SELDOM = [
+    Way("local", 2, "cpu"),
+    Way("local", 1, "ragged_dot"),
+    Way("ring", 2, "ragged_dot"),
+    Way("all_to_all", 1, "fused"),
+]
 
 
 def is_slow(way, per_token):
@@ -214,7 +219,7 @@ across_ranks = pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
 
 
 @across_ranks
-@pytest.mark.parametrize("num_ranks", [1, 8])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_routing_is_that_of_one_device_on_any_number_of_ranks(num_ranks, strategy):
     config = moe_config(ROUTER, num_experts=8, experts_per_token=3, strategy=strategy)
     x, params = random_tokens(config, 16), random_params(config)

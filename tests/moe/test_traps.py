@@ -29,7 +29,9 @@ from .test_layer import axes_of
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-@pytest.mark.parametrize("backend", ["auto", "jax", "ragged_dot", "expert_ffn"])
+@pytest.mark.parametrize(
+    "backend", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("jax", "ragged_dot", "expert_ffn"))]
+)
 def test_trap_01_router_learns_from_the_task(backend):
     config = moe_config(moe_backend=backend)  # no balance loss: nothing else could give the router a gradient
     x, params, cotangent = random_tokens(config, 8), random_params(config), random_tokens(config, 8, seed=3)

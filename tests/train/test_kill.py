@@ -89,11 +89,13 @@ def check_kills(tmp_path: Path, expected: Path, steps: int, kills: int, seed: in
     assert (run / weights).read_bytes() == (expected / weights).read_bytes()
 
 
+@pytest.mark.slow
 def test_an_uninterrupted_run_has_every_step_once(uninterrupted):
     steps = [line["step"] for line in curve(uninterrupted(SHORT)) if line["kind"] == "train"]
     assert steps == list(range(1, SHORT + 1))
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_a_checkpoint_equals_the_uninterrupted_one_bit_for_bit(tmp_path, uninterrupted):
     """The first kill that this seed draws is in a checkpoint."""
     check_kills(tmp_path, uninterrupted(SHORT), SHORT, kills=1, seed=0)

@@ -147,15 +147,21 @@ def test_a_large_parameter_is_moved_between_hosts_in_few_parts(monkeypatch):
     assert moved_parts((10,), 4) == [slice(0, 10)]
 
 
-def test_an_evaluation_that_needs_more_than_a_step_counts(monkeypatch):
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(ONE_DEVICE, id="one", marks=pytest.mark.slow),
+        pytest.param(make_layout(Plan(degrees=Degrees(fsdp=4))), id="fsdp-4"),
+    ],
+)
+def test_an_evaluation_that_needs_more_than_a_step_counts(monkeypatch, layout):
     """With the optimizer's state beside it."""
     config = dataclasses.replace(WHOLE, model=dataclasses.replace(MODEL, num_layers=1, dense_layers=()))
     monkeypatch.setattr(programs_module, "_bytes_needed", lambda compiled, beside=0: beside or 1)
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: None)
-    for layout in (ONE_DEVICE, make_layout(Plan(degrees=Degrees(fsdp=4)))):
-        assert compile_programs(config, BATCH, None, layout).bytes_needed == 1
-        moments = state_bytes(config.model, layout.plan).moments
-        assert moments <= compile_programs(config, BATCH, BATCH, layout).bytes_needed <= 1.01 * moments
+    assert compile_programs(config, BATCH, None, layout).bytes_needed == 1
+    moments = state_bytes(config.model, layout.plan).moments
+    assert moments <= compile_programs(config, BATCH, BATCH, layout).bytes_needed <= 1.01 * moments
 
 
 def test_a_folder_that_a_process_does_not_see_is_refused(monkeypatch, tmp_path):
