@@ -194,6 +194,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _positive(self, "vocab_size", "num_layers", "model_dim", "max_length")
         check_activation(self.activation)
+        for name, kinds in {"attention": (GroupedQueryConfig, LatentConfig), "moe": (MoEConfig,)}.items():
+            if not isinstance(getattr(self, name), kinds):
+                expected = " or ".join(kind.__name__ for kind in kinds)
+                raise ValueError(f"expected {name} to be a {expected}, got {getattr(self, name)!r}")
         check_choice("attention", self.attention_implementation)
         if self.moe.model_dim != self.model_dim:
             raise ValueError(f"expected moe.model_dim to be model_dim={self.model_dim}, got {self.moe.model_dim}")
