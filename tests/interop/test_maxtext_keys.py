@@ -190,6 +190,10 @@ def test_jax_gpts_words_are_known():
         parse_settings(["--moe_fp8_weights"])
 
 
+def test_a_value_that_stands_for_any_default_is_a_value():
+    assert parse_settings(["dataset_path=*"]).values["dataset_path"] == ("*",)
+
+
 # Sizes
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from raggedmoe import interop
+from raggedmoe.interop import native as native_module
 from raggedmoe.models.presets import PRESETS
 from tests.interop.folders import (
     INDEX,
@@ -155,6 +156,18 @@ def test_of_many_missing_tensors_some_are_listed(native):
         interop.load(native)
     assert str(raised.value).count("\n") == 21
     assert "more" in str(raised.value)
+
+
+def test_as_many_missing_tensors_as_are_listed_leave_none_more(native, monkeypatch):
+    change_json(native / "raggedmoe.json", lambda value: value["config"].update(mtp_layers=1))
+    with pytest.raises(ValueError, match="missing") as raised:
+        interop.load(native)
+    num_missing = str(raised.value).count(": missing")
+    assert 1 < num_missing < 20
+    monkeypatch.setattr(native_module, "MOST_SHOWN", num_missing)
+    with pytest.raises(ValueError, match="missing") as again:
+        interop.load(native)
+    assert str(again.value) == str(raised.value)
 
 
 def test_the_description_says_the_axes_of_every_parameter(native, golden_model):

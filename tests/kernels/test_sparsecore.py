@@ -46,6 +46,22 @@ def launched_by(monkeypatch, launch):
         monkeypatch.setattr(module, "launch", launch)
 
 
+@pytest.mark.parametrize("width", [2048, 2880, 16_384])
+@pytest.mark.parametrize("chip", MEMORY_WORDS)
+def test_what_the_row_dots_hold_fits_a_subcores_memory(chip, width, monkeypatch):
+    """Rows that are wider than fit are moved in chunks: for v6e from a few thousand columns on."""
+    held = []
+
+    def launch(program, *, scratch, num_tiles, **options):
+        held.append(sum(np.prod(buffer.shape) for buffer in scratch if buffer.kind == "vector"))
+        return jnp.zeros((num_tiles * 8, LINE))
+
+    launched_by(monkeypatch, launch)
+    x, rows, valid = jnp.zeros((3, width)), jnp.zeros(5, jnp.int32), jnp.ones(5, bool)
+    sparsecore_dots_kernel.row_dots(x, rows, x, rows, valid, hardware=HARDWARE[chip])
+    assert 0 < held[0] <= MEMORY_WORDS[chip]
+
+
 @pytest.fixture
 def executed(monkeypatch):
     """Programs run in NumPy, on every subcore of the chip."""

@@ -160,7 +160,8 @@ def test_packed_documents_do_not_see_each_other():
     segments = jnp.asarray([[1] * 9 + [2] * 15], jnp.int32)
     positions = jnp.asarray([[*range(9), *range(15)]], jnp.int32)
     run = quick_jit(decode, static_argnums=2)
-    together = run(params, packed, config, segments=segments, positions=positions).hidden
+    # As the trainer calls it: every token of a document counts.
+    together = run(params, packed, config, segments=segments, mask=segments > 0, positions=positions).hidden
     # Two rows of a batch; what fills the shorter one up comes after it and is not seen.
     apart = run(params, jnp.stack([jnp.pad(first[0], (0, 6)), second[0]]), config).hidden
     np.testing.assert_allclose(together[0, :9], apart[0, :9], atol=2e-5)
@@ -177,7 +178,8 @@ def test_packed_documents_have_the_gradients_of_separate_ones():
 
     def together(params):
         packed = jnp.concatenate([first, second], axis=1)
-        return (decode(params, packed, config, segments=segments, positions=positions).hidden * weights).sum()
+        out = decode(params, packed, config, segments=segments, mask=segments > 0, positions=positions)
+        return (out.hidden * weights).sum()
 
     def apart(params):
         rows = decode(params, jnp.concatenate([first, second]), config).hidden

@@ -14,7 +14,7 @@ from raggedmoe.models.decoder import decode, logits
 from raggedmoe.models.flops import forward_flops, mean_visible_keys, train_flops
 from raggedmoe.models.presets import model_preset
 from raggedmoe.models.specs import is_trained, param_specs
-from raggedmoe.train import speed
+from raggedmoe.train import programs, speed
 from raggedmoe.train.fit import check_compiled_fit, check_fit, memory_bytes, state_bytes
 from raggedmoe.train.optimizer import OptimizerConfig, make_optimizer, wide
 from raggedmoe.train.speed import peak_flops
@@ -202,3 +202,11 @@ def test_the_peak_of_a_cpu_is_the_best_of_some_matmuls(monkeypatch):
     monkeypatch.setattr(speed, "time", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
     found = peak_flops(hardware_named("cpu"), jnp.dtype(jnp.float32))
     assert math.isclose(found, 2 * 10**3 / 2)
+
+
+def test_a_program_needs_its_arguments_results_and_temporaries_and_what_lies_beside_it():
+    """What is given up for a result, as a step's state is, is counted once."""
+    sizes = {"argument_size_in_bytes": 1000, "output_size_in_bytes": 200, "temp_size_in_bytes": 30}
+    found = types.SimpleNamespace(**sizes, alias_size_in_bytes=100)
+    assert programs._bytes_needed(types.SimpleNamespace(memory_analysis=lambda: found), beside=4) == 1134
+    assert programs._bytes_needed(types.SimpleNamespace(memory_analysis=lambda: None)) is None
