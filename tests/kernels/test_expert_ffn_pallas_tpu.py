@@ -4,6 +4,7 @@ The interpreter runs a chip's two cores one after the other.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -262,3 +263,13 @@ def test_a_chip_without_figures_is_refused():
     unknown = Hardware(name="tpu:TPU v9", platform="tpu")
     with pytest.raises(CannotRunError, match="does not fit the VMEM of tpu:TPU v9"):
         select(call_of((64, 4, 64, 64), jnp.dtype("float32")), "pallas_tpu", unknown)
+
+
+def test_the_kernels_gelu_is_that_of_the_error_function():
+    """By Python's own erf; a kernel has no erfc, by which JAX writes it: 1 + erf is rounded to a part of 1."""
+    gate, up = np.linspace(-6, 6, 49, dtype=np.float32), np.linspace(2, -1, 49, dtype=np.float32)
+    expected = np.asarray([0.5 * x * (1 + math.erf(x / math.sqrt(2))) for x in gate.astype(float)])
+    bound = 4 * np.finfo(np.float32).eps * np.abs(gate)
+    assert (np.abs(np.asarray(pallas_tpu_kernel._gelu(jnp.asarray(gate), None)) - expected) <= bound).all()
+    found = np.asarray(pallas_tpu_kernel._gelu(jnp.asarray(gate), jnp.asarray(up)))
+    assert (np.abs(found - expected * up) <= bound * np.abs(up)).all()

@@ -1,6 +1,7 @@
 """Integers of every type mean their values: none wraps around, and none that is out of range is brought into it."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from raggedmoe.kernels.arrays import int32, scalar
 from raggedmoe.kernels.attention.operands import segment_numbers
 from raggedmoe.kernels.catalog import operation
 from raggedmoe.kernels.example import Example
+from raggedmoe.kernels.grouped_matmul import cpu, xla
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
 from raggedmoe.kernels.registry import OPERATIONS
 from raggedmoe.moe.router import checked_replay
@@ -194,3 +196,14 @@ def test_traced_sizes_that_cannot_be_mean_the_same_everywhere(name, implementati
             np.testing.assert_allclose(
                 found, expected[quantity], rtol=1e-5, atol=1e-5, err_msg=f"{quantity} of {sizes}"
             )
+
+
+@pytest.mark.parametrize("module", [cpu, xla], ids=["cpu", "xla"])
+def test_the_weights_gradient_of_groups_that_begin_further_on_is_that_of_their_rows(module):
+    """Experts of a later rank: rows before the first group are another's."""
+    rng = np.random.default_rng(0)
+    lhs, rhs = rng.standard_normal((9, 4)).astype(np.float32), rng.standard_normal((9, 3)).astype(np.float32)
+    bounds = [2, 5, 5, 8]
+    expected = [lhs[first:last].T.astype(float) @ rhs[first:last] for first, last in itertools.pairwise(bounds)]
+    found = module.transposed(jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(bounds, jnp.int32))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from raggedmoe import Decoder, interop
+from raggedmoe.models import generate as generate_module
 from raggedmoe.models.cache import empty_cache
 from raggedmoe.models.decoder import decode, logits, predict_further
 from raggedmoe.models.generate import generate
@@ -349,3 +350,19 @@ def test_ids_and_segments_of_few_bits_mean_their_values_and_an_eager_decoder_is_
         assert (few.hidden == expected)[mask].all()
         found = gradient(params, ids.astype(dtype))["embedding"]
         assert (found == slopes["embedding"]).all()
+
+
+@pytest.mark.parametrize(("lengths", "new"), [((3, 70), 1), ((3, generate_module.BUCKET - 1), 5), ((3, 5), 300)])
+def test_a_cache_has_room_for_the_longest_prompt_and_all_new_tokens(monkeypatch, lengths, new):
+    class Made(Exception):
+        pass
+
+    def empty_cache(config, num_texts, length):
+        raise Made(length)
+
+    monkeypatch.setattr(generate_module, "empty_cache", empty_cache)
+    config = tiny("mixtral-tiny", max_length=512)
+    model = Decoder(config, params=drawn_params(config))
+    with pytest.raises(Made) as made:
+        next(generate(model, [[1] * length for length in lengths], max_new_tokens=new))
+    assert made.value.args[0] >= max(lengths) + new

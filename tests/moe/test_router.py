@@ -239,6 +239,13 @@ def test_balanced_loads_differ_by_one_at_most(num_tokens, masked):
     assert int(load.max() - load.min()) <= 1
 
 
+def test_balanced_routing_begins_with_the_first_expert_and_goes_round_over_tokens_that_count():
+    config = einsum_config({"selection": "balanced"}, num_experts=7, experts_per_token=3)
+    mask = jnp.asarray([True, False, True, True])
+    experts = run_layer(random_tokens(config, 4), random_params(config), config, mask=mask).experts
+    np.testing.assert_array_equal(experts, [[0, 1, 2], [7, 7, 7], [3, 4, 5], [6, 0, 1]])
+
+
 def test_hash_gives_equal_ids_equal_experts():
     config = einsum_config({"selection": "hash"}, experts_per_token=3)
     ids = jnp.asarray([3, 9, 3, 2**30, 9])

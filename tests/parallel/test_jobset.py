@@ -253,3 +253,10 @@ def test_hosts_need_no_shared_disk_for_a_run_without_checkpoints(monkeypatch, ca
     assert code == 0
     assert json.loads(out)["kind"] == "JobSet"
     assert "after a failure the run begins anew" in error
+
+
+@pytest.mark.parametrize(
+    ("topology", "blocks"), [("tpu7x:4x8x8", 4), ("tpu7x:4x4x4", 1), ("tpu7x:2x4x4", 0), ("v6e:8x8", 0)]
+)
+def test_a_slice_is_made_of_whole_blocks_where_no_side_is_shorter_than_one(topology, blocks):
+    assert slice_named(topology).num_blocks == blocks

@@ -222,3 +222,27 @@ def test_each_process_is_told_its_place_and_one_number_of_devices():
 def test_a_run_that_cannot_be_started_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         LocalRun(command=("x",), **options)
+
+
+class Saving:
+    """A process that ends with code 75 a while after it was asked to stop, and is not to be sent anything more."""
+
+    process, silent = 0, False
+
+    def __init__(self, seconds):
+        self.until, self.sent = time.monotonic() + seconds, []
+
+    @property
+    def code(self):
+        return 75 if time.monotonic() > self.until else None
+
+    def send(self, number):
+        self.sent.append(number)
+
+
+@pytest.mark.parametrize(("asked", "sent"), [([signal.SIGTERM], []), ([signal.SIGTERM] * 2, [signal.SIGTERM])])
+def test_processes_that_save_are_waited_for_until_they_are_asked_to_stop_again(monkeypatch, asked, sent):
+    monkeypatch.setattr(launcher, "BY_THEMSELVES", 0.05)
+    child = Saving(0.4)
+    assert launcher._watched([child], grace=5.0, asked=asked) is None
+    assert child.sent == sent

@@ -272,6 +272,7 @@ def test_a_wrong_token_is_refused(monkeypatch):
 
 def listens_at(host):
     hub = Hub(num_processes=2, token=TOKEN, host=host, lost=print)
+    assert hub._thread.daemon  # a process that ends without closing it does not wait for it
     with contextlib.closing(hub):
         return {server.getsockname()[0] for server in hub._servers}
 

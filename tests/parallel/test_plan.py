@@ -8,6 +8,8 @@ from jax.sharding import PartitionSpec as P
 from raggedmoe.mesh import AXES
 from raggedmoe.models.presets import model_preset
 from raggedmoe.models.specs import param_specs
+from raggedmoe.moe.config import MoEConfig
+from raggedmoe.parallel.collectives import Step, least_sent
 from raggedmoe.parallel.degrees import Degrees, resolved
 from raggedmoe.parallel.plan import Plan
 from raggedmoe.params import ParamSpec
@@ -91,3 +93,15 @@ def test_the_parts_of_every_parameter_are_as_large_as_the_plan_says(name):
     for name, spec in specs.items():
         part = shardings[name].shard_shape(spec.shape)
         assert np.prod(part) * np.dtype(spec.dtype).itemsize == planned[name]
+
+
+@pytest.mark.parametrize("strategy", ["all_to_all", "ring", "capacity"])
+def test_the_least_that_a_device_sends_by_hand(strategy):
+    """Four ways (rows there and back, and both gradients), for 64 tokens of 2 sequences on each of 4 ranks."""
+    factor = {"capacity_factor": 1.5} if strategy == "capacity" else {}
+    config = MoEConfig(num_experts=8, experts_per_token=2, model_dim=16, expert_dim=4, strategy=strategy, **factor)
+    step = Step(num_tokens=64, num_sequences=2, dtype="bfloat16", ragged=True)
+    row = 16 * 2
+    slots = 8 * 2 * int(32 * 2 / 8 * 1.5)  # of each expert in each sequence
+    expected = {"all_to_all": 64 * 2 * row * 3 / 4, "ring": 64 * row * 3, "capacity": slots * row * 3 / 4}
+    assert least_sent(config, Plan(degrees=Degrees(expert=4)), step) == 4 * expected[strategy]
