@@ -126,6 +126,7 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
         (["remat=everything"], "unknown remat name 'everything'"),
         (["remat=full,query"], "unknown remat name 'full'"),
         (["keep_last=0"], "expected at least 1"),
+        (["line_period=0"], "expected line_period >= 1, got 0"),
         (["checkpoint_period=0"], "expected checkpoint_period >= 1, got 0"),
         (["eval_interval=-2"], "expected eval_interval >= 0, got -2"),
         (["sparse_matmul=true", "capacity_factor=1.25"], "the sparse matmul drops no token"),
@@ -337,6 +338,17 @@ def test_slots_of_a_capacity_factor_can_be_on_several_devices():
     assert (moe.strategy_name, moe.capacity_factor, moe.ragged_buffer_factor) == ("capacity", 1.5, None)
     for word in ("ragged_buffer_factor=2", "expert_strategy=ring"):
         assert any(note.startswith(f"{word}: changes nothing") for note in config.notes)
+
+
+def test_a_longer_schedule_makes_no_longer_run():
+    config = configured("olmoe-tiny", "steps=3", "learning_rate_schedule_steps=100", "warmup_steps_fraction=0.5")
+    assert (config.run.steps, config.step.optimizer.steps, config.step.optimizer.warmup_steps) == (3, 100, 50)
+
+
+@pytest.mark.parametrize(("steps", "period"), [(20, 1), (21, 10)])
+def test_a_short_run_prints_every_step(steps, period):
+    assert configured(f"steps={steps}").run.line_period == period
+    assert configured(f"steps={steps}", "line_period=7").run.line_period == 7
 
 
 def test_devices_that_stay_idle_are_mentioned():

@@ -93,7 +93,7 @@ def train(
         hardware = target_hardware()
         config = make_config(settings, hardware, jax.device_count())
         console = None if jax.process_index() == 0 else Console(quiet=True)  # of several processes one talks
-        screen = Screen(config.step.optimizer.steps, config.run.line_period, console)
+        screen = Screen(config.run.steps, config.run.line_period, console)
         if made and hardware.platform == "cpu":
             each = "in each process, " if jax.process_count() > 1 else ""
             screen.say(f"made {made} host devices of this CPU, {each}as the degrees ask for so many")

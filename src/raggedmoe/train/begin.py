@@ -42,7 +42,7 @@ def headline(config: TrainConfig, data: Data, hardware: Hardware) -> str:
         f", {model.moe.experts_per_token} of {model.moe.num_experts} experts in {len(model.moe_layers)} of "
         f"{model.num_layers} layers; {np.dtype(model.dtype).name} on {devices}, JAX {compat.JAX_VERSION}\n"
         f"{data.describe()}; {config.data.batch_size} × {config.data.sequence_length} tokens a step, "
-        f"{config.step.optimizer.steps} steps into {config.run.folder}"
+        f"{config.run.steps} steps into {config.run.folder}"
     )
 
 
@@ -126,7 +126,7 @@ def restored_state(config: TrainConfig, data: Data, checkpoints: Checkpoints | N
     restored = checkpoints.restore(state_template(config.step, layout))
     assert restored is not None
     check_same_run(config, data, restored.extra, str(restored.path))
-    steps = config.step.optimizer.steps
+    steps = config.run.steps
     if restored.step > steps:
         raise ValueError(f"steps={steps} is less than the {restored.step} that {restored.path} has done; use as many")
     return restored

@@ -32,6 +32,7 @@ class RunConfig:
     """The run around the steps."""
 
     folder: Path
+    steps: int  # of the run; the optimizer's are those that its schedule spans
     seed: int
     micro_batch_size: int  # sequences that all devices together hold at once, in training and in evaluation
     line_period: int
@@ -45,7 +46,7 @@ class RunConfig:
     profile: ProfileConfig | None
 
     def __post_init__(self) -> None:
-        for name in ("line_period", "load_period", "eval_steps", "checkpoint_period", "max_skipped_steps"):
+        for name in ("steps", "line_period", "load_period", "eval_steps", "checkpoint_period", "max_skipped_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
         if not 0 <= self.seed < 2**32:
@@ -169,10 +170,13 @@ def make_run_config(settings: Settings, folder: Path, plan: Plan) -> RunConfig:
                 f"steps={v['steps']} leaves nothing to trace after skip_first_n_steps_for_profiler={profile.skip}; use "
                 "more steps or skip fewer"
             )
+    line_period = v["line_period"]
+    if line_period is None:
+        line_period = 1 if v["steps"] <= SHORT_RUN else 10
     return RunConfig(
         folder=folder,
-        **{name: v[name] for name in ("seed", "load_period", "eval_interval", "eval_steps")},
-        line_period=v["line_period"] or (1 if v["steps"] <= SHORT_RUN else 10),
+        **{name: v[name] for name in ("steps", "seed", "load_period", "eval_interval", "eval_steps")},
+        line_period=line_period,
         micro_batch_size=v["per_device_batch_size"] * plan.degrees.num_devices,
         checkpoint_period=v["checkpoint_period"],
         max_skipped_steps=v["max_skipped_steps"],

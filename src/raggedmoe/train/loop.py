@@ -99,7 +99,7 @@ def _steps(run: Run, state: TrainState) -> Outcome:
 
 def _step_by_step(run: Run, state: TrainState, interruption: Interruption, trace: Trace) -> Outcome:
     """The next step is under way before the last one's report is read."""
-    config, steps = run.config.run, run.config.step.optimizer.steps
+    config, steps = run.config.run, run.config.run.steps
     pending: tuple[Any, ...] | None = None
     run.since = time.perf_counter()
     for done in range(int(state.step) + 1, steps + 1):

@@ -74,7 +74,7 @@ def log_step(run: Run, step: int, report: StepReport) -> None:
             "dropped": int(fetched["dropped"]),
         }
         run.load += fetched["load"]
-        if step % run.config.run.load_period == 0 or step == run.config.step.optimizer.steps:
+        if step % run.config.run.load_period == 0 or step == run.config.run.steps:
             run.metrics.load(step, run.load)
             run.load = np.zeros_like(run.load)
     run.skipped_in_a_row = int(fetched["skipped_in_a_row"])

@@ -80,13 +80,14 @@ def parse_settings(words: Sequence[str]) -> Settings:
     Both our names and MaxText's are known. Two words of the command line that set a key differently are refused, and so
     is every word that cannot be taken, all in one error. A file's settings give way to those of the command line.
     """
-    plain = [word for word in assignments(words) if "=" not in word]
+    words = assignments(words)
+    plain = [word for word in words if "=" not in word]
     files = [word for word in plain if word.endswith((".yml", ".yaml"))]
     presets = [word for word in plain if word not in files]
     if len(presets) > 1:
         raise ValueError(f"expected one model and settings as key=value, got {' and '.join(map(repr, presets))}")
     typed = [Word(name="model_name", text=presets[0], shown=presets[0])] if presets else []
-    for shown in assignments(words):
+    for shown in words:
         name, equals, text = shown.partition("=")
         typed += [Word(name=name, text=text, shown=shown)] if equals else []
     reading = _Reading()
