@@ -116,6 +116,14 @@ def test_base_yml_is_maxtexts_defaults_with_the_command_line_above_them():
     assert "settings, of which 0 differ from MaxText's defaults" in note
 
 
+def test_our_own_balance_loss_stands_beside_a_files_default_of_theirs():
+    words = ["base.yml", "model_name=olmoe-tiny", "dataset_type=synthetic", "steps=3", "aux_loss_weight=0.02"]
+    router = make_config(parse_settings(words), CPU).step.model.moe.router
+    assert (router.aux_loss, router.aux_loss_weight) == ("batch", 0.02)
+    without = make_config(parse_settings(words[:-1]), CPU).step.model.moe.router
+    assert without.aux_loss_weight == 0  # as base.yml has it, not the model's own
+
+
 def test_a_file_is_read_with_what_it_is_based_on(tmp_path):
     (tmp_path / "base.yml").write_text(
         yaml.dump(

@@ -36,10 +36,6 @@ def _renamed(to: str) -> Entry:
     return lambda text: Meaning(settings={to: text})
 
 
-def _same(name: str) -> Entry:
-    return _renamed(name)
-
-
 def _unless(name: str, off: str, otherwise: str | None) -> Entry:
     """A setting of ours, where theirs has a value for "off", which is another one here, or the default (None)."""
 
@@ -161,8 +157,8 @@ TRANSLATED: dict[str, Entry] = {
     "global_parameter_scale": _words("global_parameter_scale", {"1": {}}),
     "mtp_num_layers": _renamed("mtp_layers"),
     "mtp_loss_scaling_factor": _renamed("mtp_loss_weight"),
-    **{name: _same(name) for name in SHAPE_KEYS},
-    **{name: _same(name) for name in ("dtype", "weight_dtype", "scan_layers", "sparse_matmul")},
+    **{name: _renamed(name) for name in SHAPE_KEYS},
+    **{name: _renamed(name) for name in ("dtype", "weight_dtype", "scan_layers", "sparse_matmul")},
     **{name: _unless(name, "", None) for name in ("load_parameters_path", "tokenizer_path")},
     # the experts
     "use_random_routing": _switch(
@@ -181,7 +177,7 @@ TRANSLATED: dict[str, Entry] = {
     "capacity_factor": _unless_off("capacity_factor"),
     "num_moe_token_chunks": _renamed("token_chunks"),
     "num_moe_emb_chunks": _unless("width_chunks", "0", "1"),
-    "load_balance_loss_weight": _same("load_balance_loss_weight"),
+    "load_balance_loss_weight": _renamed("load_balance_loss_weight"),
     "routed_bias_update_rate": _renamed("bias_update_rate"),
     # data and learning
     "dataset_type": _words(
@@ -206,12 +202,12 @@ TRANSLATED: dict[str, Entry] = {
     "wsd_decay_steps_fraction": _renamed("decay_fraction"),
     "wsd_decay_style": _renamed("decay_style"),
     "mu_dtype": _unless("mu_dtype", "", None),
-    "grad_dtype": _same("grad_dtype"),
+    "grad_dtype": _renamed("grad_dtype"),
     "opt_type": _words(
         "opt_type", {"adamw": {}}, dict.fromkeys(("muon", "sgd", "adam_pax"), "only AdamW is built; use opt_type=adamw")
     ),
     **{
-        name: _same(name)
+        name: _renamed(name)
         for name in (
             *(
                 "steps",
@@ -232,7 +228,7 @@ TRANSLATED: dict[str, Entry] = {
     "max_num_checkpoints_to_keep": _number_or_all,
     "enable_tensorboard": _renamed("tensorboard"),
     **{
-        name: _same(name)
+        name: _renamed(name)
         for name in (
             *("enable_checkpointing", "async_checkpointing", "checkpoint_period", "profiler_steps"),
             "skip_first_n_steps_for_profiler",

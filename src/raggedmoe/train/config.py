@@ -352,7 +352,10 @@ def make_model(settings: Settings, hardware: Hardware, plan: Plan) -> ModelConfi
     auto = "float32" if hardware.platform == "cpu" else "bfloat16"
     remat = v["remat"]
     moe = make_moe(settings, model.moe, plan)
-    if v["load_balance_loss_weight"] is not None:
+    ours_typed = bool({"aux_loss", "aux_loss_weight"} & settings.typed)  # before what a file has
+    if v["load_balance_loss_weight"] is not None and not (
+        ours_typed and "load_balance_loss_weight" not in settings.typed
+    ):
         moe = replace(moe, router=with_load_balance_loss(settings, model, moe.router))
     return replace(
         model,
