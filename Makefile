@@ -5,11 +5,15 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_TPU := $(VENV)/.ready-tpu
 
-.PHONY: help demo test test-all test-tpu test-mutants lint format bench clean
+# What is once compiled to bytecode is read by the next run, and by the processes that a test starts.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: help demo test test-as-shipped test-all test-tpu test-mutants lint format bench clean
 
 help:
 	@echo "make demo      train a small model on Python's own sources, a report of the run, a sample of its text"
 	@echo "make test      the tests"
+	@echo "make test-as-shipped   kernels compiled as users compile them, which takes longer"
 	@echo "make test-all  the tests, slow ones included"
 	@echo "make test-tpu  compile every kernel for every TPU, and interpret it: no TPU needed; docs/tpu-matrix.md"
 	@echo "make test-mutants SEED=0   inject bugs, and see which test catches each; another seed, other bugs"
@@ -24,7 +28,7 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-# The TPU compiler, in the version that this JAX wants, and tokamax: `make test` then runs what needs them as well.
+# The TPU compiler, in the version that this JAX wants, and tokamax, for the tests marked `tpu` and those of its kernels.
 $(READY_TPU): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,tpu,tokamax]'
 	@touch $@
@@ -35,12 +39,16 @@ demo: $(READY)
 	$(BIN)/raggedmoe report out/make-demo
 	$(BIN)/raggedmoe generate out/make-demo/model --prompt "def __init__(self" --max-new-tokens 240 --temperature 0.6
 
-# Compiling is most of a test's time: tests/conftest.py says what QUICK_COMPILE leaves out of it. The kernels' contract
-# is tested as users compile them. By stealing work, a worker keeps neighbouring tests, which share compiled functions.
+# Compiling is most of a test's time: tests/conftest.py says what QUICK_COMPILE leaves out of it. `.ci/run` tests some
+# kernels as users compile them as well. By stealing work, a worker keeps neighbouring tests, which share compiled functions.
 TESTS := $(BIN)/python -m pytest -n auto --dist worksteal
+# What `make test` runs; `.ci/run` also asks for what is marked `ci` and `tpu`.
+MARKS ?= not slow and not as_shipped and not ci and not tpu
 
 test: $(READY)
-	QUICK_COMPILE=1 $(TESTS) -m 'not slow and not as_shipped'
+	QUICK_COMPILE=1 $(TESTS) -m '$(MARKS)'
+
+test-as-shipped: $(READY)
 	$(TESTS) -m 'as_shipped and not slow' tests/kernels
 
 test-all: $(READY)

@@ -1,7 +1,8 @@
 """Before anything imports JAX: eight host devices, checked annotations, and no certificate but the tests' own.
 
 With QUICK_COMPILE=1, as `make test` sets it for all but the tests marked `as_shipped`, programs compile in half the
-time and compute the same: without LLVM's effort, and with two tile sizes where the CPU's kernels have eleven.
+time and compute the same: without LLVM's effort, and with two tile sizes where the CPU's kernels have eleven. Without
+TEST_SHARE, which `.ci/run` sets, annotations are then not checked.
 """
 
 import functools
@@ -14,12 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 QUICKLY = os.environ.get("QUICK_COMPILE") == "1"
-_flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+IN_CI = "TEST_SHARE" in os.environ
+_flags = ["--xla_force_host_platform_device_count=8"]
 if QUICKLY:
     _flags.append("--xla_backend_optimization_level=0")
     if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no such flag
         _flags.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join(_flags).strip()
+# Each flag once, though a worker inherits those of its parent: a cached program is found by them.
+os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*os.environ.get("XLA_FLAGS", "").split(), *_flags]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A second run compiles only what has changed since; processes that tests start compile into the same folder.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
@@ -34,10 +37,11 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType  # noqa: E402
 
-from tests.shares import covering, share_of  # noqa: E402
+from tests.shares import alternate, covering, share_of  # noqa: E402
 
-# Where shapes are annotated they are checked. Elsewhere it would cost every function of a module, and every call, time;
-# and functions inside others, which would be decorated anew whenever they are made, some milliseconds each.
+# Where shapes are annotated they are checked, at an eighth of the tests' time. Elsewhere it would cost every function of
+# a module, and every call, time; and functions inside others, which would be decorated anew whenever they are made, some
+# milliseconds each.
 SOURCES = Path(__file__).parent.parent / "src"
 SHAPED = [path for path in sorted(SOURCES.rglob("*.py")) if "from jaxtyping import" in path.read_text()]
 checked = jaxtyping.jaxtyped
@@ -49,10 +53,11 @@ def jaxtyped(*, typechecker: Callable) -> Callable:
     return lambda function: function if "<locals>" in function.__qualname__ else check(function)
 
 
-jaxtyping.jaxtyped = jaxtyped
-jaxtyping.install_import_hook(
-    [".".join(path.relative_to(SOURCES).with_suffix("").parts) for path in SHAPED], "beartype.beartype"
-)
+if IN_CI or not QUICKLY:
+    jaxtyping.jaxtyped = jaxtyped
+    jaxtyping.install_import_hook(
+        [".".join(path.relative_to(SOURCES).with_suffix("").parts) for path in SHAPED], "beartype.beartype"
+    )
 
 if QUICKLY:
     from raggedmoe.kernels.grouped_matmul import cpu
@@ -81,18 +86,28 @@ gc.set_threshold(100_000, 20, 50)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With TEST_SHARE=1/2 leave out every test's cases of the other share, without it most of a quick `product`."""
     divided = [item.nodeid for item in items if is_divided(item)]
-    if "TEST_SHARE" in os.environ:
+    if IN_CI:
+        at_one_end = [item.nodeid for item in items if is_for_ci(item)]
         others = set(divided) - share_of(divided, os.environ["TEST_SHARE"])
+        others |= set(at_one_end) - alternate(at_one_end, os.environ["TEST_SHARE"])
     else:
         others = set(divided) - covering(divided)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
     items[:] = [item for item in items if item.nodeid not in others]
 
 
+def is_for_ci(item: pytest.Item) -> bool:
+    """Whether `make test` by itself leaves it out, and `.ci/run` has it at one end of the range of JAX alone."""
+    return any(item.get_closest_marker(mark) for mark in ("ci", "tpu"))
+
+
 def is_divided(item: pytest.Item) -> bool:
+    """Whether only some of its cases run."""
+    if is_for_ci(item):
+        return False
     if item.get_closest_marker("product"):
-        return QUICKLY or "TEST_SHARE" in os.environ
-    return "TEST_SHARE" in os.environ and not item.get_closest_marker("both_ends")
+        return QUICKLY or IN_CI
+    return IN_CI and not item.get_closest_marker("both_ends")
 
 
 def pytest_unconfigure() -> None:
@@ -101,13 +116,13 @@ def pytest_unconfigure() -> None:
 
 # Linux gives a process 65,530 mappings, and a compiled program takes a few, one of eight devices about a thousand: XLA
 # aborts when they are used up. A worker that runs a few thousand tests would get there.
-MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), 30_000
+MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), 45_000
 _finished = itertools.count(1)
 
 
 def pytest_runtest_teardown() -> None:
     """Forget compiled programs before they are too many. Counting mappings takes milliseconds: not after every test."""
-    if next(_finished) % 10 or not MAPPINGS.exists():
+    if next(_finished) % 5 or not MAPPINGS.exists():
         return
     if MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()

@@ -1,7 +1,8 @@
 """The cases of parametrized tests, shared out between several runs of the tests.
 
 `.ci/run` tests both ends of the range of JAX. Every test runs at both; of its cases, unless it is marked `both_ends`,
-each runs at one. `make test` by itself runs a few cases of what is marked `product`, and all of the rest.
+each runs at one. What is marked `ci` or `tpu` runs at one end alone. `make test` by itself runs nothing of that, a few cases of
+what is marked `product`, and all of the rest.
 """
 
 import zlib
@@ -18,9 +19,7 @@ def share_of(names: Iterable[str], share: str) -> set[str]:
 
     In an order that has nothing to do with the parameters': every second one may be every one in bfloat16.
     """
-    part, parts = map(int, share.split("/"))
-    if not 1 <= part <= parts:
-        raise ValueError(f"a share is like 1/2, the first of two, got {share}")
+    part, parts = _part_of(share)
     cases = defaultdict(list)
     for name in names:
         cases[function_of(name)].append(name)
@@ -29,6 +28,20 @@ def share_of(names: Iterable[str], share: str) -> set[str]:
         mixed = sorted(same_test, key=lambda name: (zlib.crc32(name.encode()), name))
         found.update(mixed[(part - 1) % len(mixed) :: parts])
     return found
+
+
+def alternate(names: Iterable[str], share: str) -> set[str]:
+    """Those of the names that are in the share, each in one alone: of a test, its cases by turns."""
+    part, parts = _part_of(share)
+    ordered = sorted(names, key=lambda name: (zlib.crc32(function_of(name).encode()), name))
+    return set(ordered[part - 1 :: parts])
+
+
+def _part_of(share: str) -> tuple[int, int]:
+    part, parts = map(int, share.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError(f"a share is like 1/2, the first of two, got {share}")
+    return part, parts
 
 
 def covering(names: Iterable[str]) -> set[str]:

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.shares import covering, function_of, share_of
+from tests.shares import alternate, covering, function_of, share_of
 
 CASES = {"a.py::alone": 1, "a.py::pair": 2, "a.py::odd": 5, "b.py::many": 64}
 NAMES = [f"{test}[{dtype}-{i}]" for test, n in CASES.items() for i, dtype in zip(range(n), ("f32", "bf16") * n)]
@@ -11,6 +11,13 @@ def test_every_test_is_in_both_shares_and_every_case_in_one():
     assert first | second == set(NAMES)
     assert first & second == {"a.py::alone[f32-0]"}
     assert {function_of(name) for name in first} == {function_of(name) for name in second} == set(CASES)
+
+
+def test_what_runs_at_one_end_is_in_one_share_and_half_of_it_in_each():
+    first, second = alternate(NAMES, "1/2"), alternate(NAMES, "2/2")
+    assert first | second == set(NAMES)
+    assert not first & second
+    assert abs(len(first) - len(second)) <= 1
 
 
 def test_a_few_cases_have_every_word():

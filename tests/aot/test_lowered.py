@@ -69,6 +69,7 @@ def step_of(backend):
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("backend", "kernel"),
     [

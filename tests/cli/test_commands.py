@@ -116,6 +116,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, monkeypatch, 
     assert re.search(message, error)
 
 
+@pytest.mark.ci
 def test_verify_passes_and_prints_json(capsys):
     assert verify(operations=("ragged_gather",), quick=True, json=True) == 0
     checks = json.loads(capsys.readouterr().out)

@@ -109,6 +109,7 @@ def test_on_the_host_a_call_is_lowered_and_its_products_are_counted(monkeypatch,
     assert "kernels: grouped_matmul/reference" in out
 
 
+@pytest.mark.ci
 def test_on_the_host_a_tiny_training_step_is_lowered(monkeypatch, capsys):
     words = ("model", "mixtral-tiny", "per_device_batch_size=2", "max_target_length=32")
     code, out, _ = run(monkeypatch, capsys, *words, "--topology", "cpu", "--layers", "1", "--json")
@@ -141,6 +142,7 @@ def test_on_the_host_both_programs_of_a_forward_pass_are_written_and_counted(bac
     assert "collectives: none" in out
 
 
+@pytest.mark.ci
 def test_on_the_host_a_forward_pass_is_no_training_step(monkeypatch, capsys):
     def products(*options):
         words = ("model", *TINY, "--layers", "2", "--topology", "cpu", "--moe-backend", "dense", "--json")

@@ -373,6 +373,7 @@ def test_an_imported_folder_keeps_tokenizer_and_end_of_sequence(spoken, raggedmo
     assert out.strip("\n") == bytes(byte_of[n] for n in new[: new.index(new[3]) + 1]).decode(errors="ignore")
 
 
+@pytest.mark.ci
 def test_samples_follow_the_seed(spoken, raggedmoe):
     folder, prompt, _, _ = spoken
 

@@ -100,6 +100,7 @@ def measured(*arguments: Path | str) -> tuple[int, int, int]:
     return size, loading, saving
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the peak that Linux keeps for each process")
 @pytest.mark.parametrize("layout", ["per_expert", pytest.param("fused", marks=pytest.mark.slow)])
 def test_loading_takes_at_most_1_3_times_the_parameters_and_saving_0_3_more(layout, large, tmp_path):

@@ -57,10 +57,14 @@ def beyond_rounding(function, example):
 
 
 # `test_interpreted` runs the implementation, whose backward pass is up to nine kernels more. Here XLA's matmuls stand
-# in for those, so that there is time for every call. The short suite has every tenth, in one of the types by turns.
+# in for those, so that there is time for every call. CI has every tenth, in one of the types by turns,
+# and the short suite the first.
 CASES = [
     pytest.param(
-        spec, dtype, id=f"{spec.name}-{dtype}", marks=[pytest.mark.slow] if place % 10 or (place + turn) % 2 else []
+        spec,
+        dtype,
+        id=f"{spec.name}-{dtype}",
+        marks=[pytest.mark.slow] if place % 10 or (place + turn) % 2 else [pytest.mark.ci] if place else [],
     )
     for place, spec in enumerate(SMALL)
     for turn, dtype in enumerate(("float32", "bfloat16"))
@@ -95,6 +99,7 @@ def cut(total, groups, seed):
     return tuple(int(size) for size in np.diff(np.sort(cuts), prepend=0))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_groups_that_share_packs_tiles_and_parts_agree_with_the_reference(dtype):
     """Groups of one to seven rows in one pack; a group of several tiles; then random ones. One compiled program."""
@@ -132,6 +137,7 @@ def test_an_idle_experts_weights_reach_nothing():
     assert np.isfinite(value).all()
 
 
+@pytest.mark.ci
 def test_each_device_of_a_shard_map_runs_it():
     """Unchecked: interpret mode evaluates the kernel's body with the caller's axes, and refuses its constants."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))

@@ -122,8 +122,8 @@ IN_PARTS = dataclasses.replace(SMALL, cut=dataclasses.replace(SMALL.cut, paired=
     [
         pytest.param(SMALL, 16, marks=pytest.mark.slow),
         pytest.param(dataclasses.replace(SMALL, copies_first=True), 16, marks=pytest.mark.slow),
-        (HALF_STEPS, 16),
-        (IN_PARTS, 256),
+        pytest.param(HALF_STEPS, 16, marks=pytest.mark.ci),
+        pytest.param(IN_PARTS, 256, marks=pytest.mark.ci),
     ],
 )
 def test_several_steps_pairs_and_shared_blocks_agree_with_numpy(small, inner):
@@ -132,6 +132,7 @@ def test_several_steps_pairs_and_shared_blocks_agree_with_numpy(small, inner):
     check_against_numpy(sizes, inner=inner, out=256, hardware="v6e", tiles=small)  # two tiles of columns
 
 
+@pytest.mark.ci
 def test_300_rows_of_a_width_that_cannot_be_divided_agree_with_numpy():
     """So wide that there is straight code for one size only, on a chip with a small MXU."""
     check_against_numpy((130, 0, 100, 6), inner=2880, out=384, hardware="v5e", tiles=None)

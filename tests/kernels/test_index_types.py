@@ -91,6 +91,7 @@ def test_integers_of_every_type_are_taken_by_value(name, implementation):
 
 
 # They become int32 before an implementation is called: one of each operation shows it.
+@pytest.mark.ci
 @pytest.mark.product
 @pytest.mark.parametrize(("name", "implementation"), [(name, on_cpu(name)[0]) for name in OPERATIONS])
 def test_integers_of_64_bits_are_taken_by_value(name, implementation):

@@ -81,8 +81,14 @@ def cases():
                 dtype,
                 chip,
                 id=f"{name}-{implementation.name}-{spec.name}-{dtype}-{chip}",
-                marks=[] if (place + 4 * number) % EVERY == 0 and name != "expert_ffn" else [pytest.mark.slow],
+                marks=marks_of(place + 4 * number, name, spec),
             )
+
+
+def marks_of(place, name, spec):
+    if place % EVERY or name == "expert_ffn":
+        return [pytest.mark.slow]
+    return [pytest.mark.ci] if name == "grouped_matmul" else []
 
 
 def wrong(name, implementation, spec, dtype, chip):

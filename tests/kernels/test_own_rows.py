@@ -102,6 +102,7 @@ def test_what_is_not_finite_stays_in_its_own_group(name, implementation):
 
 
 # A run of the interpreter is seconds: all at once.
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [

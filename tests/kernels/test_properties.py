@@ -155,6 +155,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.ci
 @pytest.mark.product
 @pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "implementation"), FAST)

@@ -154,6 +154,7 @@ def forward_calls():
     }
 
 
+@pytest.mark.ci
 @pytest.mark.product
 @pytest.mark.parametrize("program", ["gather", "reduce", "dots"])
 def test_the_executor_does_what_interpret_mode_does(monkeypatch, program):

@@ -101,6 +101,7 @@ FLOAT16 = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.product
 @pytest.mark.parametrize(("name", "implementation"), FLOAT16)
 def test_float16_is_accepted_and_kept(name, implementation):
@@ -110,6 +111,7 @@ def test_float16_is_accepted_and_kept(name, implementation):
     assert beyond_rounding(name, example, found) == {}
 
 
+@pytest.mark.ci
 @pytest.mark.product
 @pytest.mark.parametrize(("name", "implementation"), FAST)
 def test_float64_is_accepted_and_kept(name, implementation):
@@ -183,6 +185,7 @@ def test_a_traced_group_offset_gives_the_rows_of_the_groups_held(implementation)
     assert some._cache_size() == 1
 
 
+@pytest.mark.ci
 @pytest.mark.product
 @pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
 @pytest.mark.parametrize("implementation", on_cpu("expert_ffn"), ids="expert_ffn-{}".format)

@@ -64,6 +64,7 @@ def by_remat():
     return params, {remat: compiled(remat) for remat in ("none", SOME_NAMES, "full")}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("remat", [SOME_NAMES, "full"])
 def test_gradients_do_not_depend_on_what_is_kept_for_the_backward_pass(by_remat, remat):
     params, compiled = by_remat
@@ -73,6 +74,7 @@ def test_gradients_do_not_depend_on_what_is_kept_for_the_backward_pass(by_remat,
     assert_same_gradients(gradients, plain_gradients, 64)
 
 
+@pytest.mark.ci
 def test_keeping_less_takes_less_memory(by_remat):
     """The policy is really applied: otherwise the three compiled programs would be alike."""
     sizes = {remat: program.memory_analysis().temp_size_in_bytes for remat, program in by_remat[1].items()}
@@ -104,6 +106,7 @@ def test_gradients_through_the_ragged_kernels_are_the_same_when_recomputed():
     )
 
 
+@pytest.mark.ci
 def test_keeping_what_attention_returns_saves_its_scores_from_being_computed_again():
     config = with_einsum_experts(tiny("mixtral-tiny", attention_implementation="dot_product"))
     params, ids = jax.eval_shape(lambda: drawn_params(config)), jnp.zeros((1, 16), jnp.int32)
@@ -132,6 +135,7 @@ def test_multi_token_prediction_counts_only_positions_that_know_the_next_token()
     assert int(load(params).sum()) == (4 + 6 + 7) * config.moe.experts_per_token
 
 
+@pytest.mark.ci
 def test_hash_routing_gets_the_tokens_ids():
     moe = tiny("qwen3-tiny").moe
     config = tiny("qwen3-tiny", moe=dataclasses.replace(moe, router=dataclasses.replace(moe.router, selection="hash")))
@@ -210,6 +214,7 @@ def test_tokens_past_the_end_of_a_cache_are_nan_under_jit():
     assert np.isnan(hidden[:, 2:]).all()
 
 
+@pytest.mark.ci
 def test_tokens_that_do_not_count_change_nothing_before_them():
     config = tiny("qwen3-tiny")
     params, ids = drawn_params(config), drawn_ids(config, 2, 16)
@@ -253,6 +258,7 @@ def test_latent_attention_caches_the_latent_only(name):
     assert all(value.shape[1:] == (2, 20, width) for value in cache.memory.values())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "config",
     [
@@ -307,6 +313,7 @@ def test_parameters_of_another_model_are_refused_by_name():
         Decoder(config, params={**params, "head": params["head"].T})
 
 
+@pytest.mark.ci
 def test_random_routing_differs_between_layers_and_repeats_with_its_key():
     moe = tiny("qwen3-tiny").moe
     random = dataclasses.replace(moe, router=dataclasses.replace(moe.router, selection="random"))
@@ -319,6 +326,7 @@ def test_random_routing_differs_between_layers_and_repeats_with_its_key():
     assert (loads[0][0] != loads[0][1]).any()
 
 
+@pytest.mark.ci
 def test_bfloat16_stays_near_float32():
     """Two decimal digits less: the same weights, rounded, give logits within the roundings of the layers' sums."""
     model = interop.load(GOLDEN / "mixtral")

@@ -103,10 +103,15 @@ def assert_falls(losses):
 # Of two variants of a family the one with more: a low-rank query, tied embeddings. Mixtral and OLMoE have nothing that
 # Qwen3 has not.
 VARIANTS = ("deepseek_v2_lite", "qwen3_moe", "mixtral", "olmoe")
+IN_CI = ("deepseek_v2", "qwen3_moe_tied")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in VARIANTS else []) for name in FAMILIES]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in VARIANTS else [pytest.mark.ci] if name in IN_CI else [])
+        for name in FAMILIES
+    ],
 )
 def test_every_family_trains_with_the_gradients_of_transformers(name, tmp_path):
     expected = np.load(GOLDEN / name / "expected.npz")

@@ -103,6 +103,7 @@ def test_scanned_layers_on_a_mesh_are_the_same(model, degrees, changes):
 
 
 # The strategies keep the same arrays: they gather weights in one place.
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "strategy", ["all_to_all", *(pytest.param(s, marks=pytest.mark.slow) for s in ("local", "ring"))]
 )

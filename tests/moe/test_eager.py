@@ -12,7 +12,7 @@ from .on_mesh import mesh_of
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("degrees", [None, {"expert": 2}])
+@pytest.mark.parametrize("degrees", [None, pytest.param({"expert": 2}, marks=pytest.mark.ci)])
 def test_from_the_second_call_on_nothing_is_compiled(degrees, compilations):
     mesh = None if degrees is None else mesh_of(**degrees)
     config = MoEConfig(
@@ -34,6 +34,7 @@ def test_from_the_second_call_on_nothing_is_compiled(degrees, compilations):
         assert (one == other).all()
 
 
+@pytest.mark.ci
 def test_selections_are_recorded_though_the_layer_was_compiled():
     sizes = {"num_experts": 4, "experts_per_token": 2, "model_dim": 4, "expert_dim": 4}
     layer = MoE(MoEConfig(**sizes, strategy="capacity", capacity_factor=2.0), rngs=nnx.Rngs(0))

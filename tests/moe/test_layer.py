@@ -227,6 +227,7 @@ def test_nan_stays_in_its_token(way):
     assert np.asarray(out.experts).max() < 6
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
 def test_gradient_survives(wrap):
     layer = module(moe_config(LOSSES))
@@ -259,6 +260,7 @@ def test_scan_over_layers_is_their_composition(x64):
 
 
 # "ragged_dot" has a rule of ours: JAX batches it only if the weights are batched too.
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", ["auto", pytest.param("expert_ffn", marks=pytest.mark.slow), "ragged_dot"])
 def test_vmap_is_a_loop_over_batches(x64, backend):
     config = moe_config({"aux_loss_weight": 0.3}, moe_backend=backend)
@@ -325,6 +327,7 @@ def test_initial_values_have_the_declared_shapes_and_scale():
             assert (value == (spec.init == "ones")).all()
 
 
+@pytest.mark.ci
 def test_module_passes_every_argument_on():
     config = moe_config({"selection": "hash", "jitter": 0.3})
     layer, x = module(config), random_tokens(config, 6, dtype=np.float32)

@@ -232,7 +232,7 @@ def expected_with_shared():
     ("strategy", "degrees"),
     [
         ("ring", {"data": 2, "expert": 2, "tensor": 2}),
-        ("local", {"data": 2, "fsdp": 2, "tensor": 2}),
+        pytest.param("local", {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.ci),
         pytest.param("all_to_all", {"fsdp": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param("ring", {"expert": 4, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param("all_to_all", {"data": 2, "fsdp": 2, "expert": 2}, marks=pytest.mark.slow),
@@ -255,6 +255,7 @@ def test_shared_experts_have_their_gradients_on_every_mesh(strategy, degrees, te
     assert_gradients_close(gradients, slopes)
 
 
+@pytest.mark.ci
 def test_more_width_chunks_than_a_rank_has_columns_send_what_the_plan_says():
     case = {"strategy": "ring", "data": 1, "fsdp": 1, "expert": 1, "tensor": 8, "tensor_split": "model_dim"}
     config, plan = config_of({**case, "token_chunks": 1, "width_chunks": 4}), plan_of_case(case)
@@ -345,7 +346,7 @@ def test_a_replay_that_names_an_expert_twice_is_refused_or_means_the_same_on_a_m
     [
         ("random", "all_to_all", {"expert": 8}),
         ("balanced", "ring", {"expert": 4, "tensor": 2}),
-        ("learned", "ring", {"expert": 2, "data": 4}),
+        pytest.param("learned", "ring", {"expert": 2, "data": 4}, marks=pytest.mark.ci),
     ],
 )
 def test_what_is_drawn_or_counted_for_a_token_does_not_depend_on_the_mesh(selection, strategy, degrees):
@@ -416,6 +417,7 @@ def test_a_buffer_that_is_too_small_drops_in_order_and_counts_every_drop(x64, st
     assert total > 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
 def test_the_worst_case_buffer_drops_nothing(strategy):
     config = moe_config(experts=EXPERTS, strategy=strategy, **SIZES)
@@ -427,6 +429,7 @@ def test_the_worst_case_buffer_drops_nothing(strategy):
         assert_agrees(out, numpy_layer.layer(x, params, config, replay=experts))
 
 
+@pytest.mark.ci
 @pytest.mark.product
 @pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
 def test_named_kernels_are_those_that_every_stage_calls(strategy):

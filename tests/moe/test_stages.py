@@ -132,16 +132,15 @@ SELDOM = [
 ]
 
 
-def is_slow(way, per_token):
-    return way in SELDOM or (per_token == 4 and way not in OFTEN)
+def marks_of(way, per_token):
+    if way in SELDOM or (per_token == 4 and way not in OFTEN):
+        return [pytest.mark.slow]
+    return [pytest.mark.ci] if per_token == 4 else []
 
 
 every_case = pytest.mark.parametrize(
     ("way", "per_token", "routing_name"),
-    [
-        pytest.param(way, k, name, id=f"{way}-K{k}-{name}", marks=[pytest.mark.slow] if is_slow(way, k) else [])
-        for way, k, name in CASES
-    ],
+    [pytest.param(way, k, name, id=f"{way}-K{k}-{name}", marks=marks_of(way, k)) for way, k, name in CASES],
 )
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -218,6 +217,7 @@ def test_experts_of_every_kind_are_those_of_the_oracle(activation, gated, backen
 across_ranks = pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
 
 
+@pytest.mark.ci
 @across_ranks
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_routing_is_that_of_one_device_on_any_number_of_ranks(num_ranks, strategy):
@@ -228,6 +228,7 @@ def test_routing_is_that_of_one_device_on_any_number_of_ranks(num_ranks, strateg
     assert_agrees(out, numpy_layer.layer(x, params, config, mask=mask))
 
 
+@pytest.mark.ci
 @across_ranks
 def test_the_input_is_weighed_where_the_router_says_so(strategy):
     config = moe_config({"weigh": "input", "score": "sigmoid"}, num_experts=4, strategy=strategy, experts=EXPERTS)
@@ -236,6 +237,7 @@ def test_the_input_is_weighed_where_the_router_says_so(strategy):
     assert_agrees(out, numpy_layer.layer(x, params, config))
 
 
+@pytest.mark.ci
 def test_ring_combines_more_slots_than_are_unrolled():
     config = moe_config(num_experts=18, experts_per_token=17, strategy="ring")
     x, params = random_tokens(config, 4), random_params(config)

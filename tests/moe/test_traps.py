@@ -49,6 +49,7 @@ def two_hundred_routings():
     return [random_experts(rng, NUM_TOKENS, PER_TOKEN, NUM_EXPERTS, skew=rng.choice([0, 1, 4])) for _ in range(200)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
 def test_trap_04_no_row_is_lost_or_misassigned(strategy):
     config = moe_config(

@@ -53,6 +53,7 @@ def test_two_processes_sum_over_the_devices_of_both(capsys):
     assert printed.splitlines() == ["[process 0] joined: 2 processes, 4 devices", "[process 0] sum 12 after 3 steps"]
 
 
+@pytest.mark.ci
 def test_what_process_0_says_is_heard_by_all_in_order_whoever_is_late(capsys):
     text = (
         "from raggedmoe.parallel import processes as p; p.join(); time.sleep(1 - me); said = [p.as_first_says([me])];"
@@ -63,6 +64,7 @@ def test_what_process_0_says_is_heard_by_all_in_order_whoever_is_late(capsys):
     assert sorted(capsys.readouterr().err.splitlines()) == ["[process 0] 0 [[0], 'b']", "[process 1] 1 [[0], 'b']"]
 
 
+@pytest.mark.ci
 def test_a_killed_process_is_named_and_the_others_end_at_once(capsys, monkeypatch):
     monkeypatch.setenv("SUMMING_EVENT", "1 5 kill")
     assert launch(summing(2, *FOREVER)) == 128 + signal.SIGKILL

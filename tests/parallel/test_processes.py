@@ -52,6 +52,7 @@ def test_a_process_alone_joins_nothing_and_decides_for_itself():
     processes.leave(3)
 
 
+@pytest.mark.ci
 def test_a_cluster_that_jax_does_not_find_is_named_with_what_to_set():
     code = "from raggedmoe.parallel import processes as p; p.join()"
     given = {**os.environ, "RAGGEDMOE_COORDINATOR": "auto"}

@@ -248,6 +248,7 @@ def test_a_step_that_is_not_after_the_newest_is_refused(three, step):
 # Processes that die
 
 
+@pytest.mark.ci
 def test_killed_at_any_moment_every_restart_resumes(tmp_path):
     script = Path(__file__).with_name("killed_writer.py")
     ran = subprocess.run(

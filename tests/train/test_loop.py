@@ -110,6 +110,7 @@ def test_a_signal_saves_and_the_same_command_goes_on_exactly(run, tmp_path, whol
     assert lines(tmp_path / "run" / "load.jsonl") == lines(whole / "load.jsonl")
 
 
+@pytest.mark.ci
 def test_thirty_signals_in_a_second_save_once(run, tmp_path, monkeypatch, capsys):
     def send():
         for _ in range(30):
@@ -212,6 +213,7 @@ def test_a_disk_that_cannot_be_written_to_ends_the_run_with_its_own_code(run, tm
     assert "resumed after step 4" in capsys.readouterr().out
 
 
+@pytest.mark.ci
 def test_checkpoints_without_a_description_still_know_their_settings(run, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         disturb(patch, 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -227,6 +229,7 @@ def test_fewer_steps_than_were_done_are_refused(whole):
         train((*words, "steps=3", f"base_output_directory={whole.parent}", "run_name=run"))
 
 
+@pytest.mark.ci
 def test_the_report_of_a_real_run_knows_its_checkpoints(whole):
     text = write_report(whole, whole.parent / "page.html").read_text()
     assert "3 checkpoints, the last at step 12." in text
@@ -248,6 +251,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(run, tmp_p
     assert (folder / "step_00000010").is_dir() or (folder / "step_00000010.damaged").is_dir()
 
 
+@pytest.mark.ci
 def test_a_finished_run_is_not_trained_again(run, tmp_path, capsys):
     assert run() == 0
     before = curve(tmp_path / "run")
@@ -311,6 +315,7 @@ def test_the_results_of_a_finished_run_whose_last_checkpoint_is_gone_are_set_asi
     assert max(line["step"] for line in lines(finished / "metrics.jsonl")) == 8
 
 
+@pytest.mark.ci
 def test_a_run_without_checkpoints_moves_an_earlier_one_aside(run, tmp_path):
     assert run("enable_checkpointing=false") == 0
     first = curve(tmp_path / "run")
@@ -368,6 +373,7 @@ def test_a_model_of_other_sizes_is_refused_by_name_before_compiling(tmp_path, wh
         train((*words, "num_layers=1", f"base_output_directory={tmp_path}", f"load_parameters_path={whole / 'model'}"))
 
 
+@pytest.mark.ci
 def test_a_trace_has_the_stages_of_the_experts_by_name(run, tmp_path):
     assert run("profiler=xplane", "profiler_steps=2", "enable_checkpointing=false") == 0
     (trace,) = (tmp_path / "run" / "profile").rglob("*.xplane.pb")

@@ -57,6 +57,7 @@ def run_steps(layout, state):
     return jax.device_get(losses), state, first
 
 
+@pytest.mark.ci
 def test_ten_steps_on_a_mesh_have_the_losses_of_one_device_and_leave_the_state_in_its_place():
     """All losses of routers, several micro-batches, the loss-free rule; each device has one row of a micro-batch."""
     state = jax.tree.map(jnp.copy, first_state(PARTS))  # a step takes its state's memory, where each array has its own
@@ -84,6 +85,7 @@ def test_moments_lie_where_their_parameters_do():
     assert not any(adam.count.sharding.spec)
 
 
+@pytest.mark.ci
 def test_a_new_state_is_made_in_its_parts_and_is_the_same_on_every_mesh():
     key = jax.random.key(3)
     states = {layout: make_init(WHOLE, layout)(key) for layout in (ONE_DEVICE, SPLIT)}
@@ -96,6 +98,7 @@ def test_a_new_state_is_made_in_its_parts_and_is_the_same_on_every_mesh():
     assert table.addressable_shards[0].data.size < table.size
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "there",
     [
@@ -147,6 +150,7 @@ def test_a_large_parameter_is_moved_between_hosts_in_few_parts(monkeypatch):
     assert moved_parts((10,), 4) == [slice(0, 10)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "layout",
     [

@@ -194,6 +194,7 @@ def test_a_new_run_takes_a_folder_where_one_was_killed_in_its_first_line(tmp_pat
     assert steps(tmp_path / METRICS) == [1]
 
 
+@pytest.mark.ci
 def test_what_was_flushed_survives_a_kill(tmp_path):
     program = """
         import os, signal, sys

@@ -273,6 +273,7 @@ def test_missing_matplotlib_is_an_error_that_names_the_extra(run, monkeypatch):
         write_report(run)
 
 
+@pytest.mark.ci
 def test_a_model_of_61_layers_and_256_experts_gives_a_page_below_3_mb(tmp_path):
     random = np.random.default_rng(0)
     skew = random.uniform(0.2, 3, size=(61, 256))

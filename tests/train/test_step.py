@@ -83,6 +83,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(start):
         jax.eval_shape(step_of(dataclasses.replace(WHOLE, micro_batches=3)), start, BATCH)
 
 
+@pytest.mark.ci
 def test_the_batch_wise_loss_is_that_of_each_micro_batch_and_the_capacity_that_of_each_sequence():
     model = small_model(aux_loss_weight=1.0)
     moe = dataclasses.replace(model.moe, moe_backend="auto", strategy="capacity", capacity_factor=0.5)
@@ -181,6 +182,7 @@ def wide_params(start):
     return {name: np.asarray(value, np.float64) for name, value in start.params.items()}
 
 
+@pytest.mark.ci
 def test_the_losses_are_those_of_a_plain_forward_pass(whole, plain_losses, wide_params):
     for part, expected in plain_losses(wide_params).items():
         # Hidden states come through five layers of sums over 64 and 96 numbers.
@@ -253,6 +255,7 @@ def test_the_same_state_and_batch_give_the_same_bits(start, whole):
     assert_same_bits(step_of(WHOLE)(start, BATCH), whole)
 
 
+@pytest.mark.ci
 def test_a_repeated_batch_is_learned(start):
     state, losses = start, []
     for _ in range(20):

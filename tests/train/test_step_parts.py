@@ -129,6 +129,7 @@ def narrow_steps():
     return before, after, report
 
 
+@pytest.mark.ci
 def test_updates_below_the_resolution_of_bfloat16_are_kept(narrow_steps):
     before, after, _ = narrow_steps
     old, new = before.params["final_norm"], after.params["final_norm"]

@@ -60,6 +60,7 @@ def test_a_spoiled_implementation_fails_where_it_is_wrong(spoil, failing):
     assert "value" in found or found == failing
 
 
+@pytest.mark.ci
 def test_sums_kept_in_bfloat16_fail():
     def narrow(call, arguments):
         sums = jnp.zeros((arguments["lhs"].shape[0], arguments["rhs"].shape[1]), jnp.bfloat16)
