@@ -55,11 +55,11 @@ def test_an_interrupted_command_ends_without_waiting_for_threads(monkeypatch, ca
 
 
 # One of each attention, with biases or without; the others are the same calls with other numbers.
-EACH_KIND = ("deepseek-v3", "qwen3-235b-a22b", "gpt-oss-120b")
+EACH_KIND = {"deepseek-v3": [], "qwen3-235b-a22b": [pytest.mark.ci], "gpt-oss-120b": [pytest.mark.ci]}
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param(name, marks=[] if name in EACH_KIND else [pytest.mark.slow]) for name in PRESETS]
+    "model", [pytest.param(name, marks=EACH_KIND.get(name, [pytest.mark.slow])) for name in PRESETS]
 )
 def test_explain_names_a_kernel_for_every_operation_of_every_model_on_a_tpu(model, capsys):
     assert explain(model=model, hardware="tpu7x") == 0
@@ -134,6 +134,7 @@ def test_verify_reports_a_failure_and_the_worst_example():
     assert len(list(_report([better, FAILED], every=True))) == 4
 
 
+@pytest.mark.ci
 def test_bench_measures_one_case_and_draws_it(tmp_path, capsys):
     picture = tmp_path / "bench.png"
     code = bench(

@@ -281,6 +281,7 @@ def test_a_wrong_option_is_one_line_and_nothing_is_written(arguments, said, ragg
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.ci
 def test_a_new_process_ends_with_the_exit_code_and_without_a_traceback(tmp_path):
     copied("olmoe", tmp_path / "broken")
     _absurd(tmp_path / "broken" / SINGLE)

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 import pytest
 
 from raggedmoe import ExpertBiases, attention, expert_ffn, grouped_matmul, ragged_gather, ragged_gather_reduce
@@ -19,11 +20,11 @@ def _without_checked_annotations():
 
 
 def f(*shape, dtype="float32"):
-    return jnp.ones(shape, dtype)
+    return jax.device_put(np.ones(shape, dtype))
 
 
 def i(*shape):
-    return jnp.zeros(shape, "int32")
+    return jax.device_put(np.zeros(shape, np.int32))
 
 
 WEIGHT = f(2, 3, 4)  # [G F D]

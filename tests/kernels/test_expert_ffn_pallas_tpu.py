@@ -174,6 +174,7 @@ def test_a_checked_shard_map_lowers_it_for_a_tpu(abstract_mesh):
     assert "tpu_custom_call" in lowered.as_text()
 
 
+@pytest.mark.ci
 @pytest.mark.product
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation_lowers_for_a_tpu(activation):

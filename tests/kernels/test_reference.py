@@ -20,6 +20,7 @@ CASES = [
 
 
 # Its arithmetic is that of float64; what a narrow type changes is the same in every call.
+@pytest.mark.ci
 @pytest.mark.product
 @pytest.mark.parametrize(
     ("name", "spec"),

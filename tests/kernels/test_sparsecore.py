@@ -244,6 +244,7 @@ def test_the_executor_refuses_a_program_that(program):
         )
 
 
+@pytest.mark.ci
 @pytest.mark.product
 @pytest.mark.parametrize("chip", MEMORY_WORDS)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])

@@ -54,7 +54,10 @@ def over_checkpoint(function, arrays):
 
 # The checkpointed scan is the plain one and more.
 @pytest.mark.product
-@pytest.mark.parametrize("transform", [over_vmap, pytest.param(over_scan, marks=pytest.mark.slow), over_checkpoint])
+@pytest.mark.parametrize(
+    "transform",
+    [over_vmap, pytest.param(over_scan, marks=pytest.mark.slow), pytest.param(over_checkpoint, marks=pytest.mark.ci)],
+)
 @pytest.mark.parametrize(("name", "implementation"), FAST)
 def test_transformed_batch_agrees_with_numpy_one_by_one(name, implementation, transform):
     examples = batch_of(name)

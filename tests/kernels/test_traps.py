@@ -170,7 +170,12 @@ WIDE = {
 
 @pytest.mark.product
 @pytest.mark.parametrize(
-    "chip", ["h100", "tpu7x", *(pytest.param(chip, marks=pytest.mark.slow) for chip in ("cpu", "v5e"))]
+    "chip",
+    [
+        pytest.param("h100", marks=pytest.mark.ci),
+        "tpu7x",
+        *(pytest.param(chip, marks=pytest.mark.slow) for chip in ("cpu", "v5e")),
+    ],
 )
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_trap_07_what_is_chosen_for_width_2880_lowers_there(name, chip):

@@ -5,7 +5,6 @@ import functools
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from raggedmoe.models.config import ModelConfig
@@ -44,9 +43,9 @@ def drawn_params(config: ModelConfig, seed: int = 0) -> dict[str, jax.Array]:
         else:
             contracted = (spec.contracts,) if isinstance(spec.contracts, str) else spec.contracts
             value = noise / np.sqrt(np.prod([spec.shape[spec.axes.index(axis)] for axis in contracted]))
-        params[name] = jnp.asarray(value, spec.dtype)
+        params[name] = jax.device_put(np.asarray(value).astype(spec.dtype))
     return params
 
 
 def drawn_ids(config: ModelConfig, rows: int, length: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).integers(0, config.vocab_size, (rows, length), dtype=np.int32))
+    return jax.device_put(np.random.default_rng(seed).integers(0, config.vocab_size, (rows, length), dtype=np.int32))

@@ -193,6 +193,7 @@ def test_packed_documents_have_the_gradients_of_separate_ones():
     assert_same_gradients(quick_jit(jax.grad(together))(params), quick_jit(jax.grad(apart))(params), 256)
 
 
+@pytest.mark.ci
 def test_padding_in_front_is_seen_by_no_token_that_counts():
     config = with_einsum_experts(tiny("gpt-oss-tiny", num_layers=2))
     params, ids = drawn_params(config), drawn_ids(config, 1, 12)
@@ -341,6 +342,7 @@ def test_bfloat16_stays_near_float32():
     assert float(jnp.median(error)) < 16 * float(jnp.finfo(jnp.bfloat16).eps)
 
 
+@pytest.mark.ci
 def test_ids_and_segments_of_few_bits_mean_their_values_and_an_eager_decoder_is_compiled_once(compilations):
     config = with_einsum_experts(tiny("mixtral-tiny", num_layers=2))
     assert config.vocab_size > 255

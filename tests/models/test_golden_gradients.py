@@ -103,7 +103,7 @@ def assert_falls(losses):
 # Of two variants of a family the one with more: a low-rank query, tied embeddings. Mixtral and OLMoE have nothing that
 # Qwen3 has not.
 VARIANTS = ("deepseek_v2_lite", "qwen3_moe", "mixtral", "olmoe")
-IN_CI = ("deepseek_v2", "qwen3_moe_tied")
+IN_CI = ("deepseek_v2", "gpt_oss", "qwen3_moe_tied")
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,7 @@ def test_every_family_trains_with_the_gradients_of_transformers(name, tmp_path):
     assert_marks(model, gradients, expected, layout, tmp_path / "gradients")
 
 
+@pytest.mark.ci
 def test_multi_token_prediction_is_transformers_layer_on_the_joined_vectors_and_trains(tmp_path):
     expected = np.load(GOLDEN / "deepseek_v3_mtp" / "expected.npz")
     model = interop.load(GOLDEN / "deepseek_v3_mtp")

@@ -83,7 +83,7 @@ def filled_tokens(rows, fill):
     ("name", "dtype"),
     [
         *((name, "float32") for name in DIFFERENT),
-        *((name, "bfloat16") for name in ("auto", "capacity")),
+        *(pytest.param(name, "bfloat16", marks=pytest.mark.ci) for name in ("auto", "capacity")),
         *(pytest.param(name, "bfloat16", marks=pytest.mark.slow) for name in WAYS if name not in ("auto", "capacity")),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_tpus_backend_computes_the_experts_with_its_kernel(backend):
     ("weigh", "factor"),
     [
         ("input", 0.4),
-        ("output", 0.8),
+        pytest.param("output", 0.8, marks=pytest.mark.ci),
         pytest.param("input", 0.8, marks=pytest.mark.slow),
         pytest.param("output", 0.4, marks=pytest.mark.slow),
     ],
@@ -168,7 +168,7 @@ def test_rows_that_fit_the_capacity_are_exact_and_the_others_add_nothing(x64, we
     assert_gradients_close(gradients, slopes)
 
 
-@pytest.mark.parametrize("lead", [(5,), (2, 3, 5), (2, 0)])
+@pytest.mark.parametrize("lead", [pytest.param((5,), marks=pytest.mark.ci), (2, 3, 5), (2, 0)])
 def test_output_has_the_shape_of_the_input(lead):
     layer = module(moe_config({"aux_loss": "sequence", **LOSSES}))
     out = nnx.jit(lambda layer, x: layer(x))(layer, jnp.ones((*lead, 7)))

@@ -269,10 +269,11 @@ def test_more_width_chunks_than_a_rank_has_columns_send_what_the_plan_says():
 @pytest.mark.parametrize(
     ("router", "options", "plan"),
     [
-        (
+        pytest.param(
             {"aux_loss": "sequence", "aux_loss_weight": 0.3, "z_loss_weight": 0.2},
             {"strategy": "local"},
             plan_of(data=2, fsdp=2),
+            marks=pytest.mark.ci,
         ),
         (
             {"selection": "expert_choice", "z_loss_weight": 0.2},
@@ -323,8 +324,7 @@ def quick_config(router, options):
     return moe_config(router, **SIZES, **options, **kernels)
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("strategy", ["all_to_all", "ring"])
+@pytest.mark.parametrize("strategy", ["all_to_all", pytest.param("ring", marks=pytest.mark.ci)])
 def test_a_replay_that_names_an_expert_twice_is_refused_or_means_the_same_on_a_mesh(strategy):
     here, there = (moe_config(**SIZES, strategy=name, kernels=COMPILES_SOON) for name in ("local", strategy))
     x, params, _, _ = arrays()
@@ -344,7 +344,7 @@ def test_a_replay_that_names_an_expert_twice_is_refused_or_means_the_same_on_a_m
 @pytest.mark.parametrize(
     ("selection", "strategy", "degrees"),
     [
-        ("random", "all_to_all", {"expert": 8}),
+        pytest.param("random", "all_to_all", {"expert": 8}, marks=pytest.mark.ci),
         ("balanced", "ring", {"expert": 4, "tensor": 2}),
         pytest.param("learned", "ring", {"expert": 2, "data": 4}, marks=pytest.mark.ci),
     ],
@@ -385,7 +385,7 @@ def recounted(experts, num_ranks, buffer, strategy, num_chunks=1):
 @pytest.mark.parametrize(
     ("strategy", "factor", "token_chunks"),
     [
-        ("ring", 1.0, 1),
+        pytest.param("ring", 1.0, 1, marks=pytest.mark.ci),
         ("all_to_all", 0.3, 1),
         pytest.param("ring", 0.3, 2, marks=pytest.mark.slow),
         pytest.param("all_to_all", 1.0, 2, marks=pytest.mark.slow),

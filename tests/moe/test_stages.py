@@ -162,6 +162,7 @@ def scaled_tokens(config, num_tokens):
     return jnp.asarray(3 * np.asarray(random_tokens(config, num_tokens)))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("activation", "weigh"),
     [

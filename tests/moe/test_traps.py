@@ -134,6 +134,7 @@ def test_trap_09_bias_moves_by_the_sign_of_the_sum_not_the_sum_of_signs():
     assert np.sign(averaged).tolist() != whole.tolist()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("selection", ["learned", "expert_choice"])
 @pytest.mark.parametrize("factor", [0.2, 0.5, 6.0])
 def test_trap_10_every_dropped_token_is_counted(factor, selection):

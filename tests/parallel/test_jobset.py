@@ -6,7 +6,6 @@ import re
 import sys
 
 import pytest
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from pydantic import ValidationError
 
 from raggedmoe.cli.main import main
@@ -27,6 +26,8 @@ FULL = {
 
 def check_schema(found: dict) -> None:
     """The types of all fields, and that there is no field that the schema does not know: those would be left out."""
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet  # over a second to import
+
     assert JobsetV1alpha2JobSet.from_dict(copy.deepcopy(found)).to_dict() == found
 
 

@@ -47,6 +47,7 @@ def started(tmp_path: Path, processes: int) -> tuple[subprocess.Popen, list[int]
     return found, [int(file.name) for file in tmp_path.iterdir()]
 
 
+@pytest.mark.ci
 def test_two_processes_sum_over_the_devices_of_both(capsys):
     assert launch(summing(2, "3", "0")) == 0
     printed = capsys.readouterr().out

@@ -361,6 +361,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_compiling(run, tmp
         run(name="file/run")
 
 
+@pytest.mark.ci
 def test_a_run_can_start_from_the_model_of_another(run, tmp_path, whole):
     assert run(f"load_parameters_path={whole / 'model'}", name="next") == 0
     assert curve(tmp_path / "next")[0]["loss"] == curve(whole)[-1]["loss"]

@@ -138,6 +138,7 @@ def test_updates_below_the_resolution_of_bfloat16_are_kept(narrow_steps):
     assert np.mean(np.abs(new - old) > 1.5e-5) > 0.5  # more than one step's, if the gradient keeps its sign
 
 
+@pytest.mark.ci
 def test_a_weight_of_zero_leaves_multi_token_prediction_as_it_was(narrow_steps):
     before, after, report = narrow_steps
     assert float(report.losses.mtp_loss) == 0

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,14 +31,25 @@ class Spec:
         return self.make(np.random.default_rng(seed), jnp.dtype(dtype))
 
 
-def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> jnp.ndarray:
-    """Standard normal values."""
-    return jnp.asarray(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
+# Arrays are made by NumPy and put on the device: operations of JAX would be a small program for every shape and type.
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jax.Array:
+    """Normal values with that standard deviation."""
+    return jax.device_put((rng.standard_normal(shape, dtype=np.float32) * np.float32(scale)).astype(dtype))
 
 
-def poisoned(array: jnp.ndarray, keep: np.ndarray) -> jnp.ndarray:
+def integers(values: Any) -> jax.Array:
+    """The values as int32."""
+    return jax.device_put(np.asarray(values, np.int32))
+
+
+def replaced(array: jax.Array, where: np.ndarray, value: float) -> jax.Array:
+    """The array with a value in some of its places."""
+    return jax.device_put(np.where(where, np.asarray(value, array.dtype), np.asarray(array)))
+
+
+def poisoned(array: jax.Array, keep: np.ndarray) -> jax.Array:
     """The array with NaN in every row that is not kept: what an implementation must not let through."""
-    return jnp.where(keep.reshape(-1, *[1] * (array.ndim - 1)), array, jnp.nan)
+    return replaced(array, ~keep.reshape(-1, *[1] * (array.ndim - 1)), np.nan)
 
 
 def routing(rng: np.random.Generator, num_tokens: int, num_experts: int, per_token: int) -> np.ndarray:

@@ -3,10 +3,9 @@
 import functools
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from raggedmoe.kernels.example import Example, Spec, normal
+from raggedmoe.kernels.example import Example, Spec, integers, normal, replaced
 
 MANY = 10**9
 GARBAGE = 1e4  # in slots that no query sees
@@ -40,22 +39,23 @@ def _make(
     position = np.broadcast_to(np.arange(queries), (batch, queries))
     if positions is not None:
         position = np.asarray(positions)[:, None] + np.arange(1 - queries, 1)
-        arrays["positions"] = jnp.asarray(position, jnp.int32)
+        arrays["positions"] = integers(position)
     seen: Any = (slot <= position[:, :, None]) & (slot > position[:, :, None] - (window or MANY))
     if segments is not None:
         numbers = np.broadcast_to(np.repeat(np.arange(len(segments)), segments), (batch, queries))
-        arrays["segments"] = jnp.asarray(numbers, jnp.int32)
+        arrays["segments"] = integers(numbers)
         seen = seen & (numbers[:, :, None] == numbers[:, None, :])
     if sinks:
-        arrays["sinks"] = normal(rng, (heads,), dtype).at[0].set(-jnp.inf)  # minus infinity: this head has none
+        # Minus infinity: this head has none.
+        arrays["sinks"] = replaced(normal(rng, (heads,), dtype), np.arange(heads) == 0, -np.inf)
     unread = ~seen.any(1)[:, :, None, None]
-    arrays |= {name: jnp.where(unread, jnp.asarray(GARBAGE, dtype), arrays[name]) for name in ("key", "value")}
+    arrays |= {name: replaced(arrays[name], unread, GARBAGE) for name in ("key", "value")}
     seeing = seen.any(2)[:, :, None, None]
-    arrays["query"] = jnp.where(seeing, arrays["query"], jnp.nan)
+    arrays["query"] = replaced(arrays["query"], ~seeing, np.nan)
     return Example(
         arrays=arrays,
         options={"window": window, "scale": scale},
-        cotangent=jnp.where(seeing, normal(rng, (batch, queries, heads, value_width), dtype), jnp.nan),
+        cotangent=replaced(normal(rng, (batch, queries, heads, value_width), dtype), ~seeing, np.nan),
         flops=2 * int(seen.sum()) * heads * (width + value_width),
     )
 

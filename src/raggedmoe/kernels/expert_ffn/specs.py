@@ -3,10 +3,9 @@
 import functools
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from raggedmoe.kernels.example import Example, Spec, normal, poisoned
+from raggedmoe.kernels.example import Example, Spec, integers, normal, poisoned
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 
 
@@ -29,10 +28,10 @@ def _make(
     up_scale, down_scale = width**-0.5, hidden**-0.5  # so that the activation is in its curved part
     arrays: dict[str, Any] = {
         "rows": poisoned(normal(rng, (row.size, width), dtype), keep),
-        "wi_0": normal(rng, shape, dtype) * jnp.asarray(2 * up_scale, dtype),
-        "wi_1": normal(rng, shape, dtype) * jnp.asarray(2 * up_scale, dtype) if gated else None,
-        "wo": normal(rng, shape, dtype) * jnp.asarray(down_scale, dtype),
-        "group_sizes": jnp.asarray(sizes, jnp.int32),
+        "wi_0": normal(rng, shape, dtype, 2 * up_scale),
+        "wi_1": normal(rng, shape, dtype, 2 * up_scale) if gated else None,
+        "wo": normal(rng, shape, dtype, down_scale),
+        "group_sizes": integers(sizes),
     }
     if biases:
         arrays["biases"] = ExpertBiases(

@@ -3,10 +3,9 @@
 import functools
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from raggedmoe.kernels.example import Example, Spec, normal, poisoned, routing
+from raggedmoe.kernels.example import Example, Spec, integers, normal, poisoned, routing
 
 
 def _make(
@@ -30,11 +29,11 @@ def _make(
     arrays: dict[str, Any] = {
         "lhs": poisoned(normal(rng, (row.size, inner), dtype), keep),
         "rhs": normal(rng, (groups, out, inner) if transpose else (groups, inner, out), dtype),
-        "group_sizes": jnp.asarray(sizes, jnp.int32),
+        "group_sizes": integers(sizes),
     }
     options: dict[str, Any] = {"transpose_rhs": transpose}
     if offset is not None:
-        arrays["group_offset"] = jnp.int32(offset)
+        arrays["group_offset"] = integers(offset)
     if result is not None:
         options["preferred_element_type"] = result
     cotangent = poisoned(normal(rng, (row.size, out), result or dtype), keep)

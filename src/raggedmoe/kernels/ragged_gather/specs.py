@@ -3,10 +3,9 @@
 import functools
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from raggedmoe.kernels.example import Example, Spec, normal, poisoned, routing
+from raggedmoe.kernels.example import Example, Spec, integers, normal, poisoned, routing
 
 
 def _make(
@@ -27,16 +26,16 @@ def _make(
     keep = (row >= (start or 0)) & (row < (slots.size if end is None else end))
     arrays: dict[str, Any] = {
         "x": normal(rng, (tokens, width), dtype),
-        "indices": jnp.asarray(slots // per_token, jnp.int32),
+        "indices": integers(slots // per_token),
     }
     if start is not None:
-        arrays["start"] = jnp.int32(start)
+        arrays["start"] = integers(start)
     if end is not None:
-        arrays["end"] = jnp.int32(end)
+        arrays["end"] = integers(end)
     if weights:
-        arrays["weights"] = poisoned(normal(rng, (slots.size,), jnp.float32), keep)
+        arrays["weights"] = poisoned(normal(rng, (slots.size,), np.float32), keep)
     if inverse:
-        arrays["inverse"] = jnp.asarray(np.argsort(slots).reshape(tokens, per_token), jnp.int32)
+        arrays["inverse"] = integers(np.argsort(slots).reshape(tokens, per_token))
     cotangent = poisoned(normal(rng, (slots.size, width), dtype), keep)
     return Example(arrays=arrays, options={}, cotangent=cotangent, flops=0)
 

@@ -3,10 +3,9 @@
 import functools
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from raggedmoe.kernels.example import Example, Spec, normal, poisoned, routing
+from raggedmoe.kernels.example import Example, Spec, integers, normal, poisoned, routing
 
 
 def _make(
@@ -27,16 +26,16 @@ def _make(
     keep = (row >= (start or 0)) & (row < (slots.size if end is None else end))
     arrays: dict[str, Any] = {
         "rows": poisoned(normal(rng, (slots.size, width), dtype), keep),
-        "indices": jnp.asarray(np.argsort(slots).reshape(tokens, per_token), jnp.int32),
+        "indices": integers(np.argsort(slots).reshape(tokens, per_token)),
     }
     if start is not None:
-        arrays["start"] = jnp.int32(start)
+        arrays["start"] = integers(start)
     if end is not None:
-        arrays["end"] = jnp.int32(end)
+        arrays["end"] = integers(end)
     if weights:
-        arrays["weights"] = normal(rng, (tokens, per_token), jnp.float32)
+        arrays["weights"] = normal(rng, (tokens, per_token), np.float32)
     if inverse:
-        arrays["inverse"] = jnp.asarray(slots, jnp.int32)
+        arrays["inverse"] = integers(slots)
     flops = 2 * int(keep.sum()) * width
     return Example(arrays=arrays, options={}, cotangent=normal(rng, (tokens, width), dtype), flops=flops)
 
