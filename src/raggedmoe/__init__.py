@@ -12,7 +12,7 @@ from raggedmoe.kernels.registry import KernelChoice as KernelChoice
 from raggedmoe.models.config import ModelConfig as ModelConfig
 from raggedmoe.models.module import Decoder as Decoder
 from raggedmoe.models.presets import model_preset as model_preset
-from raggedmoe.moe.balance import updated_selection_bias as updated_selection_bias
+from raggedmoe.moe.balance import update_selection_bias as update_selection_bias
 from raggedmoe.moe.config import ExpertConfig as ExpertConfig
 from raggedmoe.moe.config import MoEConfig as MoEConfig
 from raggedmoe.moe.config import RouterConfig as RouterConfig

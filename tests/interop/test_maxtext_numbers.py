@@ -20,8 +20,8 @@ from raggedmoe.interop.maxtext import TRANSLATED
 from raggedmoe.models.decoder import ExpertReport
 from raggedmoe.models.norm import rms_norm
 from raggedmoe.models.presets import model_preset
-from raggedmoe.models.rope import turns
-from raggedmoe.moe.balance import expert_counts, updated_selection_bias
+from raggedmoe.models.rope import rope_cos_sin
+from raggedmoe.moe.balance import expert_counts, update_selection_bias
 from raggedmoe.moe.config import MoEConfig, RouterConfig
 from raggedmoe.moe.dispatch.capacity import prepare_token_choice
 from raggedmoe.moe.dispatch.strategy import buffer_rows
@@ -34,7 +34,7 @@ from raggedmoe.train.keys import KEYS
 from raggedmoe.train.optimizer import learning_rate_schedule, make_optimizer, rounded
 from raggedmoe.train.rows import Batch
 from raggedmoe.train.settings import parse_settings
-from raggedmoe.train.step import batch_shares, objective
+from raggedmoe.train.step import micro_batch_weights, objective
 
 B, S, D = 3, 5, 4  # sequences, their tokens, the model's width
 
@@ -374,7 +374,7 @@ def test_routed_bias_update_rate_moves_the_bias_as_maxtext_does():
     # MaxText's own example: 16 choices of four experts, which are chosen 5, 4, 3 and 4 times.
     choices = [[[0, 1], [3, 0], [3, 1], [1, 0]], [[0, 3], [2, 0], [1, 2], [2, 3]]]
     rate = configured("deepseek-v3-tiny", "routed_bias_update_rate=0.01").step.bias_update_rate
-    moved = jax.jit(lambda chosen: updated_selection_bias(jnp.zeros(4), expert_counts(chosen, 4), rate))(
+    moved = jax.jit(lambda chosen: update_selection_bias(jnp.zeros(4), expert_counts(chosen, 4), rate))(
         jnp.asarray(choices).reshape(-1, 2)
     )
     np.testing.assert_allclose(moved, [-0.01, 0.0, 0.01, 0.0])
@@ -394,7 +394,7 @@ def test_mtp_loss_scaling_factor_multiplies_the_mean_over_all_targets_of_all_mod
     hidden = jnp.zeros((2, 5, 4))
     sums = iter([80.0, 30.0, 12.0])  # cross-entropies of the model and of both modules
     monkeypatch.setattr(step_module, "decode", lambda *_, **__: SimpleNamespace(hidden=hidden, experts=report))
-    monkeypatch.setattr(step_module, "predict_further", lambda *_, **__: ([hidden] * 2, [report] * 2))
+    monkeypatch.setattr(step_module, "mtp_forward", lambda *_, **__: ([hidden] * 2, [report] * 2))
     monkeypatch.setattr(step_module, "_cross_entropy", lambda *_: jnp.asarray(next(sums)))
     segments = np.zeros((1, 2, 5), np.int32)
     weights = np.tile([1.0, 1, 1, 1, 0], (1, 2, 1)).astype(np.float32)  # 8 targets; 6 and 4 of the modules
@@ -402,7 +402,7 @@ def test_mtp_loss_scaling_factor_multiplies_the_mean_over_all_targets_of_all_mod
 
     @jax.jit
     def losses_of(batch):
-        one, shares = jax.tree.map(lambda array: array[0], (batch, batch_shares(batch, config)))
+        one, shares = jax.tree.map(lambda array: array[0], (batch, micro_batch_weights(batch, config)))
         return objective({}, {}, one, shares, config, jax.random.key(0))[1]
 
     losses = losses_of(jax.tree.map(jnp.asarray, batch))
@@ -542,7 +542,7 @@ def test_normalization_layer_epsilon_is_added_to_the_mean_square_of_every_norm()
 def test_rope_max_timescale_is_the_slowest_period():
     """A pair's angle at position p is p / timescale^(2i / H)."""
     attention = configured("mixtral-tiny", "rope_max_timescale=300").step.model.attention
-    cos, sin = turns(attention.rope, attention.rope_dim, jnp.asarray([[5]]))
+    cos, sin = rope_cos_sin(attention.rope, attention.rope_dim, jnp.asarray([[5]]))
     angles = 5 / 300 ** (np.arange(0, attention.rope_dim, 2) / attention.rope_dim)
     np.testing.assert_allclose(cos[0, 0], np.cos(angles), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(sin[0, 0], np.sin(angles), rtol=1e-5, atol=1e-6)

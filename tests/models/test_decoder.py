@@ -11,7 +11,7 @@ import pytest
 from raggedmoe import Decoder, interop
 from raggedmoe.models import generate as generate_module
 from raggedmoe.models.cache import empty_cache
-from raggedmoe.models.decoder import decode, logits, predict_further
+from raggedmoe.models.decoder import decode, logits, mtp_forward
 from raggedmoe.models.generate import generate
 
 from .drawn import GOLDEN, drawn_ids, drawn_params, quick_jit, tiny, with_einsum_experts
@@ -28,7 +28,7 @@ def loss_of(config, ids, **options):
         total = optax.softmax_cross_entropy_with_integer_labels(scores, ids[:, 1:]).mean()
         reports = [out.experts]
         if config.mtp_layers:
-            further, more = predict_further(params, out.hidden, ids, config, mesh=options.get("mesh"))
+            further, more = mtp_forward(params, out.hidden, ids, config, mesh=options.get("mesh"))
             for m, hidden in enumerate(further):
                 scores = logits(params, hidden, config)[:, : -2 - m]
                 total += optax.softmax_cross_entropy_with_integer_labels(scores, ids[:, 2 + m :]).mean()
@@ -129,13 +129,12 @@ def test_multi_token_prediction_counts_only_positions_that_know_the_next_token()
     @quick_jit
     def load(params):
         hidden = decode(params, ids, config, mask=mask, segments=segments).hidden
-        _, (report,) = predict_further(params, hidden, ids, config, mask=mask, segments=segments)
+        _, (report,) = mtp_forward(params, hidden, ids, config, mask=mask, segments=segments)
         return report.load
 
     assert int(load(params).sum()) == (4 + 6 + 7) * config.moe.experts_per_token
 
 
-@pytest.mark.ci
 def test_hash_routing_gets_the_tokens_ids():
     moe = tiny("qwen3-tiny").moe
     config = tiny("qwen3-tiny", moe=dataclasses.replace(moe, router=dataclasses.replace(moe.router, selection="hash")))

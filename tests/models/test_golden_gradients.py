@@ -12,7 +12,7 @@ import pytest
 
 from raggedmoe import interop
 from raggedmoe.interop.folder import stored_tensors
-from raggedmoe.models.decoder import decode, logits, predict_further
+from raggedmoe.models.decoder import decode, logits, mtp_forward
 from raggedmoe.models.module import Decoder
 
 from .drawn import GOLDEN, GOLDEN_NAMES, quick_jit, with_einsum_experts
@@ -140,7 +140,7 @@ def test_multi_token_prediction_is_transformers_layer_on_the_joined_vectors_and_
 
     def loss(params):
         hidden = decode(params, ids, config).hidden
-        (further,), _ = predict_further(params, hidden, ids, config)
+        (further,), _ = mtp_forward(params, hidden, ids, config)
         scores = logits(params, further, config)
         return cross_entropy(scores[:, :-2], ids[:, 2:]), scores
 

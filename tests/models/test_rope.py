@@ -10,7 +10,7 @@ import pytest
 
 from raggedmoe.models.config import RopeConfig, YarnConfig
 from raggedmoe.models.presets import model_preset
-from raggedmoe.models.rope import inverse_frequencies, rotated, turns
+from raggedmoe.models.rope import apply_rope, inverse_frequencies, rope_cos_sin
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -18,7 +18,7 @@ def test_every_pair_is_turned_by_its_angle(interleaved):
     dim, positions = 8, [0, 1, 7, 300]
     x = np.random.default_rng(0).standard_normal((1, len(positions), 2, dim)).astype(np.float32)
     config = RopeConfig(theta=100.0, interleaved=interleaved)
-    out = rotated(jnp.asarray(x), turns(config, dim, jnp.asarray([positions], jnp.int32)), interleaved)
+    out = apply_rope(jnp.asarray(x), rope_cos_sin(config, dim, jnp.asarray([positions], jnp.int32)), interleaved)
     for s, position in enumerate(positions):
         for n in range(2):
             for pair in range(dim // 2):
@@ -36,9 +36,9 @@ def test_gradient_of_a_turn_is_the_turn_back(interleaved):
     positions = jnp.asarray([[3, 5]], jnp.int32)
     rng = np.random.default_rng(0)
     x, cotangent = (jnp.asarray(rng.standard_normal((1, 2, 1, 8)), jnp.float32) for _ in range(2))
-    forth, back = turns(config, 8, positions), turns(config, 8, -positions)
-    (gradient,) = jax.vjp(lambda x: rotated(x, forth, interleaved), x)[1](cotangent)
-    np.testing.assert_allclose(gradient, rotated(cotangent, back, interleaved), atol=1e-6)
+    forth, back = rope_cos_sin(config, 8, positions), rope_cos_sin(config, 8, -positions)
+    (gradient,) = jax.vjp(lambda x: apply_rope(x, forth, interleaved), x)[1](cotangent)
+    np.testing.assert_allclose(gradient, apply_rope(cotangent, back, interleaved), atol=1e-6)
 
 
 def test_yarn_keeps_fast_pairs_slows_slow_ones_and_blends_between():
@@ -77,10 +77,10 @@ def test_softmax_scale_is_the_published_one(name, scale):
 
 def test_gpt_oss_lengthens_queries_and_keys():
     rope = model_preset("gpt-oss-20b").attention.rope
-    cos, _ = turns(rope, 64, jnp.zeros((1, 1), jnp.int32))
+    cos, _ = rope_cos_sin(rope, 64, jnp.zeros((1, 1), jnp.int32))
     np.testing.assert_allclose(cos[0, 0, 0], 0.1 * math.log(32) + 1, rtol=1e-6)
 
 
 def test_deepseek_leaves_their_length_as_it_is():
-    cos, _ = turns(model_preset("deepseek-v3").attention.rope, 64, jnp.zeros((1, 1), jnp.int32))
+    cos, _ = rope_cos_sin(model_preset("deepseek-v3").attention.rope, 64, jnp.zeros((1, 1), jnp.int32))
     np.testing.assert_allclose(cos[0, 0, 0], 1.0, rtol=1e-6)

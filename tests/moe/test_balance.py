@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from raggedmoe import updated_selection_bias
+from raggedmoe import update_selection_bias
 from raggedmoe.moe import balance
 
 from . import numpy_layer
@@ -77,7 +77,7 @@ def test_statistic_of_a_load_is_that_of_the_oracle(statistic, load):
 def test_bias_moves_by_the_rate_towards_the_mean_load(load):
     bias = np.linspace(-1, 1, 5)
     expected = [b + 0.01 * ((n < np.mean(load)) - float(n > np.mean(load))) for b, n in zip(bias, load)]
-    assert_close(updated_selection_bias(jnp.asarray(bias), jnp.asarray(load), rate=0.01), np.array(expected))
+    assert_close(update_selection_bias(jnp.asarray(bias), jnp.asarray(load), rate=0.01), np.array(expected))
 
 
 @every_mask
@@ -124,6 +124,6 @@ def test_balance_loss_over_a_mesh_is_that_of_the_whole_batch(num_sequences, mask
 def test_bias_update_survives_loads_whose_product_with_e_overflows():
     load = np.ones(256, np.int32)
     load[0], load[1:9] = 9_000_000, 7_000_000
-    moved = np.asarray(balance.updated_selection_bias(jnp.zeros(256), jnp.asarray(load), rate=1.0))
+    moved = np.asarray(balance.update_selection_bias(jnp.zeros(256), jnp.asarray(load), rate=1.0))
     expected = np.sign(load.astype(np.float64).mean() - load)
     np.testing.assert_array_equal(moved, expected)

@@ -327,7 +327,6 @@ def test_initial_values_have_the_declared_shapes_and_scale():
             assert (value == (spec.init == "ones")).all()
 
 
-@pytest.mark.ci
 def test_module_passes_every_argument_on():
     config = moe_config({"selection": "hash", "jitter": 0.3})
     layer, x = module(config), random_tokens(config, 6, dtype=np.float32)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from parallel.hlo_collectives import collectives
 
-from raggedmoe import ExpertConfig, KernelChoice, MoE, updated_selection_bias
+from raggedmoe import ExpertConfig, KernelChoice, MoE, update_selection_bias
 from raggedmoe.aot.program_text import counts_of
 from raggedmoe.kernels.registry import recorded_selections
 from raggedmoe.parallel.collectives import Step, layer_collectives
@@ -199,7 +199,7 @@ def test_layer_is_that_of_one_device_and_sends_what_the_plan_says(case):
         assert set(gradients) == set(slopes)
         assert_gradients_close(gradients, slopes)
         bias, rate = params["router_selection_bias"], 0.125
-        moved = np.asarray(updated_selection_bias(bias, out.load, rate)) - np.asarray(bias)
+        moved = np.asarray(update_selection_bias(bias, out.load, rate)) - np.asarray(bias)
         direction = np.sign(value.load.sum() - value.load * NUM_EXPERTS)
         np.testing.assert_allclose(moved, rate * direction, atol=1e-6)
 

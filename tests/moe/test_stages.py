@@ -229,8 +229,7 @@ def test_routing_is_that_of_one_device_on_any_number_of_ranks(num_ranks, strateg
     assert_agrees(out, numpy_layer.layer(x, params, config, mask=mask))
 
 
-@pytest.mark.ci
-@across_ranks
+@pytest.mark.parametrize("strategy", ["ring", pytest.param("all_to_all", marks=pytest.mark.ci)])
 def test_the_input_is_weighed_where_the_router_says_so(strategy):
     config = moe_config({"weigh": "input", "score": "sigmoid"}, num_experts=4, strategy=strategy, experts=EXPERTS)
     x, params = random_tokens(config, 8), random_params(config)

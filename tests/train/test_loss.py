@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from raggedmoe.mesh import TENSOR
-from raggedmoe.models.vocabulary import table_place
+from raggedmoe.models.vocabulary import table_sharding
 from raggedmoe.parallel.degrees import Degrees
 from raggedmoe.parallel.plan import Plan
 from raggedmoe.train import loss as loss_module
@@ -225,7 +225,7 @@ ON_MESHES = [
 def test_on_a_mesh_it_is_the_same_and_no_token_or_logit_leaves_its_device(degrees, vocab):
     plan = Plan(degrees=degrees)
     mesh, arguments = plan.mesh(), drawn(32, vocab)
-    table = NamedSharding(mesh, table_place(mesh, (vocab, D)).spec)
+    table = NamedSharding(mesh, table_sharding(mesh, (vocab, D)).spec)
     places = (plan.tokens(mesh), table, plan.tokens(mesh), plan.tokens(mesh))
     gradient = jax.value_and_grad(lambda *a: cross_entropy_sum(*a, mesh), (0, 1))
     compiled = jax.jit(gradient, in_shardings=places).lower(*arguments).compile()

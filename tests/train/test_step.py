@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from raggedmoe.models.decoder import decode, knows_further, predict_further
+from raggedmoe.models.decoder import decode, mtp_forward, mtp_mask
 from raggedmoe.models.specs import is_trained, param_specs
 from raggedmoe.moe.config import RouterConfig
 from raggedmoe.train.optimizer import learning_rate_schedule
@@ -150,7 +150,7 @@ def plain_losses(start):
     def forward(params):
         given = {name: jnp.asarray(value) for name, value in options.items()}
         out = decode(params, jnp.asarray(BATCH.ids), model, **given)
-        further, more = predict_further(params, out.hidden, jnp.asarray(BATCH.ids), model, **given)
+        further, more = mtp_forward(params, out.hidden, jnp.asarray(BATCH.ids), model, **given)
         reports = (out.experts, more[0])
         return out.hidden, further[0], sum(r.aux_loss.sum() for r in reports), sum(r.z_loss.sum() for r in reports)
 
@@ -246,7 +246,7 @@ def test_the_report_is_what_happened(whole):
     assert float(report.max_violation) == pytest.approx((share.max(1) * share.shape[1]).max() - 1, rel=1e-5)
     assert float(report.targets) == BATCH.weights.sum()
     assert int(report.tokens) == (BATCH.segments >= 0).sum()
-    known = [int((BATCH.segments >= 0).sum())] * 2 + [int(knows_further(jnp.asarray(BATCH.segments), 0).sum())]
+    known = [int((BATCH.segments >= 0).sum())] * 2 + [int(mtp_mask(jnp.asarray(BATCH.segments), 0).sum())]
     assert load.sum(1).tolist() == [WHOLE.model.moe.experts_per_token * tokens for tokens in known]
     assert int(report.losses.dropped) == 0
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from raggedmoe.models.decoder import knows_further
+from raggedmoe.models.decoder import mtp_mask
 from raggedmoe.train.optimizer import OptimizerConfig
 from raggedmoe.train.step import StepConfig, layers_of_biases, mtp_weights, updated_biases
 
@@ -50,7 +50,7 @@ def test_a_module_has_a_target_where_both_tokens_ahead_are_of_the_same_document(
             expected_known[row, place] = same
             expected_weights[row, place] = same and batch.weights[row, joined]
     batch = jax.tree.map(jnp.asarray, batch)
-    np.testing.assert_array_equal(knows_further(batch.segments, module), expected_known)
+    np.testing.assert_array_equal(mtp_mask(batch.segments, module), expected_known)
     np.testing.assert_array_equal(mtp_weights(batch, module), expected_weights)
     assert 0 < expected_weights.sum() < expected_known.sum() < batch.weights.sum()
 

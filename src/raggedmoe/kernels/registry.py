@@ -247,6 +247,30 @@ def select(
     )
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """What computes an operation, a function for each direction. Equal choices are equal, so that traces are shared."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+def select_kernels(
+    operation: str,
+    choice: Choice,
+    hardware: Hardware,
+    *,
+    arrays: Mapping[str, jax.ShapeDtypeStruct],
+    options: Mapping[str, Any],
+) -> Kernels:
+    """Select for both directions of a call: before anything is traced, so that either one's error comes then."""
+    forward, backward = (
+        select(Call(operation=operation, arrays=arrays, options=options, direction=direction), choice, hardware)
+        for direction in (FORWARD, BACKWARD)
+    )
+    return Kernels(forward.function, backward.function)
+
+
 _recorded: contextvars.ContextVar[list[Selection] | None] = contextvars.ContextVar("recorded", default=None)
 
 

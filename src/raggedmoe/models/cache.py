@@ -1,4 +1,4 @@
-"""What a decoder remembers of the tokens before: for each layer its attention's memory, slot j holding position j."""
+"""The cache of a decoder: for each layer what its attention keeps of earlier tokens, slot j holding position j."""
 
 from dataclasses import dataclass
 
@@ -38,8 +38,8 @@ def empty_cache(config: ModelConfig, num_sequences: int, size: int) -> Cache:
     return Cache(memory=memory, lengths=jnp.zeros(num_sequences, jnp.int32))
 
 
-def remembered(memory: Memory, layer: jax.Array, new: Memory, slots: Int[Array, "B S"]) -> tuple[Memory, Memory]:
-    """A stack's memory with new tokens written to their slots (-1: nowhere), and what that layer now remembers."""
+def update_cache(memory: Memory, layer: jax.Array, new: Memory, slots: Int[Array, "B S"]) -> tuple[Memory, Memory]:
+    """Write new tokens to their slots (-1: nowhere). Returns the memory of the whole stack, and that of the layer."""
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
     updated = {}
     for what, old in memory.items():

@@ -15,15 +15,15 @@ from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.arrays import int32
 from raggedmoe.kernels.attention.operands import segment_numbers
 from raggedmoe.kernels.eager import compiled_once
-from raggedmoe.models.cache import Cache, remembered
+from raggedmoe.models.cache import Cache, update_cache
 from raggedmoe.models.config import LayerKind, ModelConfig, Stack
 from raggedmoe.models.matmul import project, wide_project
-from raggedmoe.models.mixer import Memory, Sight
+from raggedmoe.models.mixer import AttentionContext, Memory
 from raggedmoe.models.norm import rms_norm
-from raggedmoe.models.placement import by_sequence, check_rows, in_use, keeps_no_gathered_weight
-from raggedmoe.models.rope import Turns, turns
+from raggedmoe.models.placement import all_gather_dense_weights, check_rows, keeps_no_gathered_weight, shard_by_sequence
+from raggedmoe.models.rope import RopeCosSin, rope_cos_sin
 from raggedmoe.models.specs import layer_specs, mixer_of, mtp_specs, under
-from raggedmoe.models.vocabulary import looked_up, table_place
+from raggedmoe.models.vocabulary import embedding_lookup, table_sharding
 from raggedmoe.moe.experts import shared_experts
 from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.moe.records import MoEParams, SharedParams
@@ -75,7 +75,7 @@ def decode(
       ids: the tokens; each sees itself and those before it.
       config: the model.
       mask: True for tokens that count. The others go to no expert, no token that counts sees them, and a cache does
-        not remember them.
+        not keep them.
       segments: documents packed into a row, by numbers >= 0: tokens see their own document's only.
       positions: for rope; by default the place in the row, or with a cache the place in the sequence.
       cache: earlier tokens of the same sequences. Needs room for these: under `jit`, where that cannot be checked, the
@@ -115,7 +115,7 @@ def _hidden_states(
     run = _Run(
         config=config,
         ids=ids,
-        turned=turns(config.attention.rope, config.attention.rope_dim, positions, config.dtype),
+        cos_sin=rope_cos_sin(config.attention.rope, config.attention.rope_dim, positions, config.dtype),
         slots=slots,
         attends_to_cache=attends_to_cache,
         segments=segments,
@@ -153,7 +153,7 @@ def embed(
     """The tokens' vectors."""
     table = params["embedding"]
     if mesh is not None:
-        return looked_up(table, ids, config.dtype, table_place(mesh, table.shape))
+        return embedding_lookup(table, ids, config.dtype, table_sharding(mesh, table.shape))
     return jnp.take(table, ids, axis=0, mode="clip").astype(config.dtype)
 
 
@@ -168,7 +168,7 @@ class _Run:
 
     config: ModelConfig
     ids: jax.Array
-    turned: Turns
+    cos_sin: RopeCosSin
     slots: jax.Array | None  # where the tokens go in the cache; None: there is none
     attends_to_cache: bool
     segments: jax.Array | None
@@ -199,7 +199,7 @@ def run_stack(
         for p, kind in enumerate(stack.kinds):
             layer_key = None if key is None else jax.random.fold_in(key, repeat * len(stack.kinds) + p)
             own = under(f"{p}.", {**weights, **in_place})
-            own = in_use(own, layer_specs(run.config, kind), run.mesh, run.config.dtype)
+            own = all_gather_dense_weights(own, layer_specs(run.config, kind), run.mesh, run.config.dtype)
             x, memory, report = run_layer(run, kind, x, own, memory, f"{p}.", repeat, layer_key)
             reports += [] if report is None else [report]
         return (x, memory), jax.tree.map(lambda *parts: jnp.stack(parts), *reports) if has_experts else None
@@ -253,7 +253,7 @@ def run_layer(
     """One layer: attention, then MLP or experts, each on the normed input and added to it."""
     config, mixer = run.config, mixer_of(run.config)
     eps = config.norm_epsilon
-    sight = Sight(
+    context = AttentionContext(
         slots=run.slots if run.attends_to_cache else None,
         segments=run.segments,
         window=kind.window,
@@ -264,15 +264,15 @@ def run_layer(
     with jax.named_scope("attention"):
         own = under("attention.", weights)
         normed = rms_norm(x, weights["attention_norm"], eps)
-        query = mixer.ask(normed, own, config.attention, run.turned)
-        visible = mixer.remember(normed, own, config.attention, run.turned)
+        query = mixer.project_query(normed, own, config.attention, run.cos_sin)
+        visible = mixer.project_key_value(normed, own, config.attention, run.cos_sin)
         if memory is not None:
             assert repeat is not None
             assert run.slots is not None
-            updated, all_visible = remembered(under(prefix, memory), repeat, visible, run.slots)
+            updated, all_visible = update_cache(under(prefix, memory), repeat, visible, run.slots)
             visible = all_visible if run.attends_to_cache else visible
             memory = {**memory, **{f"{prefix}{what}": value for what, value in updated.items()}}
-        attended = by_sequence(mixer.attend(query, visible, own, config.attention, sight), run.mesh)
+        attended = shard_by_sequence(mixer.attend(query, visible, own, config.attention, context), run.mesh)
         x = x + checkpoint_name(attended, "attn_proj_out")
     with jax.named_scope("moe" if kind.moe else "mlp"):
         normed = rms_norm(x, weights["mlp_norm"], eps)
@@ -280,7 +280,7 @@ def run_layer(
             out, report = _experts(run, normed, weights, repeat, key)
         else:
             out, report = _mlp(config, normed, weights), None
-    return by_sequence(x + out, run.mesh), memory, report
+    return shard_by_sequence(x + out, run.mesh), memory, report
 
 
 def _mlp(config: ModelConfig, x: Float[Array, "B S D"], weights: Params) -> Float[Array, "B S D"]:
@@ -326,14 +326,14 @@ def _rematerialized(body: Any, run: _Run) -> Any:
     return jax.checkpoint(body, policy=policy, prevent_cse=not config.scan_layers)
 
 
-def knows_further(documents: Int[Array, "B S"], module: int) -> Bool[Array, "B S"]:
+def mtp_mask(documents: Int[Array, "B S"], module: int) -> Bool[Array, "B S"]:
     """Where a module of multi-token prediction knows the token that it joins, given each token's document or -1."""
     ahead, length = module + 1, documents.shape[1]
     in_row = jnp.arange(length)[None] < length - ahead
     return in_row & (documents == jnp.roll(documents, -ahead, axis=1)) & (documents >= 0)
 
 
-def predict_further(
+def mtp_forward(
     params: Params,
     hidden: Float[Array, "B S D"],
     ids: Integer[Array, "B S"],
@@ -358,10 +358,10 @@ def predict_further(
     check_rows(ids.shape[0], mesh)
     ids, segments = int32(ids), None if segments is None else segment_numbers(segments)
     arrays = (params, hidden, ids, mask, segments, positions, key)
-    return _predict_further(*arrays, config=config, hardware=hardware, mesh=mesh)
+    return _mtp_forward(*arrays, config=config, hardware=hardware, mesh=mesh)
 
 
-def _further_states(
+def _mtp_states(
     params: Params,
     hidden: Float[Array, "B S D"],
     ids: Int[Array, "B S"],
@@ -376,23 +376,24 @@ def _further_states(
 ) -> tuple[list[Float[Array, "B S D"]], list[ExpertReport]]:
     if positions is None:
         positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-    turned = turns(config.attention.rope, config.attention.rope_dim, positions, config.dtype)
+    cos_sin = rope_cos_sin(config.attention.rope, config.attention.rope_dim, positions, config.dtype)
     stack = Stack(first=config.num_layers, kinds=(config.kind(config.num_layers),), repeats=1)
     documents = jnp.zeros_like(ids) if segments is None else segments
     documents = documents if mask is None else jnp.where(mask, documents, -1)
     found, reports = [], []
     for m in range(config.mtp_layers):
         own = under(f"mtp.{m}.", params)
-        projection = in_use({"projection": own["projection"]}, mtp_specs(config), mesh, config.dtype)["projection"]
+        dense = {"projection": own["projection"]}
+        dense = all_gather_dense_weights(dense, mtp_specs(config), mesh, config.dtype)
         next_ids = jnp.roll(ids, -(m + 1), axis=1)
         run = _Run(
             config=config,
             ids=next_ids,
-            turned=turned,
+            cos_sin=cos_sin,
             slots=None,
             attends_to_cache=False,
             segments=None if segments is None and mask is None else documents,
-            mask=knows_further(documents, m),
+            mask=mtp_mask(documents, m),
             hardware=hardware,
             mesh=mesh,
         )
@@ -406,14 +407,14 @@ def _further_states(
         )
         module_key = None if key is None else jax.random.fold_in(key, len(config.stacks) + m)
         layer = {f"0.{name}": value[None] for name, value in own.items()}
-        x, _, report = run_stack(run, stack, project(joined, projection), layer, None, module_key)
+        x, _, report = run_stack(run, stack, project(joined, dense["projection"]), layer, None, module_key)
         hidden = rms_norm(x, own["final_norm"], config.norm_epsilon)
         found.append(hidden)
         reports += report
     return found, reports
 
 
-_predict_further = compiled_once(_further_states, static=("config", "hardware", "mesh"))
+_mtp_forward = compiled_once(_mtp_states, static=("config", "hardware", "mesh"))
 
 
 def _slots(cache: Cache, mask: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:

@@ -8,9 +8,9 @@ from jaxtyping import Array, Float
 
 from raggedmoe.models.config import GroupedQueryConfig
 from raggedmoe.models.matmul import project, project_back
-from raggedmoe.models.mixer import Memory, Mixer, Sight, Weights, attended
+from raggedmoe.models.mixer import AttentionContext, Memory, Mixer, Weights, run_attention
 from raggedmoe.models.norm import rms_norm
-from raggedmoe.models.rope import Turns, rotated
+from raggedmoe.models.rope import RopeCosSin, apply_rope
 from raggedmoe.params import ParamSpec
 
 
@@ -67,24 +67,30 @@ def _heads(
     return out if config.clip is None else jnp.clip(out, -config.clip, config.clip)
 
 
-def ask(
-    x: Float[Array, "B S D"], weights: Weights, config: GroupedQueryConfig, turned: Turns
+def project_query(
+    x: Float[Array, "B S D"], weights: Weights, config: GroupedQueryConfig, cos_sin: RopeCosSin
 ) -> Float[Array, "B S N H"]:
     query = _heads(x, "q", weights, config)
-    return checkpoint_name(rotated(query, turned, config.rope.interleaved), "query")
+    return checkpoint_name(apply_rope(query, cos_sin, config.rope.interleaved), "query")
 
 
-def remember(x: Float[Array, "B S D"], weights: Weights, config: GroupedQueryConfig, turned: Turns) -> Memory:
-    key = rotated(_heads(x, "k", weights, config), turned, config.rope.interleaved)
+def project_key_value(
+    x: Float[Array, "B S D"], weights: Weights, config: GroupedQueryConfig, cos_sin: RopeCosSin
+) -> Memory:
+    key = apply_rope(_heads(x, "k", weights, config), cos_sin, config.rope.interleaved)
     value = _heads(x, "v", weights, config)
     return {"key": checkpoint_name(key, "key"), "value": checkpoint_name(value, "value")}
 
 
 def attend(
-    query: Float[Array, "B S N H"], memory: Memory, weights: Weights, config: GroupedQueryConfig, sight: Sight
+    query: Float[Array, "B S N H"],
+    memory: Memory,
+    weights: Weights,
+    config: GroupedQueryConfig,
+    context: AttentionContext,
 ) -> Float[Array, "B S D"]:
     sinks = weights["sinks"] if config.sinks else None
-    out = attended(query, memory["key"], memory["value"], sight, scale=config.softmax_scale, sinks=sinks)
+    out = run_attention(query, memory["key"], memory["value"], context, scale=config.softmax_scale, sinks=sinks)
     out = project_back(out, weights["wo"])
     return out + weights["bo"].astype(out.dtype)[None, None] if config.biases else out
 
@@ -94,4 +100,10 @@ def memory_shapes(config: GroupedQueryConfig) -> dict[str, tuple[int, ...]]:
     return {"key": shape, "value": shape}
 
 
-GROUPED_QUERY = Mixer(specs=specs, ask=ask, remember=remember, attend=attend, memory_shapes=memory_shapes)
+GROUPED_QUERY = Mixer(
+    specs=specs,
+    project_query=project_query,
+    project_key_value=project_key_value,
+    attend=attend,
+    memory_shapes=memory_shapes,
+)

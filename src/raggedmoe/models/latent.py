@@ -14,9 +14,9 @@ from jaxtyping import Array, Float
 
 from raggedmoe.models.config import LatentConfig
 from raggedmoe.models.matmul import per_head, project, project_back
-from raggedmoe.models.mixer import Memory, Mixer, Sight, Weights, attended
+from raggedmoe.models.mixer import AttentionContext, Memory, Mixer, Weights, run_attention
 from raggedmoe.models.norm import rms_norm
-from raggedmoe.models.rope import Turns, rotated
+from raggedmoe.models.rope import RopeCosSin, apply_rope
 from raggedmoe.params import ParamSpec
 
 
@@ -46,29 +46,31 @@ def specs(config: LatentConfig, model_dim: int, dtype: Any) -> dict[str, ParamSp
     }
 
 
-def ask(x: Float[Array, "B S D"], weights: Weights, config: LatentConfig, turned: Turns) -> Float[Array, "B S N H"]:
+def project_query(
+    x: Float[Array, "B S D"], weights: Weights, config: LatentConfig, cos_sin: RopeCosSin
+) -> Float[Array, "B S N H"]:
     if config.q_lora_rank is None:
         query = project(x, weights["wq"])
     else:
         compressed = checkpoint_name(project(x, weights["q_a"]), "q_a")
         query = project(rms_norm(compressed, weights["q_a_norm"], config.norm_epsilon), weights["q_b"])
     nope, rope = query[..., : config.nope_dim], query[..., config.nope_dim :]
-    rope = rotated(rope, turned, config.rope.interleaved)
+    rope = apply_rope(rope, cos_sin, config.rope.interleaved)
     return checkpoint_name(jnp.concatenate([nope, rope], axis=-1), "query")
 
 
-def remember(x: Float[Array, "B S D"], weights: Weights, config: LatentConfig, turned: Turns) -> Memory:
+def project_key_value(x: Float[Array, "B S D"], weights: Weights, config: LatentConfig, cos_sin: RopeCosSin) -> Memory:
     both = checkpoint_name(project(x, weights["kv_a"]), "kv_a")
     latent = rms_norm(both[..., : config.kv_lora_rank], weights["kv_a_norm"], config.norm_epsilon)
-    rope_key = rotated(both[..., None, config.kv_lora_rank :], turned, config.rope.interleaved)[:, :, 0]
+    rope_key = apply_rope(both[..., None, config.kv_lora_rank :], cos_sin, config.rope.interleaved)[:, :, 0]
     return {"latent": jnp.concatenate([latent, rope_key], axis=-1)}
 
 
 def attend(
-    query: Float[Array, "B S N H"], memory: Memory, weights: Weights, config: LatentConfig, sight: Sight
+    query: Float[Array, "B S N H"], memory: Memory, weights: Weights, config: LatentConfig, context: AttentionContext
 ) -> Float[Array, "B S D"]:
     latent, rope_key = memory["latent"][..., : config.kv_lora_rank], memory["latent"][..., config.kv_lora_rank :]
-    on_latents = sight.slots is not None and query.shape[1] == 1
+    on_latents = context.slots is not None and query.shape[1] == 1
     if on_latents:
         nope = per_head(query[..., : config.nope_dim], weights["k_b"], back=True)
         query = jnp.concatenate([nope, query[..., config.nope_dim :]], axis=-1)
@@ -78,7 +80,7 @@ def attend(
         rope = jnp.broadcast_to(rope_key[:, :, None], (*nope.shape[:3], config.rope_dim))
         key = checkpoint_name(jnp.concatenate([nope, rope], axis=-1), "key")
         value = checkpoint_name(project(latent, weights["v_b"]), "value")
-    out = attended(query, key, value, sight, scale=config.softmax_scale)
+    out = run_attention(query, key, value, context, scale=config.softmax_scale)
     if on_latents:
         out = per_head(out, weights["v_b"])
     return project_back(out, weights["wo"])
@@ -88,4 +90,10 @@ def memory_shapes(config: LatentConfig) -> dict[str, tuple[int, ...]]:
     return {"latent": (config.kv_lora_rank + config.rope_dim,)}
 
 
-LATENT = Mixer(specs=specs, ask=ask, remember=remember, attend=attend, memory_shapes=memory_shapes)
+LATENT = Mixer(
+    specs=specs,
+    project_query=project_query,
+    project_key_value=project_key_value,
+    attend=attend,
+    memory_shapes=memory_shapes,
+)

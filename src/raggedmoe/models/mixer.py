@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from raggedmoe.kernels.attention.api import attention
 from raggedmoe.kernels.registry import Choice
-from raggedmoe.models.placement import divided_attention
-from raggedmoe.models.rope import Turns
+from raggedmoe.models.placement import sharded_attention
+from raggedmoe.models.rope import RopeCosSin
 from raggedmoe.params import ParamSpec
 
 Weights = Mapping[str, jax.Array]
@@ -20,7 +20,7 @@ Memory = dict[str, jax.Array]  # what later tokens need of earlier ones, each [B
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
+class AttentionContext:
     """Which keys a query sees, and how that is computed."""
 
     slots: Int[Array, "B S"] | None  # the slot of each query in a cache, -1: none; None: queries and keys are the same
@@ -31,35 +31,37 @@ class Sight:
     mesh: Mesh | None = None
 
 
-def attended(
+def run_attention(
     query: Float[Array, "B S N H"],
     key: Float[Array, "B L M H"],
     value: Float[Array, "B L M W"],
-    sight: Sight,
+    context: AttentionContext,
     *,
     scale: float | None,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B S N W"]:
-    """Attention to the keys that are in sight."""
+    """Attention of the queries to the keys that the context lets them see."""
     compute: Any = functools.partial(
         attention,
         scale=scale,
-        window=sight.window,
-        implementation=sight.implementation,
-        hardware=sight.hardware,
+        window=context.window,
+        implementation=context.implementation,
+        hardware=context.hardware,
     )
-    given: dict[str, Any] = {"positions": sight.slots, "segments": sight.segments, "sinks": sinks}
-    if sight.mesh is None:
+    given: dict[str, Any] = {"positions": context.slots, "segments": context.segments, "sinks": sinks}
+    if context.mesh is None:
         return compute(query, key, value, **given)
-    return divided_attention(compute, sight.mesh, query, key, value, **given)
+    return sharded_attention(compute, context.mesh, query, key, value, **given)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixer:
-    """One kind of attention, as functions. `decoder.py` puts a cache between `remember` and `attend`, or nothing."""
+    """One kind of attention, as functions. Between `project_key_value` and `attend` `decoder.py` updates the cache, if
+    there is one.
+    """
 
     specs: Callable[[Any, int, Any], dict[str, ParamSpec]]  # (config, model width, dtype) -> its parameters
-    ask: Callable[[Float[Array, "B S D"], Weights, Any, Turns], Any]  # -> queries
-    remember: Callable[[Float[Array, "B S D"], Weights, Any, Turns], Memory]  # -> what the tokens leave behind
-    attend: Callable[[Any, Memory, Weights, Any, Sight], Float[Array, "B S D"]]  # queries on all that is remembered
+    project_query: Callable[[Float[Array, "B S D"], Weights, Any, RopeCosSin], Any]  # -> queries
+    project_key_value: Callable[[Float[Array, "B S D"], Weights, Any, RopeCosSin], Memory]  # -> what a cache keeps
+    attend: Callable[[Any, Memory, Weights, Any, AttentionContext], Float[Array, "B S D"]]  # queries on the cache
     memory_shapes: Callable[[Any], dict[str, tuple[int, ...]]]  # of one token

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from raggedmoe.models.cache import Cache
 from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.decoder import DecoderOutput, Params, decode, logits, predict_further
+from raggedmoe.models.decoder import DecoderOutput, Params, decode, logits, mtp_forward
 from raggedmoe.models.specs import check_model_params, is_trained, param_specs
 from raggedmoe.moe.module import SelectionBias
 from raggedmoe.params import init_params
@@ -79,7 +79,7 @@ class Decoder(nnx.Module):
         self._check_ids(ids)
         params = self.params
         hidden = decode(params, ids, self.config).hidden
-        found, _ = predict_further(params, hidden, ids, self.config)
+        found, _ = mtp_forward(params, hidden, ids, self.config)
         return [logits(params, further, self.config) for further in found]
 
     def _check_ids(self, ids: jax.Array) -> None:

@@ -34,15 +34,18 @@ def check_rows(num_rows: int, mesh: Mesh | None) -> None:
         )
 
 
-def by_sequence(x: Float[Array, "B ..."], mesh: Mesh | None) -> Float[Array, "B ..."]:
+def shard_by_sequence(x: Float[Array, "B ..."], mesh: Mesh | None) -> Float[Array, "B ..."]:
     """Activations with their sequences split over all axes that split tokens."""
     if mesh is None:
         return x
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(TOKEN_AXES)))
 
 
-def in_use(weights: Weights, specs: Specs, mesh: Mesh | None, dtype: Any) -> Weights:
-    """The same, the dense weights of matmuls gathered. Routed experts and routers stay: their stages take them so."""
+def all_gather_dense_weights(weights: Weights, specs: Specs, mesh: Mesh | None, dtype: Any) -> Weights:
+    """Gather the dense weights of matmuls over the axes that split their width, in the type that they are used in.
+
+    Routed experts and routers stay as they are stored: the MoE layer's stages gather them.
+    """
     if mesh is None:
         return weights
     found = dict(weights)
@@ -86,7 +89,7 @@ def _gathered(weight: jax.Array, used: NamedSharding, stored: NamedSharding) -> 
     )
 
 
-def divided_attention(
+def sharded_attention(
     attention: Callable[..., jax.Array],
     mesh: Mesh,
     query: Float[Array, "B S N H"],

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from raggedmoe.kernels.arrays import accumulator
 from raggedmoe.models.config import RopeConfig, YarnConfig
 
-Turns = tuple[Float[Array, "_ S P"], Float[Array, "_ S P"]]  # cos and sin of each pair's angle, P = H/2 pairs
+RopeCosSin = tuple[Float[Array, "_ S P"], Float[Array, "_ S P"]]  # cos and sin of each pair's angle, P = H/2 pairs
 
 
 def inverse_frequencies(config: RopeConfig, dim: int) -> np.ndarray:
@@ -36,8 +36,8 @@ def _blend_range(yarn: YarnConfig, theta: float, dim: int) -> tuple[float, float
     return low, high if high != low else high + 0.001
 
 
-def turns(config: RopeConfig, dim: int, positions: Int[Array, "B S"], dtype: Any = jnp.float32) -> Turns:
-    """Cos and sin for each position, in float32 at least. They do not depend on the layer: computed once for all."""
+def rope_cos_sin(config: RopeConfig, dim: int, positions: Int[Array, "B S"], dtype: Any = jnp.float32) -> RopeCosSin:
+    """The cosine and sine for each position, in float32 at least. All layers use the same: they are computed once."""
     wide = accumulator(dtype)
     angles = positions[:, :, None].astype(wide) * jnp.asarray(inverse_frequencies(config, dim), wide)[None, None, :]
     yarn = config.yarn
@@ -45,9 +45,9 @@ def turns(config: RopeConfig, dim: int, positions: Int[Array, "B S"], dtype: Any
     return jnp.cos(angles) * length, jnp.sin(angles) * length
 
 
-def rotated(x: Float[Array, "B S N H"], turned: Turns, interleaved: bool) -> Float[Array, "B S N H"]:
-    """Every pair of a head turned by its angle, in float32 at least."""
-    cos, sin = (part[:, :, None, :] for part in turned)
+def apply_rope(x: Float[Array, "B S N H"], cos_sin: RopeCosSin, interleaved: bool) -> Float[Array, "B S N H"]:
+    """Rotate every pair of a head by its angle, in float32 at least."""
+    cos, sin = (part[:, :, None, :] for part in cos_sin)
     wide = x.astype(accumulator(x.dtype))
     if interleaved:
         first, second = wide[..., 0::2], wide[..., 1::2]

@@ -22,8 +22,8 @@ TOKENS = PartitionSpec(TOKEN_AXES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TablePlace:
-    """How a table ``[V D]`` lies on a mesh. All but `table_place` is for use inside `shard_map`."""
+class TableSharding:
+    """How a table ``[V D]`` lies on a mesh. All but `table_sharding` is for use inside `shard_map`."""
 
     mesh: Mesh
     spec: PartitionSpec
@@ -52,15 +52,15 @@ class TablePlace:
         return lax.axis_index(TENSOR) * num_entries if self.is_split else 0
 
 
-def table_place(mesh: Mesh, shape: tuple[int, ...]) -> TablePlace:
+def table_sharding(mesh: Mesh, shape: tuple[int, ...]) -> TableSharding:
     """Where the plan puts a table."""
     spec = ParamSpec(shape=shape, dtype=jnp.float32, axes=("vocab", "model_dim"))
-    return TablePlace(mesh=mesh, spec=partition("table", spec, mesh.shape))
+    return TableSharding(mesh=mesh, spec=partition("table", spec, mesh.shape))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def looked_up(
-    table: Float[Array, "V D"], ids: Int[Array, "B S"], dtype: Any, place: TablePlace
+def embedding_lookup(
+    table: Float[Array, "V D"], ids: Int[Array, "B S"], dtype: Any, place: TableSharding
 ) -> Float[Array, "B S D"]:
     """The tokens' entries, in that type."""
 
@@ -74,17 +74,17 @@ def looked_up(
     return jax.shard_map(own, mesh=place.mesh, in_specs=(place.spec, TOKENS), out_specs=TOKENS)(table, ids)
 
 
-def _own_ids(ids: jax.Array, num_entries: int, vocab_size: int, place: TablePlace) -> tuple[jax.Array, jax.Array]:
+def _own_ids(ids: jax.Array, num_entries: int, vocab_size: int, place: TableSharding) -> tuple[jax.Array, jax.Array]:
     """The tokens' places among this rank's entries, and which of them are there."""
     here = jnp.clip(ids, 0, vocab_size - 1) - place.first_entry(num_entries)
     return here, (here >= 0) & (here < num_entries)
 
 
-def _forward(table: jax.Array, ids: jax.Array, dtype: Any, place: TablePlace) -> tuple[jax.Array, tuple]:
-    return looked_up(table, ids, dtype, place), (ids, jax.ShapeDtypeStruct(table.shape, table.dtype))
+def _forward(table: jax.Array, ids: jax.Array, dtype: Any, place: TableSharding) -> tuple[jax.Array, tuple]:
+    return embedding_lookup(table, ids, dtype, place), (ids, jax.ShapeDtypeStruct(table.shape, table.dtype))
 
 
-def _backward(dtype: Any, place: TablePlace, saved: tuple, cotangent: jax.Array) -> tuple[jax.Array, None]:
+def _backward(dtype: Any, place: TableSharding, saved: tuple, cotangent: jax.Array) -> tuple[jax.Array, None]:
     ids, table = saved
     num_entries = table.shape[0] // (place.mesh.shape[TENSOR] if place.is_split else 1)
 
@@ -98,4 +98,4 @@ def _backward(dtype: Any, place: TablePlace, saved: tuple, cotangent: jax.Array)
     return jax.shard_map(own, mesh=place.mesh, in_specs=(TOKENS, TOKENS), out_specs=place.spec)(ids, cotangent), None
 
 
-looked_up.defvjp(_forward, _backward)
+embedding_lookup.defvjp(_forward, _backward)

@@ -66,7 +66,7 @@ def router_z_loss(logits: Float[Array, "T E"], mask: Bool[Array, " T"], axis: Ax
     return total(jnp.where(mask, squares, 0).sum(), axis) / tokens
 
 
-def updated_selection_bias(bias: Float[Array, " E"], load: Int[Array, " E"], rate: float = 1e-3) -> Float[Array, " E"]:
+def update_selection_bias(bias: Float[Array, " E"], load: Int[Array, " E"], rate: float = 1e-3) -> Float[Array, " E"]:
     """The loss-free rule: an expert with less than the mean load gets ``rate`` more, one with more gets less.
 
     Give the load of the whole batch. The sign of a sum is not the sum of signs: add up the loads of shards and chunks

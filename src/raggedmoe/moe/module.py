@@ -16,7 +16,7 @@ from raggedmoe.params import check_param, check_params, init_params
 
 
 class SelectionBias(nnx.Variable):
-    """A bias that only decides who is chosen: no `nnx.Param`, no gradient; `updated_selection_bias` moves it."""
+    """A bias that only decides who is chosen: no `nnx.Param`, no gradient; `update_selection_bias` moves it."""
 
 
 class MoE(nnx.Module):

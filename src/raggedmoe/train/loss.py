@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Integer
 from raggedmoe.kernels.arrays import accumulator, int32, matmul_precision, varying_like
 from raggedmoe.mesh import TENSOR, TOKEN_AXES
 from raggedmoe.models.matmul import wide_project
-from raggedmoe.models.vocabulary import TOKENS, TablePlace, table_place
+from raggedmoe.models.vocabulary import TOKENS, TableSharding, table_sharding
 
 CHUNK_ELEMENTS = 2**24  # logits that exist at once: 64 MB in float32
 LEAST_CHUNKS = 4  # and never more than this part of them
@@ -43,13 +43,13 @@ def cross_entropy_sum(
     Divide by the sum of the weights for the mean. A token of weight zero adds nothing, whatever its hidden state holds.
     The weights are given, not learned: they get no gradient. With a plan's mesh, T is split over its token axes.
     """
-    place = None if mesh is None else table_place(mesh, head.shape)
+    place = None if mesh is None else table_sharding(mesh, head.shape)
     return _cross_entropy_sum(hidden, head, int32(targets), weights, place)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _cross_entropy_sum(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, place: TablePlace | None
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, place: TableSharding | None
 ) -> jax.Array:
     def own(hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
         head = _whole(head, hidden.dtype, place)
@@ -64,29 +64,29 @@ def _cross_entropy_sum(
     return _on_each_device(own, place, PartitionSpec())(hidden, head, targets, weights)
 
 
-def _on_each_device(function: Any, place: TablePlace | None, results: Any) -> Any:
+def _on_each_device(function: Any, place: TableSharding | None, results: Any) -> Any:
     if place is None:
         return function
     arguments = (TOKENS, place.spec, TOKENS, TOKENS)
     return jax.shard_map(function, mesh=place.mesh, in_specs=arguments, out_specs=results)
 
 
-def _whole(head: jax.Array, dtype: Any, place: TablePlace | None) -> jax.Array:
+def _whole(head: jax.Array, dtype: Any, place: TableSharding | None) -> jax.Array:
     """This device's entries of the vocabulary, with their whole width."""
     return head if place is None else place.whole_width(head.astype(dtype))
 
 
-def _of_all_tokens(total: jax.Array, place: TablePlace | None) -> jax.Array:
+def _of_all_tokens(total: jax.Array, place: TableSharding | None) -> jax.Array:
     return total if place is None else lax.psum(total, TOKEN_AXES)
 
 
-def _over_entries(reduced: Any, array: jax.Array, place: TablePlace | None) -> jax.Array:
+def _over_entries(reduced: Any, array: jax.Array, place: TableSharding | None) -> jax.Array:
     """A reduction over this device's entries made one over all."""
     return array if place is None or not place.is_split else reduced(array, TENSOR)
 
 
 def _forward(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, place: TablePlace | None
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, place: TableSharding | None
 ) -> tuple[jax.Array, tuple]:
     """The value, and both gradients for a cotangent of one."""
     results = None if place is None else (PartitionSpec(), (TOKENS, place.spec))
@@ -95,7 +95,7 @@ def _forward(
 
 
 def _value_and_gradients(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, place: TablePlace | None
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, place: TableSharding | None
 ) -> tuple[jax.Array, tuple]:
     stored_dtype, wide = head.dtype, accumulator(hidden.dtype)
     head = _whole(head, hidden.dtype, place)
@@ -120,7 +120,7 @@ def _value_and_gradients(
     return _of_all_tokens(total, place), (d_hidden, d_head.astype(stored_dtype))
 
 
-def _backward(place: TablePlace | None, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple:
+def _backward(place: TableSharding | None, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple:
     d_hidden, d_head = saved
     return (d_hidden * cotangent).astype(d_hidden.dtype), (d_head * cotangent).astype(d_head.dtype), None, None
 
@@ -129,7 +129,7 @@ _cross_entropy_sum.defvjp(_forward, _backward)
 
 
 def _losses(
-    place: TablePlace | None, head: jax.Array, rows: jax.Array, targets: jax.Array, weights: jax.Array
+    place: TableSharding | None, head: jax.Array, rows: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[Float[Array, " C"], Float[Array, "C V"]]:
     """Weighted losses of a chunk, and their gradient for the logits of the entries that are here."""
     logits = wide_project(rows, head)

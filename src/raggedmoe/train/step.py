@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.decoder import ExpertReport, Params, decode, knows_further, predict_further
+from raggedmoe.models.decoder import ExpertReport, Params, decode, mtp_forward, mtp_mask
 from raggedmoe.models.specs import is_trained, param_specs
-from raggedmoe.moe.balance import load_entropy, max_violation, updated_selection_bias
+from raggedmoe.moe.balance import load_entropy, max_violation, update_selection_bias
 from raggedmoe.train.loss import cross_entropy_sum
 from raggedmoe.train.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer, rounded, wide
 from raggedmoe.train.rows import Batch, in_micro_batches
@@ -78,7 +78,7 @@ class StepReport:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Shares:
+class MicroBatchWeights:
     """What one micro-batch's means count for in the batch's: its part of the tokens and of the sequences.
 
     Index 0 is the model, m + 1 is module m of multi-token prediction.
@@ -164,24 +164,24 @@ def batch_gradients(
     micro = batch
     if batch.ids.ndim == 2:
         micro = jax.tree.map(lambda array: array.reshape(in_micro_batches(array.shape, parts)), batch)
-    shares = batch_shares(micro, config)
+    weights = micro_batch_weights(micro, config)
     take = jax.value_and_grad(objective, has_aux=True)
 
-    def body(number: Any, batch: Batch, shares: Shares) -> tuple[Params, Losses]:
+    def body(number: Any, batch: Batch, weights: MicroBatchWeights) -> tuple[Params, Losses]:
         own_key = jax.random.fold_in(key, number)
-        (_, losses), gradients = take(trained, biases, batch, shares, config, own_key, mesh)
+        (_, losses), gradients = take(trained, biases, batch, weights, config, own_key, mesh)
         return {name: wide(gradient) for name, gradient in gradients.items()}, losses
 
     if parts == 1:
-        return body(0, *jax.tree.map(lambda a: a[0], (micro, shares)))
+        return body(0, *jax.tree.map(lambda a: a[0], (micro, weights)))
     zeros = jax.tree.map(
         lambda a: jnp.zeros(a.shape, a.dtype),
-        jax.eval_shape(lambda: body(0, *jax.tree.map(lambda a: a[0], (micro, shares)))),
+        jax.eval_shape(lambda: body(0, *jax.tree.map(lambda a: a[0], (micro, weights)))),
     )
     total, _ = lax.scan(
         lambda total, part: (jax.tree.map(jnp.add, total, body(*part)), None),
         zeros,
-        (jnp.arange(parts), micro, shares),
+        (jnp.arange(parts), micro, weights),
     )
     return total
 
@@ -190,7 +190,7 @@ def objective(
     trained: Params,
     biases: Params,
     batch: Batch,
-    shares: Shares,
+    weights: MicroBatchWeights,
     config: StepConfig,
     key: jax.Array,
     mesh: Mesh | None = None,
@@ -205,17 +205,17 @@ def objective(
     }
     out = decode(params, batch.ids, model, **given, key=key)
     reports = [] if out.experts is None else [out.experts]
-    loss = _cross_entropy(params, out.hidden, batch.targets, batch.weights, model, mesh) * shares.per_target[0]
-    aux, z = _router_losses(out.experts, shares, 0)
+    loss = _cross_entropy(params, out.hidden, batch.targets, batch.weights, model, mesh) * weights.per_target[0]
+    aux, z = _router_losses(out.experts, weights, 0)
     mtp_loss = jnp.zeros_like(loss)
     if config.mtp_layers:
-        further, more = predict_further(params, out.hidden, batch.ids, model, **given, key=key)
+        further, more = mtp_forward(params, out.hidden, batch.ids, model, **given, key=key)
         reports += more
         for m, hidden in enumerate(further):
-            targets, weights = jnp.roll(batch.targets, -(m + 1), axis=1), mtp_weights(batch, m)
-            share = shares.per_target[m + 1] * config.mtp_loss_weight
-            mtp_loss += _cross_entropy(params, hidden, targets, weights, model, mesh) * share
-            more_aux, more_z = _router_losses(more[m], shares, m + 1)
+            targets, learned = jnp.roll(batch.targets, -(m + 1), axis=1), mtp_weights(batch, m)
+            share = weights.per_target[m + 1] * config.mtp_loss_weight
+            mtp_loss += _cross_entropy(params, hidden, targets, learned, model, mesh) * share
+            more_aux, more_z = _router_losses(more[m], weights, m + 1)
             aux, z = aux + more_aux, z + more_z
     losses = Losses(
         loss=loss,
@@ -259,25 +259,25 @@ def _cross_entropy(
         return cross_entropy_sum(rows, head, targets.reshape(-1), weights.reshape(-1), mesh)
 
 
-def _router_losses(report: ExpertReport | None, shares: Shares, index: int) -> tuple[jax.Array, jax.Array]:
+def _router_losses(report: ExpertReport | None, weights: MicroBatchWeights, index: int) -> tuple[jax.Array, jax.Array]:
     """The auxiliary and the z-loss of a micro-batch's layers, as parts of the batch's."""
     if report is None:
         return jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    return report.aux_loss.sum() * shares.of_sequences[index], report.z_loss.sum() * shares.of_tokens[index]
+    return report.aux_loss.sum() * weights.of_sequences[index], report.z_loss.sum() * weights.of_tokens[index]
 
 
 def mtp_weights(batch: Batch, module: int) -> Float[Array, "B S"]:
     """Where a module has a target: it knows the token that it joins, and there is one after that."""
     ahead = jnp.roll(batch.weights, -(module + 1), axis=1)
-    return jnp.where(knows_further(batch.segments, module), ahead, 0)
+    return jnp.where(mtp_mask(batch.segments, module), ahead, 0)
 
 
-def batch_shares(micro: Batch, config: StepConfig) -> Shares:
-    """For each micro-batch, in front, its shares of the batch."""
+def micro_batch_weights(micro: Batch, config: StepConfig) -> MicroBatchWeights:
+    """For each micro-batch, in front, its part of the batch."""
     masks = [micro.segments >= 0]
     targets = [micro.weights]
     for m in range(config.mtp_layers):
-        masks.append(jax.vmap(lambda segments, m=m: knows_further(segments, m))(micro.segments))
+        masks.append(jax.vmap(lambda segments, m=m: mtp_mask(segments, m))(micro.segments))
         targets.append(jax.vmap(lambda part, m=m: mtp_weights(part, m))(micro))
 
     def share(counts: jax.Array) -> jax.Array:
@@ -286,7 +286,7 @@ def batch_shares(micro: Batch, config: StepConfig) -> Shares:
     further = sum((weights.sum() for weights in targets[1:]), jnp.zeros(()))
     totals = [micro.weights.sum(), *[further] * config.mtp_layers]
     per_target = jnp.stack([1 / jnp.maximum(total, 1) for total in totals])
-    return Shares(
+    return MicroBatchWeights(
         per_target=jnp.broadcast_to(per_target, (config.micro_batches, len(targets))),
         of_tokens=jnp.stack([share(mask.sum((1, 2)).astype(jnp.float32)) for mask in masks], axis=1),
         of_sequences=jnp.stack([share(mask.any(2).sum(1).astype(jnp.float32)) for mask in masks], axis=1),
@@ -297,7 +297,7 @@ def updated_biases(biases: Params, load: Int[Array, "layers E"], config: StepCon
     """The selection biases moved once, by the load of the whole batch."""
     if not config.bias_update_rate:
         return biases
-    rule = jax.vmap(lambda bias, load: updated_selection_bias(bias, load, config.bias_update_rate))
+    rule = jax.vmap(lambda bias, load: update_selection_bias(bias, load, config.bias_update_rate))
     found = dict(biases)
     for name, rows in layers_of_biases(config).items():
         if name in biases:

@@ -1,7 +1,6 @@
 """`attention`: each query's mean of the values before it, weighted by the softmax of its scores."""
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +15,14 @@ from raggedmoe.kernels.attention import reference
 from raggedmoe.kernels.attention.operands import Operands, sees_something, segment_numbers
 from raggedmoe.kernels.gradient import refuse_forward_mode, with_gradient
 from raggedmoe.kernels.placement import placement
-from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
+from raggedmoe.kernels.registry import Choice, Kernels, select_kernels
 
 NAME = "attention"
 
 
 @dataclass(frozen=True)
 class _Plan:
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    kernels: Kernels
     scale: float
     window: int | None
 
@@ -74,9 +72,8 @@ def attention(
     target = target_hardware(hardware, (query, key, value))
     arrays = structs(query=query, key=key, value=value, positions=positions, segments=segments, sinks=sinks)
     options = {"scale": scale, "window": window, **placement(query, key, value)}
-    forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
-    backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
-    plan = _Plan(forward.function, backward.function, scale, window)
+    kernels = select_kernels(NAME, implementation, target, arrays=arrays, options=options)
+    plan = _Plan(kernels, scale, window)
     if positions is None:
         return _attention(plan, Operands(query, key, value, None, segments, sinks))[0]
     # What stands in a query that sees nothing reaches nothing, NaN included; and so for its cotangent.
@@ -138,7 +135,7 @@ def _check(query: Any, key: Any, value: Any, positions: Any, segments: Any, sink
 
 
 def _value(plan, operands):
-    return plan.forward(operands, scale=plan.scale, window=plan.window)
+    return plan.kernels.forward(operands, scale=plan.scale, window=plan.window)
 
 
 def _forward(plan, operands):
@@ -153,7 +150,7 @@ def _backward(plan, residuals, cotangents):
 
 
 def _gradients_value(plan, operands, out, logsumexp, cotangent):
-    found = plan.backward(operands, out, logsumexp, cotangent, scale=plan.scale, window=plan.window)
+    found = plan.kernels.backward(operands, out, logsumexp, cotangent, scale=plan.scale, window=plan.window)
     dquery, dkey, dvalue, dsinks = found
     return Operands(dquery, dkey, dvalue, None, None, dsinks)
 

@@ -1,6 +1,5 @@
 """`expert_ffn`: up projection, activation and down projection of every group, in one operation."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.gradient import refuse_forward_mode, with_gradient
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
 from raggedmoe.kernels.placement import placement, varying_alike
-from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
+from raggedmoe.kernels.registry import Choice, Kernels, select_kernels
 from raggedmoe.names import unknown
 
 NAME = "expert_ffn"
@@ -40,8 +39,7 @@ class ExpertWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class _Plan:
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    kernels: Kernels
     activation: str
 
 
@@ -85,9 +83,8 @@ def expert_ffn(
     target = target_hardware(hardware, (rows, wi_0))
     arrays = structs(rows=rows, wi_0=wi_0, wi_1=wi_1, wo=wo, group_sizes=group_sizes)
     options = {"activation": activation, "biases": biases is not None, **placement(rows, wi_0, group_sizes)}
-    forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
-    backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
-    plan = _Plan(forward.function, backward.function, activation)
+    kernels = select_kernels(NAME, implementation, target, arrays=arrays, options=options)
+    plan = _Plan(kernels, activation)
     bounds = group_bounds(group_sizes, wi_0.shape[0], rows.shape[0])
     return _expert_ffn(plan, *varying_alike(rows, weights, bounds))
 
@@ -134,7 +131,7 @@ def _check(rows: Any, weights: ExpertWeights, group_sizes: Any, activation: str)
 
 
 def _value(plan, rows, weights, bounds):
-    return plan.forward(rows, weights, bounds, activation=plan.activation)
+    return plan.kernels.forward(rows, weights, bounds, activation=plan.activation)
 
 
 def _forward(plan, rows, weights, bounds):
@@ -146,7 +143,7 @@ def _backward(plan, residuals, cotangent):
 
 
 def _gradients_value(plan, rows, weights, bounds, cotangent):
-    return plan.backward(rows, weights, bounds, cotangent, activation=plan.activation)
+    return plan.kernels.backward(rows, weights, bounds, cotangent, activation=plan.activation)
 
 
 def _gradients_forward(plan, rows, weights, bounds, cotangent):

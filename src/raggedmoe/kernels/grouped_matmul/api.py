@@ -1,6 +1,5 @@
 """`grouped_matmul`: each group of rows times its own matrix."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,23 +13,22 @@ from raggedmoe.kernels.arrays import FLOATS, MOST, check_array, check_size, chec
 from raggedmoe.kernels.bilinear import product
 from raggedmoe.kernels.gradient import refuse_forward_mode
 from raggedmoe.kernels.placement import placement, varying_alike
-from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
+from raggedmoe.kernels.registry import Choice, Kernels, select_kernels
 
 NAME = "grouped_matmul"
 
 
 @dataclass(frozen=True)
 class _Plan:
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    kernels: Kernels
     transpose_rhs: bool
     out_dtype: Any
 
     def value(self, lhs, rhs, bounds):
-        return self.forward(lhs, rhs, bounds, transpose_rhs=self.transpose_rhs, out_dtype=self.out_dtype)
+        return self.kernels.forward(lhs, rhs, bounds, transpose_rhs=self.transpose_rhs, out_dtype=self.out_dtype)
 
     def gradients(self, lhs, rhs, bounds, cotangent):
-        return self.backward(lhs, rhs, bounds, cotangent.astype(lhs.dtype), transpose_rhs=self.transpose_rhs)
+        return self.kernels.backward(lhs, rhs, bounds, cotangent.astype(lhs.dtype), transpose_rhs=self.transpose_rhs)
 
 
 def grouped_matmul(
@@ -77,9 +75,8 @@ def grouped_matmul(
     arrays = structs(lhs=lhs, rhs=rhs, group_sizes=group_sizes)
     options = {"transpose_rhs": transpose_rhs, "group_offset": group_offset is not None, "out_dtype": str(out_dtype)}
     options |= placement(lhs, rhs, group_sizes)
-    forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
-    backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
-    plan = _Plan(forward.function, backward.function, transpose_rhs, out_dtype)
+    kernels = select_kernels(NAME, implementation, target, arrays=arrays, options=options)
+    plan = _Plan(kernels, transpose_rhs, out_dtype)
     bounds = group_bounds(group_sizes, rhs.shape[0], lhs.shape[0], group_offset)
     return product(plan, *varying_alike(lhs, rhs, bounds))
 

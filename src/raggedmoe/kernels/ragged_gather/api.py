@@ -1,8 +1,6 @@
 """`ragged_gather`: rows fanned out from T tokens to R routed rows."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,24 +11,23 @@ from raggedmoe.kernels.arrays import check_array, check_size, int32, scalar, str
 from raggedmoe.kernels.bilinear import product
 from raggedmoe.kernels.gradient import refuse_forward_mode
 from raggedmoe.kernels.placement import placement, varying_alike
-from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
+from raggedmoe.kernels.registry import Choice, Kernels, select_kernels
 
 NAME = "ragged_gather"
 
 
 @dataclass(frozen=True)
 class _Plan:
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    kernels: Kernels
     x: jax.ShapeDtypeStruct
 
     def value(self, x, weights, places):
         indices, start, end, _ = places
-        return self.forward(x, indices, start, end, weights)
+        return self.kernels.forward(x, indices, start, end, weights)
 
     def gradients(self, x, weights, places, cotangent):
         indices, start, end, inverse = places
-        return self.backward(self.x if x is None else x, indices, start, end, weights, inverse, cotangent)
+        return self.kernels.backward(self.x if x is None else x, indices, start, end, weights, inverse, cotangent)
 
 
 def ragged_gather(
@@ -75,9 +72,8 @@ def ragged_gather(
     target = target_hardware(hardware, (x, indices))
     arrays = structs(x=x, indices=indices, weights=weights, inverse=inverse)
     options = placement(x, indices)
-    forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
-    backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
-    plan = _Plan(forward.function, backward.function, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    kernels = select_kernels(NAME, implementation, target, arrays=arrays, options=options)
+    plan = _Plan(kernels, jax.ShapeDtypeStruct(x.shape, x.dtype))
     start_row, end_row = scalar(start, 0), scalar(end, indices.shape[0])
     x, indices, weights, inverse = varying_alike(x, indices, weights, inverse)
     return product(plan, x, weights, (indices, start_row, end_row, inverse))

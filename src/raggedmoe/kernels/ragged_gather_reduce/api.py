@@ -1,8 +1,6 @@
 """`ragged_gather_reduce`: R routed rows summed back into T tokens, weighted."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,24 +11,25 @@ from raggedmoe.kernels.arrays import check_array, check_size, int32, scalar, str
 from raggedmoe.kernels.bilinear import product
 from raggedmoe.kernels.gradient import refuse_forward_mode
 from raggedmoe.kernels.placement import placement, varying_alike
-from raggedmoe.kernels.registry import BACKWARD, Call, Choice, select
+from raggedmoe.kernels.registry import Choice, Kernels, select_kernels
 
 NAME = "ragged_gather_reduce"
 
 
 @dataclass(frozen=True)
 class _Plan:
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    kernels: Kernels
     rows: jax.ShapeDtypeStruct
 
     def value(self, rows, weights, places):
         indices, start, end, _ = places
-        return self.forward(rows, indices, start, end, weights)
+        return self.kernels.forward(rows, indices, start, end, weights)
 
     def gradients(self, rows, weights, places, cotangent):
         indices, start, end, inverse = places
-        return self.backward(self.rows if rows is None else rows, indices, start, end, weights, inverse, cotangent)
+        return self.kernels.backward(
+            self.rows if rows is None else rows, indices, start, end, weights, inverse, cotangent
+        )
 
 
 def ragged_gather_reduce(
@@ -80,9 +79,8 @@ def ragged_gather_reduce(
     target = target_hardware(hardware, (rows, indices))
     arrays = structs(rows=rows, indices=indices, weights=weights, inverse=inverse)
     options = placement(rows, indices)
-    forward = select(Call(operation=NAME, arrays=arrays, options=options), implementation, target)
-    backward = select(Call(operation=NAME, arrays=arrays, options=options, direction=BACKWARD), implementation, target)
-    plan = _Plan(forward.function, backward.function, jax.ShapeDtypeStruct(rows.shape, rows.dtype))
+    kernels = select_kernels(NAME, implementation, target, arrays=arrays, options=options)
+    plan = _Plan(kernels, jax.ShapeDtypeStruct(rows.shape, rows.dtype))
     start_row, end_row = scalar(start, 0), scalar(end, rows.shape[0])
     rows, indices, weights, inverse = varying_alike(rows, indices, weights, inverse)
     return product(plan, rows, weights, (indices, start_row, end_row, inverse))

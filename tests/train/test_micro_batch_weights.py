@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from raggedmoe.train.rows import Batch
-from raggedmoe.train.step import batch_shares
+from raggedmoe.train.step import micro_batch_weights
 
 from .small_step import WHOLE
 
@@ -38,7 +38,7 @@ def shares_of(config):
         positions=SEGMENTS,
         weights=same_document(1).astype("float32"),
     )
-    return jax.jit(functools.partial(batch_shares, config=config))(jax.tree.map(jnp.asarray, batch))
+    return jax.jit(functools.partial(micro_batch_weights, config=config))(jax.tree.map(jnp.asarray, batch))
 
 
 def test_shares_are_of_tokens_sequences_and_targets_of_the_whole_batch():
