@@ -1,4 +1,4 @@
-"""One test for each bug that shipped elsewhere and that this layer could have: the lines of shared/traps.md."""
+"""One test for each bug that shipped elsewhere and that this layer could have: the traps of docs/architecture.md."""
 
 import jax
 import jax.numpy as jnp
