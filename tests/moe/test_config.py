@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 from raggedmoe import ExpertConfig, KernelChoice, MoE, RouterConfig
-from raggedmoe.moe.dispatch import make_strategy
-from raggedmoe.moe.grid import Grid
+from raggedmoe.moe.dispatch import strategy_settings
+from raggedmoe.sharding.stage import OnMesh
 
 from .examples import layer, moe_config, random_params
 
@@ -198,7 +198,7 @@ def test_tokens_of_another_width_are_refused(shape):
 @pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
 def test_experts_across_ranks_without_a_mesh_are_refused(strategy):
     with pytest.raises(ValueError, match=f"strategy='{strategy}' needs the mesh that experts are split over, got None"):
-        make_strategy(moe_config(strategy=strategy), 4, Grid())
+        strategy_settings(moe_config(strategy=strategy), 4, OnMesh())
 
 
 def test_config_can_be_a_static_argument():

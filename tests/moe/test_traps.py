@@ -7,9 +7,9 @@ import pytest
 from flax import nnx
 
 from raggedmoe import ExpertConfig, MoE, update_selection_bias
-from raggedmoe.moe.dispatch import make_strategy
-from raggedmoe.moe.grid import TOKENS, Grid
+from raggedmoe.moe.dispatch import ring, strategy_settings
 from raggedmoe.moe.records import RouteOutput
+from raggedmoe.sharding.stage import TOKENS, OnMesh
 
 from . import numpy_layer
 from .examples import (
@@ -63,8 +63,8 @@ def test_trap_04_no_row_is_lost_or_misassigned(strategy):
 
 def test_trap_04_ring_buffer_holds_the_worst_case_and_no_more():
     config = moe_config(num_experts=NUM_EXPERTS, experts_per_token=PER_TOKEN, strategy="ring")
-    held, grid = NUM_EXPERTS // NUM_RANKS, Grid(mesh=mesh_of(expert=NUM_RANKS))
-    strategy = make_strategy(config, NUM_TOKENS // NUM_RANKS, grid)
+    held, run = NUM_EXPERTS // NUM_RANKS, OnMesh(mesh=mesh_of(expert=NUM_RANKS))
+    settings = strategy_settings(config, NUM_TOKENS // NUM_RANKS, run)
     none = jnp.zeros(())
 
     @jax.jit
@@ -73,10 +73,10 @@ def test_trap_04_ring_buffer_holds_the_worst_case_and_no_more():
             weights, mask = jnp.ones(experts.shape), jnp.ones(experts.shape[0], bool)
             given = {"experts": experts, "tokens": None, "mask": mask, "weights": weights}
             losses = dict.fromkeys(("aux_loss", "z_loss", "entropy", "max_violation"), none)
-            metadata = strategy.prepare(RouteOutput(**given, **losses, load=jnp.zeros(NUM_EXPERTS, jnp.int32)))
+            metadata = ring.prepare(RouteOutput(**given, **losses, load=jnp.zeros(NUM_EXPERTS, jnp.int32)), settings)
             return metadata.slot_of_row[None], metadata.group_sizes[None]
 
-        return grid.run(stage, experts, places=(TOKENS,), result=TOKENS)
+        return run.run(stage, experts, arguments=(TOKENS,), result=TOKENS)
 
     for experts in two_hundred_routings():
         rows, group_sizes = map(np.asarray, prepared(jnp.asarray(experts)))

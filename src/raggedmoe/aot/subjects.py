@@ -27,11 +27,11 @@ from raggedmoe.models.decoder import decode, logits
 from raggedmoe.models.presets import ALIASES, model_preset
 from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.moe.config import MoEConfig
-from raggedmoe.moe.grid import Grid
 from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.moe.presets import PRESETS as LAYERS
 from raggedmoe.moe.records import MoEParams
 from raggedmoe.names import unknown
+from raggedmoe.sharding.stage import OnMesh
 
 THIS = __name__
 
@@ -170,7 +170,7 @@ def layer_on_devices(
 
 
 def _layer_program(config: MoEConfig, x: Any, params: Any, mesh: Mesh | None = None, *, forward: bool) -> Program:
-    num_sequences = Grid(mesh=mesh).num_token_shards
+    num_sequences = OnMesh(mesh=mesh).num_token_shards
 
     def layer(x: Any, params: Any) -> Any:
         weights = MoEParams.from_flat(params)

@@ -1,108 +1,142 @@
 """What the experts compute on the rows that a strategy brought them. Written once; knows no strategy."""
 
 import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.arrays import accumulator, matmul_precision
+from raggedmoe.kernels.arrays import accumulator, matmul_precision, varying_over
+from raggedmoe.kernels.expert_ffn import api
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
-from raggedmoe.kernels.expert_ffn.api import ExpertBiases, expert_ffn
+from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 from raggedmoe.kernels.expert_ffn.matmuls import add_bias
 from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
 from raggedmoe.kernels.registry import KernelChoice
-from raggedmoe.moe.records import SharedParams
+from raggedmoe.mesh import TENSOR
+from raggedmoe.moe.records import RouteMetadata, SharedParams
+from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, PER_SHARD, stage
 
-Target = Hardware | str | None
-GroupSizes = Int[Array, " G"] | None  # None: every group has R/G rows
-UsedRows = Bool[Array, " R"] | None  # of such groups, the rows that count; None: all
+Weights = Mapping[str, Any]  # by the names of `MoEConfig.param_specs`, those that there are
+UpSums = tuple[Any, ...]  # of gate and up, [R F] each; None: there is no gate
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertExecution:
+    """How the experts are computed."""
+
+    activation: str
+    kernels: KernelChoice
+    hardware: str | None
+    tensor_axis: str | None = None  # the mesh axis of the tensor ranks; None: there is no mesh
+    adds_over: str | None = None  # the mesh axis whose ranks' results are summed: its first alone adds the last bias
+
+
+@stage(rows=PER_DEVICE, weights=PER_DEVICE, metadata=RouteMetadata.PLACEMENT, result=PER_DEVICE, checked=False)
 def gmm_up(
-    rows: Float[Array, "R D"],
-    wi_0: Float[Array, "G F D"],
-    wi_1: Float[Array, "G F D"] | None,
-    group_sizes: GroupSizes,
-    kernels: KernelChoice,
-    hardware: Target = None,
-    used: UsedRows = None,
-) -> tuple[Float[Array, "R F"], Float[Array, "R F"] | None]:
-    """Both up projections, as float32 sums without biases: parts of the width can be added up before the activation."""
+    rows: Float[Array, "R columns"],
+    weights: Weights,
+    metadata: RouteMetadata,
+    *,
+    columns: slice,
+    execution: ExpertExecution,
+) -> UpSums:
+    """What some columns of the width add to both up projections, as float32 sums without biases."""
     wide = accumulator(rows.dtype)
-    gate = _matmul(rows, wi_0, group_sizes, used, kernels, hardware, transpose_rhs=True, result=wide)
-    if wi_1 is None:
-        return gate, None
-    return gate, _matmul(rows, wi_1, group_sizes, used, kernels, hardware, transpose_rhs=True, result=wide)
+    return tuple(
+        None
+        if weights.get(name) is None
+        else _matmul(rows, weights[name][:, :, columns], metadata, execution, transpose_rhs=True, result=wide)
+        for name in ("wi_0", "wi_1")
+    )
 
 
+@stage(sums=PER_DEVICE, result=PER_SHARD)
+def tp_reduce(sums: UpSums) -> UpSums:
+    """The sums over the whole width, where each tensor rank has those over its own part."""
+    return lax.psum(sums, TENSOR)
+
+
+@stage(sums=BETWEEN_PROJECTIONS, biases=BETWEEN_PROJECTIONS, metadata=RouteMetadata.PLACEMENT, result=PER_DEVICE)
 def activate(
-    gate: Float[Array, "R F"],
-    up: Float[Array, "R F"] | None,
-    gate_bias: Float[Array, "G F"] | None,
-    up_bias: Float[Array, "G F"] | None,
-    group_sizes: GroupSizes,
-    activation: str,
+    sums: UpSums,
+    biases: Weights,
+    metadata: RouteMetadata,
+    *,
     dtype: jnp.dtype,
-    used: UsedRows = None,
+    execution: ExpertExecution,
 ) -> Float[Array, "R F"]:
     """The hidden rows, from complete sums."""
-    if gate_bias is not None:
-        bounds = _bounds(group_sizes, gate_bias.shape[0], gate.shape[0])
-        gate = add_bias(gate, gate_bias, bounds)
-        up = None if up is None else add_bias(up, up_bias, bounds)
-        gate, up = _masked(gate, used), None if up is None else _masked(up, used)
-    return ACTIVATIONS[activation](gate, up).astype(dtype)
+    if biases:
+        bounds = _bounds(metadata, biases["bias_wi_0"].shape[0], sums[0].shape[0])
+        names = ("bias_wi_0", "bias_wi_1")
+        sums = tuple(s if s is None else _masked(add_bias(s, biases[b], bounds), metadata) for s, b in zip(sums, names))
+    hidden = ACTIVATIONS[execution.activation](*sums).astype(dtype)
+    # Backward, summed over the tensor ranks once for all width chunks.
+    axis = execution.tensor_axis
+    return hidden if axis is None else varying_over(hidden, (axis,))
 
 
+@stage(hidden=PER_DEVICE, weights=PER_DEVICE, metadata=RouteMetadata.PLACEMENT, result=PER_DEVICE, checked=False)
 def gmm_down(
     hidden: Float[Array, "R F"],
-    wo: Float[Array, "G F D"],
-    bias: Float[Array, "G D"] | None,
-    group_sizes: GroupSizes,
-    kernels: KernelChoice,
-    hardware: Target = None,
-    used: UsedRows = None,
-) -> Float[Array, "R D"]:
-    """The down projection."""
+    weights: Weights,
+    metadata: RouteMetadata,
+    *,
+    columns: slice,
+    execution: ExpertExecution,
+) -> Float[Array, "R columns"]:
+    """Some columns of the down projection."""
+    wo, bias = weights["wo"][:, :, columns], _down_bias(weights, execution)
     if bias is None:
-        return _matmul(hidden, wo, group_sizes, used, kernels, hardware, transpose_rhs=False, result=hidden.dtype)
+        return _matmul(hidden, wo, metadata, execution, transpose_rhs=False, result=hidden.dtype)
     wide = accumulator(hidden.dtype)
-    out = _matmul(hidden, wo, group_sizes, used, kernels, hardware, transpose_rhs=False, result=wide)
-    out = add_bias(out, bias, _bounds(group_sizes, wo.shape[0], hidden.shape[0]))
-    return _masked(out, used).astype(hidden.dtype)
+    out = _matmul(hidden, wo, metadata, execution, transpose_rhs=False, result=wide)
+    out = add_bias(out, bias[:, columns], _bounds(metadata, wo.shape[0], hidden.shape[0]))
+    return _masked(out, metadata).astype(hidden.dtype)
 
 
-def fused_experts(
+@stage(
+    rows=PER_DEVICE,
+    weights=PER_DEVICE,
+    up_biases=BETWEEN_PROJECTIONS,
+    metadata=RouteMetadata.PLACEMENT,
+    result=PER_DEVICE,
+    checked=False,
+)
+def expert_ffn(
     rows: Float[Array, "R D"],
-    wi_0: Float[Array, "G F D"],
-    wi_1: Float[Array, "G F D"] | None,
-    wo: Float[Array, "G F D"],
-    biases: ExpertBiases | None,
-    group_sizes: GroupSizes,
-    activation: str,
-    kernels: KernelChoice,
-    hardware: Target = None,
-    used: UsedRows = None,
+    weights: Weights,
+    up_biases: Weights,
+    metadata: RouteMetadata,
+    *,
+    execution: ExpertExecution,
 ) -> Float[Array, "R D"]:
-    """All of it in one operation, which never holds all hidden rows."""
+    """Both projections and the activation in one operation, which never holds all hidden rows."""
+    bias, biases = _down_bias(weights, execution), None
+    if bias is not None:
+        biases = ExpertBiases(up_biases["bias_wi_0"], up_biases.get("bias_wi_1"), bias)
+    wi_0, wi_1, wo = weights["wi_0"], weights.get("wi_1"), weights["wo"]
+    group_sizes = metadata.group_sizes
     if group_sizes is None:
         group_sizes = jnp.full(wi_0.shape[0], rows.shape[0] // wi_0.shape[0], jnp.int32)
-    out = expert_ffn(
-        _masked(rows, used),
+    out = api.expert_ffn(
+        _masked(rows, metadata),
         wi_0,
         wi_1,
         wo,
         group_sizes,
         biases=biases,
-        activation=activation,
-        implementation=kernels.expert_ffn,
-        hardware=hardware,
+        activation=execution.activation,
+        implementation=execution.kernels.expert_ffn,
+        hardware=execution.hardware,
     )
-    return _masked(out, used)
+    return _masked(out, metadata)
 
 
 def shared_experts(x: Float[Array, "T D"], params: SharedParams, activation: str) -> Float[Array, "T D"]:
@@ -118,15 +152,28 @@ def shared_experts(x: Float[Array, "T D"], params: SharedParams, activation: str
     return out.astype(dtype)
 
 
-def _masked(rows, used):
-    """The rows that count; the others are zero, in the gradient too."""
-    return rows if used is None else jnp.where(used[:, None], rows, 0)
+def _down_bias(weights: Weights, execution: ExpertExecution) -> Float[Array, "G D"] | None:
+    bias, axis = weights.get("bias_wo"), execution.adds_over
+    return bias if bias is None or axis is None else jnp.where(lax.axis_index(axis) == 0, bias, 0)
 
 
-def _matmul(rows, weights, group_sizes, used, kernels, hardware, *, transpose_rhs, result):
-    if group_sizes is None:
+def _masked(rows: Float[Array, "R _"], metadata: RouteMetadata) -> Float[Array, "R _"]:
+    """The rows that stand for a token's choice; the others are zero, in the gradient too."""
+    return rows if metadata.used is None else jnp.where(metadata.used[:, None], rows, 0)
+
+
+def _matmul(
+    rows: Float[Array, "R _"],
+    weights: Float[Array, "G _ _"],
+    metadata: RouteMetadata,
+    execution: ExpertExecution,
+    *,
+    transpose_rhs: bool,
+    result: jnp.dtype,
+) -> Float[Array, "R _"]:
+    if metadata.group_sizes is None:
         # Masked before and after: what an expert's weights hold, NaN too, is for the rows of its own tokens alone.
-        parts = _masked(rows, used).reshape(weights.shape[0], -1, rows.shape[1])
+        parts = _masked(rows, metadata).reshape(weights.shape[0], -1, rows.shape[1])
         contract = ((2,), (2 if transpose_rhs else 1,))
         out = lax.dot_general(
             parts,
@@ -135,19 +182,19 @@ def _matmul(rows, weights, group_sizes, used, kernels, hardware, *, transpose_rh
             precision=matmul_precision(rows.dtype),
             preferred_element_type=accumulator(rows.dtype),
         )
-        return _masked(out.astype(result).reshape(rows.shape[0], out.shape[-1]), used)
+        return _masked(out.astype(result).reshape(rows.shape[0], out.shape[-1]), metadata)
     return grouped_matmul(
         rows,
         weights,
-        group_sizes,
+        metadata.group_sizes,
         transpose_rhs=transpose_rhs,
         preferred_element_type=result,
-        implementation=kernels.grouped_matmul,
-        hardware=hardware,
+        implementation=execution.kernels.grouped_matmul,
+        hardware=execution.hardware,
     )
 
 
-def _bounds(group_sizes, num_groups, num_rows):
-    if group_sizes is None:
+def _bounds(metadata: RouteMetadata, num_groups: int, num_rows: int) -> Int[Array, " N"]:
+    if metadata.group_sizes is None:
         return jnp.arange(num_groups + 1, dtype=jnp.int32) * (num_rows // num_groups)
-    return group_bounds(group_sizes, num_groups, num_rows)
+    return group_bounds(metadata.group_sizes, num_groups, num_rows)

@@ -1,25 +1,34 @@
 """The MoE layer as a function: route → dispatch → gmm_up → gmm_down → unpermute."""
 
-import functools
-from dataclasses import replace
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from raggedmoe.kernels.eager import compiled_once
+from raggedmoe.mesh import TENSOR
 from raggedmoe.moe.balance import Axis
 from raggedmoe.moe.config import MoEConfig, chosen_by_experts
-from raggedmoe.moe.dispatch import make_strategy
-from raggedmoe.moe.experts import shared_experts
-from raggedmoe.moe.gathering import gathered_experts, gathered_router
-from raggedmoe.moe.grid import EACH, TOKENS, WHOLE, Grid
-from raggedmoe.moe.overlap import experts_in_parts
-from raggedmoe.moe.records import MoEOutput, MoEParams, RouteMetadata, RouteOutput, RouterParams
-from raggedmoe.moe.router import checked_replay, route
+from raggedmoe.moe.dispatch import dispatch, prepare, strategy_settings, unpermute
+from raggedmoe.moe.dispatch.strategy import StrategySettings
+from raggedmoe.moe.experts import (
+    ExpertExecution,
+    activate,
+    expert_ffn,
+    gmm_down,
+    gmm_up,
+    shared_experts,
+    tp_reduce,
+)
+from raggedmoe.moe.gathering import gather_experts, gather_router
+from raggedmoe.moe.records import MoEOutput, MoEParams, RouteOutput, RouterParams
+from raggedmoe.moe.router import checked_replay
+from raggedmoe.moe.router import route as choose
+from raggedmoe.sharding.stage import ACTIVATIONS, PER_SHARD, REPLICATED, TOKENS, OnMesh, stage
 
 
 def moe_route_and_compute(
@@ -60,34 +69,30 @@ def _layer(
     mesh: Mesh | AbstractMesh | None,
     num_sequences: int,
 ) -> MoEOutput:
-    grid = Grid(mesh=mesh)
-    num_tokens = tokens_of_device(x.shape[0], grid)
-    sequences = sequences_of_device(num_sequences, config, grid)
-    strategy = make_strategy(config, num_tokens, grid, sequences)
+    run = OnMesh(mesh=mesh, tensor_split=config.tensor_split)
+    num_tokens = tokens_of_device(x.shape[0], run)
+    sequences = sequences_of_device(num_sequences, config, run)
+    strategy = strategy_settings(config, num_tokens, run, sequences)
     if mask is not None:
         # What a masked token holds, NaN too, reaches nothing: neither the router's gradient nor a sum.
         x = jnp.where(mask[:, None], x, 0)
-    with jax.named_scope("route"):
-        stage = functools.partial(
-            route_part,
-            config=config,
-            num_sequences=sequences,
-            capacity=config.expert_choice_capacity(num_tokens) if chosen_by_experts(config) else None,
-            axis=grid.token_axes,
-        )
-        router = gathered_router(params.router, config, grid)
-        places = (TOKENS, EACH, TOKENS, WHOLE, TOKENS, TOKENS)
-        found = grid.run(stage, x, router, mask, key, token_ids, replay, places=places, result=(TOKENS, WHOLE))
-        routing = RouteOutput(**found[0], **found[1])
+    router = gather_router(params.router, config, run)
+    capacity = config.expert_choice_capacity(num_tokens) if chosen_by_experts(config) else None
+    routing = run(
+        route,
+        *(x, router, mask, key, token_ids, replay),
+        config=config,
+        num_sequences=sequences,
+        capacity=capacity,
+        axis=run.token_axes,
+    )
     with jax.named_scope("experts"):
-        held = gathered_experts(params, config, grid, x.dtype)
-        adjust = functools.partial(among_all_layers, first_expert=first_expert, num_experts=params.wi_0.shape[0])
-        output, dropped = experts_in_parts(x, held, routing, strategy, config, grid, adjust=adjust)
-        output = grid.constrained(output, TOKENS)
+        output, dropped = routed_experts(x, params, routing, first_expert, strategy=strategy, config=config, run=run)
+        output = run.constrain(output, TOKENS)
     if params.shared is not None:
         with jax.named_scope("shared_experts"):
             # In no stage: without a word about its layout, XLA exchanges two devices' gradients of x (docs/log.md).
-            shared = shared_experts(grid.constrained(x, TOKENS), params.shared, config.experts.activation)
+            shared = shared_experts(run.constrain(x, TOKENS), params.shared, config.experts.activation)
             output = output + (shared if mask is None else jnp.where(mask[:, None], shared, 0))
     return MoEOutput(
         output=output,
@@ -101,12 +106,98 @@ def _layer(
     )
 
 
+def routed_experts(
+    x: Float[Array, "T D"],
+    params: MoEParams,
+    routing: RouteOutput,
+    first_expert: Int[Array, ""] | None,
+    *,
+    strategy: StrategySettings,
+    config: MoEConfig,
+    run: OnMesh,
+) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
+    """The routed experts' weighted sum of every token, and how many slots were dropped.
+
+    The tokens, or the model width, come in chunks that do not depend on each other, so that the compiler may move one
+    while it computes another, forward and backward. One chunk is the ordinary case.
+    """
+    weights, up_biases = gather_experts(params, config, run, x.dtype)
+    execution = expert_execution(config, run)
+    num_columns = x.shape[1] // (run.size(TENSOR) if config.tensor_split == "model_dim" else 1)
+    outputs, dropped = [], jnp.zeros((), jnp.int32)
+    for tokens in even_parts(x.shape[0] // run.num_token_shards, config.token_chunks):
+        these: dict[str, Any] = {"strategy": strategy, "tokens": tokens}
+        metadata, more = run(prepare, routing, first_expert, **these, num_stacked=params.wi_0.shape[0])
+        dropped = dropped + more
+        if config.backend.fused:
+            rows = run(dispatch, x, routing, metadata, **these, columns=slice(0, num_columns))
+            rows = run(expert_ffn, rows, weights, up_biases, metadata, execution=execution)
+            outputs.append(run(unpermute, rows, routing, metadata, **these))
+            continue
+        sums, columns_out = None, []
+        for columns in even_parts(num_columns, config.width_chunks):
+            rows = run(dispatch, x, routing, metadata, **these, columns=columns)
+            more = run(gmm_up, rows, weights, metadata, columns=columns, execution=execution)
+            sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
+        sums = _named(maybe_tp_reduce(sums, config, run), "moe_up")
+        hidden = run(activate, sums, up_biases, metadata, dtype=x.dtype, execution=execution)
+        for columns in even_parts(num_columns, config.width_chunks):
+            rows = run(gmm_down, hidden, weights, metadata, columns=columns, execution=execution)
+            columns_out.append(run(unpermute, _named(rows, "moe_down"), routing, metadata, **these))
+        outputs.append(concatenate(run, columns_out, dim=1))
+    return concatenate(run, outputs, dim=0), dropped
+
+
+def expert_execution(config: MoEConfig, run: OnMesh) -> ExpertExecution:
+    """How the experts of a layer are computed."""
+    return ExpertExecution(
+        activation=config.experts.activation,
+        kernels=config.kernel_choice,
+        hardware=config.hardware,
+        tensor_axis=run.tensor_axis,
+        adds_over=run.adds_over,
+    )
+
+
+def maybe_tp_reduce(sums: Any, config: MoEConfig, run: OnMesh) -> Any:
+    """The sums over the whole width, where each tensor rank has those over its own part."""
+    return run(tp_reduce, sums) if run.mesh is not None and config.tensor_split == "model_dim" else sums
+
+
+def _named(arrays: Any, name: str) -> Any:
+    """The arrays under a name by which remat can keep them."""
+    return jax.tree.map(lambda array: checkpoint_name(array, name), arrays)
+
+
+def concatenate(run: OnMesh, parts: list[Float[Array, "_ _"]], dim: int) -> Float[Array, "_ _"]:
+    """Chunks of the tokens (dim 0) or of their columns (1), after each other on every device."""
+    if len(parts) == 1:
+        return parts[0]
+    places = (ACTIVATIONS,) * len(parts)
+    return run.run(lambda *parts: jnp.concatenate(parts, axis=dim), *parts, arguments=places, result=ACTIVATIONS)
+
+
+def even_parts(size: int, num_parts: int) -> list[slice]:
+    """So many parts, whose sizes differ by one at most, or fewer where some would be empty."""
+    bounds = sorted({size * i // num_parts for i in range(num_parts + 1)})
+    return [slice(start, end) for start, end in itertools.pairwise(bounds)] or [slice(0, 0)]
+
+
 _route_and_compute = compiled_once(_layer, static=("config", "mesh", "num_sequences"))
 
 
-def route_part(
+@stage(
+    x=TOKENS,
+    router=PER_SHARD,
+    mask=TOKENS,
+    key=REPLICATED,
+    token_ids=TOKENS,
+    replay=TOKENS,
+    result=RouteOutput.PLACEMENT,
+)
+def route(
     x: Float[Array, "T D"],
-    router: RouterParams | dict[str, Any],
+    router: RouterParams,
     mask: Bool[Array, " T"] | None,
     key: jax.Array | None,
     token_ids: Integer[Array, " T"] | None,
@@ -116,11 +207,9 @@ def route_part(
     num_sequences: int,
     capacity: int | None,
     axis: Axis,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`route` as a device sees it: what it decides for its tokens, and what all devices agree on."""
-    if not isinstance(router, RouterParams):
-        router = RouterParams(**{name.removeprefix("router_"): value for name, value in router.items()})
-    return route(
+) -> RouteOutput:
+    """What the router decides for a device's tokens, and what all devices agree on."""
+    return choose(
         x,
         router,
         config.router,
@@ -132,12 +221,12 @@ def route_part(
         num_sequences=num_sequences,
         capacity=capacity,
         axis=axis,
-    ).parts()
+    )
 
 
-def tokens_of_device(num_tokens: int, grid: Grid) -> int:
+def tokens_of_device(num_tokens: int, run: OnMesh) -> int:
     """How many of the tokens are on each device."""
-    shards = grid.num_token_shards
+    shards = run.num_token_shards
     if num_tokens % shards:
         raise ValueError(
             f"expected tokens that can be split over data × fsdp × expert = {shards} devices, got {num_tokens}; "
@@ -146,9 +235,9 @@ def tokens_of_device(num_tokens: int, grid: Grid) -> int:
     return num_tokens // shards
 
 
-def sequences_of_device(num_sequences: int, config: MoEConfig, grid: Grid) -> int:
+def sequences_of_device(num_sequences: int, config: MoEConfig, run: OnMesh) -> int:
     """How many whole sequences are on each device, where the balance loss or the capacity is of each sequence."""
-    shards, router = grid.num_token_shards, config.router
+    shards, router = run.num_token_shards, config.router
     if config.strategy_name == "capacity" and not chosen_by_experts(config):
         what, instead = "a capacity_factor counts slots in whole sequences", "another strategy"
     elif router.aux_loss == "sequence" and router.aux_loss_weight:
@@ -161,15 +250,3 @@ def sequences_of_device(num_sequences: int, config: MoEConfig, grid: Grid) -> in
             f"or {instead}"
         )
     return num_sequences // shards
-
-
-def among_all_layers(metadata: RouteMetadata, first_expert: Int[Array, ""] | None, num_experts: int) -> RouteMetadata:
-    """The rows' groups among the experts of all layers: those of the other layers have no rows, and cost nothing."""
-    if first_expert is None:
-        return metadata
-    if metadata.group_sizes is None:
-        raise ValueError(
-            "expected a strategy with ragged groups for weights of several layers, got one with equal ones"
-        )
-    sizes = lax.dynamic_update_slice(jnp.zeros(num_experts, jnp.int32), metadata.group_sizes, (first_expert,))
-    return replace(metadata, group_sizes=sizes)

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases
+from raggedmoe.sharding.stage import PER_SHARD, REPLICATED, TOKENS, Placement
 
 
 @jax.tree_util.register_dataclass
@@ -90,13 +91,14 @@ class RouteOutput:
     entropy: Float[Array, ""]  # of the load, in nats; log(E) is perfect balance
     max_violation: Float[Array, ""]  # busiest expert's load over the mean, minus 1
 
-    def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What there is of each token (expert choice: of each device's tokens), and what is of all."""
-        of_tokens = {name: getattr(self, name) for name in ("experts", "tokens", "mask", "weights")}
-        return of_tokens, {name: value for name, value in vars(self).items() if name not in of_tokens}
+    # On a mesh: what there is of each token (expert choice: of each device's tokens) is split, the rest is of all.
+    PLACEMENT: ClassVar[Placement] = Placement(
+        spec=TOKENS.spec,
+        fields=dict.fromkeys(("aux_loss", "z_loss", "load", "entropy", "max_violation"), REPLICATED.spec),
+    )
 
-    def of(self, tokens: slice) -> "RouteOutput":
-        """What was decided for some of the tokens. Losses and statistics stay those of all."""
+    def slice_tokens(self, tokens: slice) -> "RouteOutput":
+        """What was decided for some of the tokens. Losses and statistics stay those of all tokens."""
         if self.experts is None:
             assert tokens == slice(0, self.mask.shape[0]), "expert choice decides for all tokens at once"
             return self
@@ -139,6 +141,8 @@ class RouteMetadata:
     used: Bool[Array, " R"] | None  # of R/G rows each, those that stand for a token's choice; None: all valid ones
     dropped: Int[Array, ""]  # routed slots (expert choice: tokens that count) that have no row anywhere
     exchange: Exchange | None = None  # the rows above are sent to other ranks, whose groups they are in
+
+    PLACEMENT: ClassVar[Placement] = PER_SHARD
 
 
 @jax.tree_util.register_dataclass

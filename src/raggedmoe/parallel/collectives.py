@@ -13,7 +13,7 @@ import numpy as np
 from raggedmoe.mesh import DATA, EXPERT, FSDP, TENSOR, TOKEN_AXES
 from raggedmoe.moe.config import MoEConfig, chosen_by_experts
 from raggedmoe.moe.dispatch.strategy import buffer_rows
-from raggedmoe.moe.overlap import even_parts
+from raggedmoe.moe.layer import even_parts
 from raggedmoe.parallel.plan import Plan
 from raggedmoe.params import ParamSpec
 from raggedmoe.partition import axes_of, is_routed

@@ -13,17 +13,8 @@ from jaxtyping import Array, Float, Int
 from raggedmoe.kernels.ragged_gather.api import ragged_gather
 from raggedmoe.moe.dispatch import local
 from raggedmoe.moe.dispatch.exchange import exchanged, returned
-from raggedmoe.moe.dispatch.strategy import Strategy, StrategySettings, combine_rows, gather_rows, num_held
+from raggedmoe.moe.dispatch.strategy import StrategySettings, combine_rows, gather_rows, num_held
 from raggedmoe.moe.records import Exchange, Moves, RouteMetadata, RouteOutput
-
-
-def make(settings: StrategySettings) -> Strategy:
-    return Strategy(
-        prepare=lambda routing: prepare(routing, settings),
-        dispatch=lambda x, routing, metadata: dispatch(x, routing, metadata, settings),
-        unpermute=lambda rows, routing, metadata: unpermute(rows, routing, metadata, settings),
-        may_drop=settings.buffer_factor is not None,
-    )
 
 
 def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
@@ -32,7 +23,7 @@ def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
     Where a receiver's buffer is full, later ranks' rows are left out, and of one rank's those of its later experts and
     slots: all ranks know all counts, so they agree.
     """
-    metadata = local.prepare(routing, settings.num_experts)
+    metadata = local.prepare(routing, settings)
     assert routing.experts is not None
     axis, held = settings.axis, num_held(settings)
     rank, ranks = lax.axis_index(axis), settings.num_ranks

@@ -14,33 +14,37 @@ from jaxtyping import Array, Float, Int
 from raggedmoe.kernels.arrays import accumulator
 from raggedmoe.moe.balance import expert_counts
 from raggedmoe.moe.dispatch.local import sorted_slots
-from raggedmoe.moe.dispatch.strategy import Strategy, StrategySettings, combine_rows, gather_rows, num_held
+from raggedmoe.moe.dispatch.strategy import StrategySettings, combine_rows, gather_rows, num_held
 from raggedmoe.moe.records import RouteMetadata, RouteOutput
 
 
-def make(settings: StrategySettings) -> Strategy:
-    def prepare(routing: RouteOutput) -> RouteMetadata:
-        if routing.tokens is not None:
-            metadata = prepare_expert_choice(routing)
-        else:
-            assert settings.capacity is not None
-            metadata = prepare_token_choice(routing, settings.num_experts, settings.capacity, settings.num_sequences)
-        assert metadata.used is not None
-        return replace(metadata, used=to_experts(metadata.used, settings))
+def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
+    """A row for every slot of every expert, and which of them stand for a token's choice."""
+    if routing.tokens is not None:
+        metadata = prepare_expert_choice(routing)
+    else:
+        assert settings.capacity is not None
+        metadata = prepare_token_choice(routing, settings.num_experts, settings.capacity, settings.num_sequences)
+    assert metadata.used is not None
+    return replace(metadata, used=to_experts(metadata.used, settings))
 
-    def unpermute(rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata) -> Float[Array, "T D"]:
-        rows = from_experts(rows, settings)
-        if routing.tokens is None:
-            return combine_rows(rows, metadata, settings)
-        weights = None if settings.weigh_input else metadata.weights
-        return add_to_tokens(rows, metadata.token_of_row, weights, routing.mask.shape[0])
 
-    return Strategy(
-        prepare=prepare,
-        dispatch=lambda x, routing, metadata: to_experts(gather_rows(x, metadata, settings), settings),
-        unpermute=unpermute,
-        may_drop=True,
-    )
+def dispatch(
+    x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+) -> Float[Array, "R D"]:
+    """The slots' tokens, sent to the slots' experts."""
+    return to_experts(gather_rows(x, metadata, settings), settings)
+
+
+def unpermute(
+    rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+) -> Float[Array, "T D"]:
+    """The slots sent back, and each token's weighted sum of its own."""
+    rows = from_experts(rows, settings)
+    if routing.tokens is None:
+        return combine_rows(rows, metadata, settings)
+    weights = None if settings.weigh_input else metadata.weights
+    return add_to_tokens(rows, metadata.token_of_row, weights, routing.mask.shape[0])
 
 
 def to_experts(rows: jax.Array, settings: StrategySettings) -> jax.Array:

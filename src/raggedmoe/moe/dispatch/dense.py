@@ -8,16 +8,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from raggedmoe.kernels.arrays import accumulator, varying_like
-from raggedmoe.moe.dispatch.strategy import Strategy, StrategySettings, num_held
+from raggedmoe.moe.dispatch.strategy import StrategySettings, num_held
 from raggedmoe.moe.records import RouteMetadata, RouteOutput
-
-
-def make(settings: StrategySettings) -> Strategy:
-    return Strategy(
-        prepare=lambda routing: prepare(routing, settings),
-        dispatch=lambda x, routing, metadata: dispatch(x, metadata, settings),
-        unpermute=lambda rows, routing, metadata: unpermute(rows, metadata, settings),
-    )
 
 
 def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
@@ -45,7 +37,9 @@ def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
     )
 
 
-def dispatch(x: Float[Array, "T D"], metadata: RouteMetadata, settings: StrategySettings) -> Float[Array, "R D"]:
+def dispatch(
+    x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+) -> Float[Array, "R D"]:
     """All tokens, once for each expert."""
     if settings.num_ranks > 1:
         x = lax.all_gather(x, settings.axis, tiled=True)
@@ -56,7 +50,9 @@ def dispatch(x: Float[Array, "T D"], metadata: RouteMetadata, settings: Strategy
     return (weights[:, None] * rows.astype(weights.dtype)).astype(x.dtype)
 
 
-def unpermute(rows: Float[Array, "R D"], metadata: RouteMetadata, settings: StrategySettings) -> Float[Array, "T D"]:
+def unpermute(
+    rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+) -> Float[Array, "T D"]:
     """Each token's weighted sum over its own experts."""
     weights, chosen = weights_of_rows(metadata, rows), metadata.used
     assert chosen is not None

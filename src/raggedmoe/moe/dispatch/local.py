@@ -1,19 +1,11 @@
 """Strategy `local`: all experts are here. Rows are sorted by expert; none is lost."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from raggedmoe.moe.balance import expert_counts
-from raggedmoe.moe.dispatch.strategy import Strategy, StrategySettings, combine_rows, gather_rows
+from raggedmoe.moe.dispatch.strategy import StrategySettings, combine_rows, gather_rows
 from raggedmoe.moe.records import RouteMetadata, RouteOutput
-
-
-def make(settings: StrategySettings) -> Strategy:
-    return Strategy(
-        prepare=lambda routing: prepare(routing, settings.num_experts),
-        dispatch=lambda x, routing, metadata: gather_rows(x, metadata, settings),
-        unpermute=lambda rows, routing, metadata: combine_rows(rows, metadata, settings),
-    )
 
 
 def sorted_slots(experts: Int[Array, "T K"]) -> tuple[Int[Array, " T*K"], Int[Array, "T K"]]:
@@ -23,11 +15,11 @@ def sorted_slots(experts: Int[Array, "T K"]) -> tuple[Int[Array, " T*K"], Int[Ar
     return slots, places.reshape(experts.shape)
 
 
-def prepare(routing: RouteOutput, num_experts: int) -> RouteMetadata:
+def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
     """Sort the slots by expert. Masked tokens are of expert E: their rows come last, past the valid ones."""
     assert routing.experts is not None
     slots, places = sorted_slots(routing.experts)
-    group_sizes = expert_counts(routing.experts, num_experts)
+    group_sizes = expert_counts(routing.experts, settings.num_experts)
     return RouteMetadata(
         token_of_row=slots // routing.experts.shape[1],
         slot_of_row=slots,
@@ -38,3 +30,17 @@ def prepare(routing: RouteOutput, num_experts: int) -> RouteMetadata:
         used=None,
         dropped=jnp.zeros((), jnp.int32),
     )
+
+
+def dispatch(
+    x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+) -> Float[Array, "R D"]:
+    """A row for each of a token's choices."""
+    return gather_rows(x, metadata, settings)
+
+
+def unpermute(
+    rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+) -> Float[Array, "T D"]:
+    """Each token's weighted sum of its rows."""
+    return combine_rows(rows, metadata, settings)

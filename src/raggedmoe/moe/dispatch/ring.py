@@ -8,26 +8,8 @@ from jaxtyping import Array, Float
 
 from raggedmoe.moe.balance import expert_counts
 from raggedmoe.moe.dispatch.local import sorted_slots
-from raggedmoe.moe.dispatch.strategy import Strategy, StrategySettings, combine_rows, gather_rows, num_held
+from raggedmoe.moe.dispatch.strategy import StrategySettings, combine_rows, gather_rows, num_held
 from raggedmoe.moe.records import RouteMetadata, RouteOutput
-
-
-def make(settings: StrategySettings) -> Strategy:
-    axis = settings.axis
-
-    def dispatch(x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata) -> Float[Array, "R D"]:
-        return gather_rows(lax.all_gather(x, axis, tiled=True), metadata, settings)
-
-    def unpermute(rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata) -> Float[Array, "T D"]:
-        # Each rank's sums are rounded to the rows' type before they meet, as all that crosses the wire is.
-        return lax.psum_scatter(combine_rows(rows, metadata, settings), axis, tiled=True)
-
-    return Strategy(
-        prepare=lambda routing: prepare(routing, settings),
-        dispatch=dispatch,
-        unpermute=unpermute,
-        may_drop=settings.buffer_factor is not None,
-    )
 
 
 def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
@@ -62,3 +44,18 @@ def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
         used=None,
         dropped=wanted.sum(dtype=jnp.int32) - num_rows,
     )
+
+
+def dispatch(
+    x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+) -> Float[Array, "R D"]:
+    """The rows of the experts held here, from the tokens of all ranks."""
+    return gather_rows(lax.all_gather(x, settings.axis, tiled=True), metadata, settings)
+
+
+def unpermute(
+    rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+) -> Float[Array, "T D"]:
+    """What the experts held here add to every token, summed over the ranks."""
+    # Each rank's sums are rounded to the rows' type before they meet, as all that crosses the wire is.
+    return lax.psum_scatter(combine_rows(rows, metadata, settings), settings.axis, tiled=True)

@@ -1,7 +1,10 @@
-"""What a strategy is, and the two moves that most of them share."""
+"""What strategies are made from, and the two moves that most of them share.
+
+A strategy is a file beside this one with three functions, `prepare`, `dispatch` and `unpermute`. They see one device's
+part of the tokens, in `shard_map` where there are several, and any columns of it: see width chunks.
+"""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -12,13 +15,14 @@ from raggedmoe.kernels.arrays import varying_like
 from raggedmoe.kernels.ragged_gather.api import ragged_gather
 from raggedmoe.kernels.ragged_gather_reduce.api import ragged_gather_reduce
 from raggedmoe.kernels.registry import KernelChoice
-from raggedmoe.moe.records import RouteMetadata, RouteOutput
+from raggedmoe.moe.records import RouteMetadata
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategySettings:
-    """What strategies are made from."""
+    """What a strategy is given beside the arrays."""
 
+    name: str
     num_experts: int
     capacity: int | None  # slots of each expert in each sequence, for "capacity"; None: others, or expert choice
     num_sequences: int  # on each device, for "capacity"
@@ -27,8 +31,16 @@ class StrategySettings:
     hardware: Hardware | str | None
     axis: str  # the mesh axis that experts are split over
     num_ranks: int  # along it
+    token_axes: tuple[str, ...] | None  # the mesh axes that tokens are split over; None: there is no mesh
+    tensor_axis: str | None  # the mesh axis of the tensor ranks; None: there is no mesh
+    adds_over: str | None  # the mesh axis whose ranks' results are summed; None: they are whole
     buffer_factor: float | None  # rows of the receive buffer, as a multiple of a balanced share; None: the worst case
     ragged: bool  # the platform has a ragged all-to-all
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether a slot may be dropped; otherwise nobody has to ask the other ranks."""
+        return self.name == "capacity" or self.buffer_factor is not None
 
     def most_rows(self, num_tokens: int, per_token: int) -> int:
         """Rows that one rank can have for another: every token chooses as many experts there as it can."""
@@ -57,18 +69,6 @@ def num_held(settings: StrategySettings) -> int:
             f"use one of {fitting}, or pad with num_experts={padded}"
         )
     return settings.num_experts // settings.num_ranks
-
-
-@dataclass(frozen=True, kw_only=True)
-class Strategy:
-    """How rows reach the experts and come back, on one device's part of the tokens, in `shard_map` where there are
-    several. ``x`` may be any columns of the tokens: see width chunks.
-    """
-
-    prepare: Callable[[RouteOutput], RouteMetadata]
-    dispatch: Callable[[Float[Array, "T D"], RouteOutput, RouteMetadata], Float[Array, "R D"]]
-    unpermute: Callable[[Float[Array, "R D"], RouteOutput, RouteMetadata], Float[Array, "T D"]]
-    may_drop: bool = False  # otherwise no slot is ever dropped, and nobody has to ask the other ranks
 
 
 def gather_rows(x: Float[Array, "T D"], metadata: RouteMetadata, settings: StrategySettings) -> Float[Array, "R D"]:
