@@ -25,12 +25,12 @@ help:
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "raggedmoe needs Python 3.11 or newer, got " + sys.version.split()[0] + "; name one with PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
 # The TPU compiler, in the version that this JAX wants, and tokamax, for the tests marked `tpu` and those of its kernels.
 $(READY_TPU): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,tpu,tokamax]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[dev,tpu,tokamax]'
 	@touch $@
 
 demo: $(READY)

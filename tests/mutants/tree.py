@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,8 @@ from tests.mutants.rules import Mutant, mutants_of
 NOT_MUTATED = ("kernels/*/specs.py", "kernels/example.py", "train/report/*", "train/screen.py", "interop/progress.py")
 COPIED = ("src", "tests", "docs", "pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile", ".ci")
 FOREIGN = ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "TEST_SHARE")  # of tests that run this, and of .ci/run
+# What `make test` runs: the Makefile says it once.
+SHORT_SUITE = re.findall(r"^MARKS \?= (.+)$", (Path(__file__).parents[2] / "Makefile").read_text(), re.MULTILINE)[0]
 COMPILED = ".jax_cache"  # programs that the checkout's tests have compiled; a mutant changes few of them
 
 
@@ -85,7 +88,7 @@ class Tree:
             order = self.root / "tmp" / "order"
             order.write_text(json.dumps(tests))
             environment[TESTS] = str(order)
-        options = ["-q", "-p", "tests.mutants.plugin", "-p", "no:cacheprovider", "-m", "not slow"]
+        options = ["-q", "-p", "tests.mutants.plugin", "-p", "no:cacheprovider", "-m", SHORT_SUITE]
         with log.open("w") as output:
             shown = None if tests is None else output  # all of them take minutes
             process = subprocess.Popen(
