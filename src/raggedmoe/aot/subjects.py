@@ -33,8 +33,6 @@ from raggedmoe.moe.records import MoEParams
 from raggedmoe.names import unknown
 from raggedmoe.sharding.stage import OnMesh
 
-THIS = __name__
-
 
 def example_named(operation: str, call: str, dtype: str) -> Example:
     """One of the operation's example calls by its name, or one made from sizes."""
