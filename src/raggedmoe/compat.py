@@ -117,8 +117,9 @@ class Coordination(NamedTuple):
 
 
 def coordination() -> Coordination:
-    """Of a process that has called `jax.distributed.initialize`; JAX has no public name for it, orbax reads it too.
+    """The coordination service of a process that has called `jax.distributed.initialize`.
 
+    JAX has no public name for it; orbax reads it too.
     Unlike `jax.process_index`, it starts no backend.
     """
     from jax._src import distributed

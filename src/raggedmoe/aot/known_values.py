@@ -115,7 +115,7 @@ class CustomCalls:
         return name in self._lines and self._lines[name][1] == "custom-call"
 
     def operands(self, name: str) -> dict[int, Values]:
-        """Of one call, by number."""
+        """The known operands of one call, by number."""
         operands = self._lines[name][2] if name in self else []
         found = {number: self._values(operand) for number, operand in enumerate(operands)}
         return {number: value for number, value in found.items() if value is not None}

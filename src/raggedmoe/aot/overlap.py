@@ -47,7 +47,7 @@ class _Instruction:
 
     @property
     def kind(self) -> str | None:
-        """Of what it moves; None: nothing. An asynchronous one keeps the name of what it was."""
+        """The kind of collective that it is; None: none. An asynchronous one keeps the name of what it was."""
         what = self.operation if self.operation.startswith(KINDS) else self.name
         return next((kind for kind in (*KINDS, *GATHERS) if what.startswith(kind)), None)
 

@@ -62,7 +62,7 @@ class _Line:
 
 
 def counts_of(hlo: str) -> ProgramCounts:
-    """Of an optimised program, as its executable prints it."""
+    """The counts of an optimised program, as its executable prints it."""
     computations, entry = _computations(hlo)
     often = _how_often(computations, entry)
     found = [(line, often.get(name, 0)) for name, lines in computations.items() for line in lines]
@@ -141,7 +141,7 @@ def _traffic(found: list[tuple[_Line, int]]) -> dict[str, Traffic]:
 
 
 def _moved_bytes(line: _Line, kind: str) -> int:
-    """Of a collective's result; of a ragged exchange, of the rows that are there to be sent."""
+    """The bytes of a collective's result; of a ragged exchange, those of the rows that are there to be sent."""
     if kind == RAGGED:
         return array_bytes(line.lhs)
     sizes = [bits * math.prod(shape) // 8 for bits, shape in _arrays(line.result)]
@@ -173,7 +173,7 @@ def _dot_flops(line: _Line) -> int:
 
 
 def array_bytes(text: str) -> int:
-    """Of all arrays that a type names."""
+    """The bytes of all arrays that a type names."""
     return sum(bits * math.prod(shape) for bits, shape in _arrays(text)) // 8
 
 

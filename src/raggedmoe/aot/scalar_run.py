@@ -174,7 +174,7 @@ class _Machine:
         return _wrapped(ARITHMETIC[name](*operands)) if name in ARITHMETIC else None
 
     def address(self, parts: Sequence[str | int]) -> int:
-        """Of a place in SMEM; -1 where it is not known."""
+        """The address of a place in SMEM; -1 where it is not known."""
         values = [self.value(part) for part in parts]
         return -1 if None in values else sum(v for v in values if v is not None)
 
@@ -214,7 +214,7 @@ class _Machine:
 
 
 def _logic(name: str, operands: list[Value]) -> Value:
-    """Of predicates, with what is known even if one of them is not."""
+    """The result of logic on predicates: what is known of it even if one of them is not."""
     unknown_as = [[bool(v)] if v is not None else [False, True] for v in operands]
     if len(unknown_as) == 1:
         found = {LOGIC[name](a) for a in unknown_as[0]}

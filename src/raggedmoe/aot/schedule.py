@@ -61,7 +61,7 @@ class OpSchedule:
 
     @property
     def hbm_bytes(self) -> int:
-        """Of its own DMAs, those of a size known only at run time not counted."""
+        """The bytes that its own DMAs move; those of a size known only at run time are not counted."""
         return sum((t.num_bytes or 0) * t.runs for t in self.transfers if "hbm" in t.kind)
 
     @property

@@ -33,8 +33,6 @@ from raggedmoe.moe.records import MoEParams
 from raggedmoe.names import unknown
 from raggedmoe.sharding.stage import OnMesh
 
-THIS = __name__
-
 
 def example_named(operation: str, call: str, dtype: str) -> Example:
     """One of the operation's example calls by its name, or one made from sizes."""
@@ -92,8 +90,10 @@ def differentiable(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gradients(function: Any, arrays: Mapping[str, Any], cotangent: Any, of: str | None = None) -> Any:
-    """Of every floating argument, or of one. The value is not asked for, nor the other gradients: the compiler leaves
-    out what only they need."""
+    """The gradients of every floating argument, or of one.
+
+    Neither the value nor the other gradients are asked for, so the compiler leaves out what only they need.
+    """
     floating = {name: array for name, array in differentiable(arrays).items() if of in (None, name)}
     rest = {name: array for name, array in arrays.items() if name not in floating}
     value, vjp = jax.vjp(lambda floating: function(**floating, **rest), floating)
@@ -105,7 +105,7 @@ def _is_floating(array: Any) -> bool:
 
 
 def with_integers(tree: Any) -> Any:
-    """The same with shapes for floating arrays, and values for integers, which steer kernels."""
+    """A tree with shapes for floating arrays, and with values for integers, which steer kernels."""
 
     def plain(leaf: Any) -> Any:
         if jnp.issubdtype(leaf.dtype, jnp.integer):
@@ -142,7 +142,7 @@ def moe_layer(
 def moe_layer_on_mesh(
     words: Sequence[str], *, tokens: int, topology: str | None, dtype: str = "bfloat16", forward: bool = False
 ) -> Program:
-    """The same on a topology's devices, on so many tokens of each, with the settings of `raggedmoe train`.
+    """Like `moe_layer`, on a topology's devices, on so many tokens of each, with the settings of `raggedmoe train`.
 
     ``topology``: None: one device of this machine.
     """

@@ -148,8 +148,10 @@ def _schedule_cells(case: Case, schedule: Schedule, main: OpSchedule) -> tuple[s
 
 
 def _useful_flops(case: Case) -> int:
-    """Of an operation's call; twice as many in its backward pass, unless one gradient alone is asked for. 0: not known
-    for other cases."""
+    """The FLOPs of an operation's call; 0 for other cases, where they are not known.
+
+    A backward pass has twice as many, unless one gradient alone is asked for.
+    """
     if "call" not in case.arguments:
         return 0
     operation = case.arguments.get("operation", "grouped_matmul")

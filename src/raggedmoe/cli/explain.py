@@ -138,7 +138,7 @@ def attention_calls(config: ModelConfig, num_tokens: int, dtype: str) -> list[Ca
 
 
 def moe_backend_config(config: MoEConfig, moe_backend: str) -> MoEConfig:
-    """The same layer under another backend, on one device."""
+    """The configuration of the layer under another backend, on one device."""
     strategy = "capacity" if config.strategy == "capacity" else None
     return replace(config, moe_backend=moe_backend, strategy=strategy, kernels=None, ragged_buffer_factor=None)
 

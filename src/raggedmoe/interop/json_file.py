@@ -14,7 +14,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The same of a file that must hold an object."""
+    """Like `read_json`, for a file that must hold an object."""
     values = read_json(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(values).__name__}")

@@ -4,9 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
 
 @runtime_checkable
 class Advance(Protocol):
@@ -16,6 +13,10 @@ class Advance(Protocol):
 @contextmanager
 def bytes_bar(what: str, total: int, shown: bool) -> Iterator[Advance]:
     """A function that is told of bytes as they are done."""
+    # Not for every `import raggedmoe`.
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -96,7 +96,7 @@ def _check_same(config: ModelConfig, written: dict[str, Any]) -> None:
 
 
 def _spelled_out(config: ModelConfig) -> ModelConfig:
-    """The same model with one way to say it: a window for each layer, and no setting that nothing reads."""
+    """The configuration in its one written form: a window for each layer, and no setting that nothing reads."""
     attention = config.attention
     if isinstance(attention, GroupedQueryConfig) and attention.qk_norm == "none":
         attention = replace(attention, norm_epsilon=1.0)

@@ -24,7 +24,7 @@ def matmul_precision(dtype: Any) -> lax.Precision | None:
 
 
 def full_precision(dtype: Any) -> contextlib.AbstractContextManager[Any]:
-    """The same inside a ``with``, for others' kernels, whose matmuls say no precision."""
+    """Set `matmul_precision` inside a ``with``, for others' kernels, whose matmuls say no precision."""
     return jax.default_matmul_precision("highest") if dtype == jnp.float32 else contextlib.nullcontext()
 
 

@@ -69,7 +69,7 @@ class RowLayout:
 
     @property
     def pieces(self) -> tuple[Piece, Piece]:
-        """Of two columns in a word: as many whole lines as can be halved, and the rest.
+        """The two pieces of a row that has two columns in a word: as many whole lines as can be halved, and the rest.
 
         Where the high half does not begin at a whole line, the address of every store is computed anew: 14 cycles
         instead of 8 for eight stores, at a width of 2880 on the v6e.

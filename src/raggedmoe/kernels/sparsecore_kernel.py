@@ -106,7 +106,7 @@ class VectorSubcore:
             plsc.parallel_loop(first, last, step=self.lanes, unroll=turns if unrolled else 1)(body)
 
     def fold_vectors(self, first: int, last: int, body: Callable[[Any, Any], Any], initial):
-        """The same in this order, with a tuple of vectors handed on."""
+        """Like `for_each_vector`, but in order, and with a tuple of vectors handed on from each to the next."""
         return plsc.parallel_loop(first, last, step=self.lanes, carry=initial)(body)
 
     def read(self, source, at, num_words: int, buffer) -> None:

@@ -10,7 +10,7 @@ from raggedmoe.partition import is_routed
 
 
 def forward_flops(config: ModelConfig, sequence_length: int, *, mtp_layers: int = 0) -> float:
-    """Of one token in a sequence of that length, on average."""
+    """FLOPs of one token in a sequence of that length, on average."""
     weights = 0.0
     for name, spec in param_specs(config).items():
         module = name.split(".")[1] if name.startswith("mtp.") else None
@@ -29,7 +29,7 @@ def forward_flops(config: ModelConfig, sequence_length: int, *, mtp_layers: int 
 
 
 def train_flops(config: ModelConfig, sequence_length: int, *, mtp_layers: int = 0) -> float:
-    """Of one token, forward and backward: every product has two in the backward pass."""
+    """FLOPs of one token, forward and backward: every product has two in the backward pass."""
     return 3 * forward_flops(config, sequence_length, mtp_layers=mtp_layers)
 
 

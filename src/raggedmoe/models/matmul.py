@@ -18,7 +18,7 @@ def project(x: Float[Array, "... I"], weight: Float[Array, "..."]) -> Float[Arra
 
 
 def wide_project(x: Float[Array, "... I"], weight: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The same, as float32 sums."""
+    """Like `project`, but returns the float32 accumulator."""
     *outs, inner = weight.shape
     rows, matrix = x.reshape(-1, inner), weight.astype(x.dtype).reshape(-1, inner)
     if rows.shape[0] == 1 and x.dtype.itemsize == 2:

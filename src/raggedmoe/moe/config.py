@@ -36,25 +36,31 @@ class RouterConfig:
     ``score="sigmoid", normalize="none", weigh="input"``.
     """
 
-    score: str = "softmax"  # from logits to the scores that rank experts and become weights
-    selection: str = (
-        "learned"  # who picks: the scores, chance, the token's id, a round robin, or each expert its tokens
+    score: str = "softmax"  # The function from logits to the scores that rank experts and become weights.
+    # Who picks the experts: the scores ("learned"), chance ("random"), the token's id ("hash"), a round robin over the
+    # tokens ("balanced"), or each expert its tokens ("expert_choice").
+    selection: str = "learned"
+    # What becomes of a token's K chosen scores: they stay ("none"), are divided by their "sum", or go through a
+    # "softmax". Expert choice does not read it.
+    normalize: str = "sum"
+    normalize_epsilon: float = 1e-20  # A number that is added to the sum that normalize="sum" divides by.
+    scale: float = 1.0  # A factor that all weights are multiplied by, last.
+    weigh: str = "output"  # What the weights multiply: the expert's "output" or its "input".
+    logit_bias: bool = False  # Whether the logits have a trained bias.
+    selection_bias: bool = (
+        False  # Whether the scores have a bias that decides who is chosen and never enters the weights.
     )
-    normalize: str = "sum"  # the K chosen scores: as they are, over their sum, or a softmax; not for expert choice
-    normalize_epsilon: float = 1e-20  # added to that sum
-    scale: float = 1.0  # of the weights, last
-    weigh: str = "output"  # what the weights multiply: the expert's "output" or its "input"
-    logit_bias: bool = False  # a trained bias on the logits
-    selection_bias: bool = False  # a bias on the scores that decides who is chosen, and never enters the weights
-    expert_scale: bool = False  # a trained factor for each expert's weights
-    num_groups: int = 1  # experts in equal groups, of which a token may use only
-    groups_per_token: int = 1  # this many,
-    group_score: str = "top2_sum"  # the best by the sum of their two best scores, or by their "max"
-    jitter: float = 0.0  # the router's input is multiplied by uniform noise in 1 ± jitter, where a key is given
-    aux_loss: str = "batch"  # balance over the whole "batch" or over each "sequence"
-    aux_loss_probabilities: str = "normalized"  # in it: scores over their sum, or a "softmax" of what ranks experts
-    aux_loss_weight: float = 0.0
-    z_loss_weight: float = 0.0
+    expert_scale: bool = False  # Whether each expert's weights have a trained factor.
+    num_groups: int = 1  # The number of equal groups that the experts are in; 1 is no group limit.
+    groups_per_token: int = 1  # The number of groups that a token's experts may come from.
+    group_score: str = "top2_sum"  # What ranks a token's groups: the sum of their two best scores, or their "max".
+    jitter: float = 0.0  # The router's input is multiplied by uniform noise in 1 ± jitter, where a key is given.
+    aux_loss: str = "batch"  # What the balance loss is taken over: the whole "batch", or each "sequence".
+    # What the balance loss takes for probabilities: scores over their sum ("normalized"), or a "softmax" of the scores
+    # that rank experts, the selection bias included.
+    aux_loss_probabilities: str = "normalized"
+    aux_loss_weight: float = 0.0  # The factor of the balance loss in what the layer returns; 0 leaves it out.
+    z_loss_weight: float = 0.0  # The factor of the router's z-loss in what the layer returns; 0 leaves it out.
 
     def __post_init__(self) -> None:
         _one_of("score", self.score, SCORES)

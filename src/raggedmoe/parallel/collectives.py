@@ -107,7 +107,7 @@ def _split_axes(plan: Plan, name: str, spec: ParamSpec) -> tuple[str, ...]:
 
 
 def columns_here(config: MoEConfig, plan: Plan) -> int:
-    """Of a token's width, what one device moves."""
+    """The columns of a token that one device moves."""
     return config.model_dim // (plan.degrees.tensor if plan.tensor_split == "model_dim" else 1)
 
 

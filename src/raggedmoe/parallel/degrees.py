@@ -35,7 +35,7 @@ class Degrees:
 
     @property
     def num_devices(self) -> int:
-        """Of the mesh; all degrees must be known."""
+        """The number of devices of the mesh; all degrees must be known."""
         assert not self.open, f"{self.open} are open"
         return math.prod(self.sizes.values())
 

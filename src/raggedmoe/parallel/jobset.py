@@ -102,7 +102,7 @@ def manifest(run: ClusterRun) -> dict[str, Any]:
 
 
 def _job(run: ClusterRun) -> dict[str, Any]:
-    """Of one slice."""
+    """The job of one slice."""
     codes = {"containerName": "train", "operator": "In", "values": list(FINAL_CODES)}
     claimed = {"claimName": run.claim.partition(":")[0]} if run.claim else None
     return {

@@ -203,7 +203,7 @@ def _all_ended(children: list[_Child], seconds: float) -> bool:
 
 
 def _cause(children: list[_Child]) -> _Child | None:
-    """Of those that failed, one that did not do so because of another."""
+    """One of the processes that failed, and did not do so because of another."""
     failed = [child for child in children if child.code]
     return min(failed, key=lambda child: child.code in CONSEQUENCES, default=None)
 

@@ -238,7 +238,7 @@ class Checkpoints:
             )
 
     def _remove_leftovers(self) -> None:
-        """Of runs that were killed, in a save or in the deletion of an old checkpoint."""
+        """Remove what killed runs left, in a save or in the deletion of an old checkpoint."""
         for leftover in self._folder.iterdir():
             if _PARTIAL.fullmatch(leftover.name):
                 _remove(leftover)

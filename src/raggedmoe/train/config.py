@@ -424,14 +424,14 @@ def kernel_choice(values: Mapping[str, Any], operation: str) -> Choice:
 
 
 def on_one_device(model: ModelConfig) -> ModelConfig:
-    """The same model without what belongs to the mesh that trained it."""
+    """The model without the settings that belong to the mesh that trained it."""
     strategy = None if model.moe.strategy in ACROSS_RANKS else model.moe.strategy
     moe = replace(model.moe, strategy=strategy, ragged_buffer_factor=None, token_chunks=1, tensor_split=SPLITS[0])
     return replace(model, moe=moe)
 
 
 def with_more_room(step: StepConfig, expert_parallelism: int) -> StepConfig:
-    """The same step with twice the room for rows, or with room for all where that is no more than twice."""
+    """The step with twice the room for rows, or with room for all where that is no more than twice."""
     moe = step.model.moe
     assert moe.ragged_buffer_factor is not None
     factor: float | None = 2 * moe.ragged_buffer_factor

@@ -113,7 +113,7 @@ class Data:
         return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
     def held_out_batches(self, num: int, size: int | None = None) -> list[Batch]:
-        """The same batches in every run, their rows spread evenly over the held-out documents.
+        """Batches that are the same in every run, their rows spread evenly over the held-out documents.
 
         A batch has ``size`` rows, by default as many as one to train on.
 

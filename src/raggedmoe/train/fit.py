@@ -36,7 +36,7 @@ class StateBytes:
 
 
 def state_bytes(config: ModelConfig, plan: Plan = ONE_DEVICE, mu_dtype: str = "float32") -> StateBytes:
-    """Of a model that is trained by AdamW, whose second moment is float32 and whose first is ``mu_dtype``."""
+    """The bytes of the state of a model that AdamW trains, with moments of ``mu_dtype`` and of float32."""
     specs = param_specs(config)
     elements = {
         name: spec.num_elements // num_parts(plan.spec(name, spec), plan.degrees.sizes) for name, spec in specs.items()

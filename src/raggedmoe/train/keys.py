@@ -251,7 +251,7 @@ KEYS: dict[str, Key] = {
         *_section(
             "learning",
             ("steps", "int", 1000, "of the run, over which the schedule goes", _FREE),
-            ("learning_rate", "float", 3e-3, "at its highest"),
+            ("learning_rate", "float", 3e-3, "Peak learning rate"),
             ("schedule", "str", "cosine", "after the warm-up", {"choices": SCHEDULES}),
             ("warmup_steps", "int", None, "linear rise; none: by warmup_fraction"),
             ("warmup_fraction", "float", 0.02, "of the steps that the rise takes, where warmup_steps does not say"),

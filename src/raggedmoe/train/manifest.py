@@ -81,7 +81,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verified_manifest(folder: Path) -> Manifest:
-    """The same of a checkpoint all of whose files are as they were written; ``Damaged`` names those that are not."""
+    """Like `read_manifest`, and all files are as they were written; ``Damaged`` names those that are not."""
     manifest = read_manifest(folder)
     said = int(folder.name.removeprefix("step_"))
     if manifest.step != said:

@@ -102,7 +102,7 @@ class MetricsWriter:
 
 
 class NoMetrics:
-    """The same, of the processes of a run that are not the first: it writes nothing."""
+    """What stands for `Metrics` in the processes of a run that are not the first: it writes nothing."""
 
     def train(self, step: int, values: Mapping[str, SupportsFloat | None]) -> None: ...
 

@@ -26,7 +26,7 @@ class OptimizerConfig:
     """How parameters learn."""
 
     steps: int  # that the schedule spans; after them the learning rate is 0
-    learning_rate: float = 3e-3  # at its highest
+    learning_rate: float = 3e-3  # the peak of the schedule
     schedule: str = "cosine"  # after the warm-up: a cosine down, "wsd" (stable, then a decay), or "constant"
     warmup_steps: int = 10
     warmup_from: str = "first"  # step i of n warm-up steps, from 0, has (i + 1)/n of the peak, or i/n with "zero"

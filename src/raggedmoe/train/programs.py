@@ -87,7 +87,7 @@ def compile_programs(
 
 
 def _device_bytes(template: Any) -> int:
-    """Of a tree of shapes, what one device holds."""
+    """The bytes of a tree of shapes that one device holds."""
     return sum(
         leaf.dtype.itemsize * math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(template)

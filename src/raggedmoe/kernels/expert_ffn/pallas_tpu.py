@@ -170,7 +170,7 @@ def _matmuls_why_not(call: Call, hardware: Hardware) -> str | None:
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """What the contract's sixth point makes us say."""
+    """The cost caveat that `explain` shows for this call."""
     num_rows, pack = call.arrays["rows"].shape[0], 32 // call.arrays["rows"].dtype.itemsize
     if num_rows % pack:
         return f"the rows and the result are copied: {num_rows} is no multiple of {pack}"

@@ -109,7 +109,7 @@ def _call(rows, weights, bounds, activation, tiles, vmem_limit):
 
 
 def _cost(rows, weights, activation, tiles):
-    """Of a call whose rows all belong to groups, as many to each."""
+    """The cost of a call whose rows all belong to groups, as many to each."""
     num_rows, width = rows.shape
     num_groups, num_hidden, _ = weights.wi_0.shape
     matrices = 2 if weights.wi_1 is None else 3

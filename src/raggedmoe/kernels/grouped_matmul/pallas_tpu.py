@@ -84,7 +84,7 @@ def _padded(problem: Problem) -> Problem:
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """What the contract's sixth point makes us say."""
+    """The cost caveat that `explain` shows for this call."""
     notes = []
     for problem in _problems(call):
         if problem.num_rows % packed_rows(problem):

@@ -141,7 +141,7 @@ def _zero_others(slot, front, read, valid, buffers: _Buffers, tiles: TransposedT
     size = jnp.maximum(round_up(read, tiles.cut.step), tiles.cut.sizes[0])
 
     def keep(block, first, end):
-        """Of one block of rows, those in ``[first, end)``."""
+        """The rows of one block that are in ``[first, end)``; the others are zero."""
         start = pl.multiple_of(block * packed, packed)
         for buffer in (buffers.lhs, buffers.rhs):
             rows = buffer.at[slot, pl.ds(start, packed)]

@@ -92,7 +92,7 @@ def _ragged_dot(lhs, rhs, bounds, numbers):
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """What the contract's sixth point makes us say."""
+    """The cost caveat that `explain` shows for this call."""
     rolls = "group_offset costs two rolls of the rows" if call.options["group_offset"] else None
     return "; ".join(filter(None, (masked_dot.note(call, hardware), FINITE_COPY, rolls)))
 

@@ -69,7 +69,7 @@ def row_dots(rows, indices, valid, cotangent):
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """What the contract's sixth point makes us say."""
+    """The cost caveat that `explain` shows for this call."""
     if call.direction == BACKWARD and "inverse" not in call.arrays:
         return "no inverse given: the gradient is a scatter-add"
     return "cost grows with all T·K slots, not with the valid rows"
