@@ -22,7 +22,7 @@ from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.pallas_tpu import Tiles, tiles_for, vmem_need
 from raggedmoe.kernels.grouped_matmul import xla
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
-from raggedmoe.kernels.registry import Call, CannotRunError, select
+from raggedmoe.kernels.registry import Call, CannotRunError, Kernels, select
 from raggedmoe.verify.check import _run, bound_of, magnitudes
 
 OPERATION = operation("expert_ffn")
@@ -33,7 +33,7 @@ CHIP = HARDWARE["v6e"]
 def with_tiles(tiles, activation, matmul):
     """The operation with this kernel and these tiles, differentiable."""
     forward = functools.partial(pallas_tpu.forward, hardware=CHIP, tiles=tiles)
-    plan = api._Plan(forward, functools.partial(matmuls.backward, matmul), activation)
+    plan = api._Plan(Kernels(forward, functools.partial(matmuls.backward, matmul)), activation)
 
     def function(rows, wi_0, wi_1, wo, group_sizes, biases=None):
         weights = api.ExpertWeights(wi_0, wi_1, wo, biases)
@@ -57,14 +57,14 @@ def beyond_rounding(function, example):
 
 
 # `test_interpreted` runs the implementation, whose backward pass is up to nine kernels more. Here XLA's matmuls stand
-# in for those, so that there is time for every call. CI has every tenth, in one of the types by turns,
-# and the short suite the first.
+# in for those, so that there is time for every call. CI has every tenth, in one of the types by turns; the short suite
+# has groups that share a pack, below.
 CASES = [
     pytest.param(
         spec,
         dtype,
         id=f"{spec.name}-{dtype}",
-        marks=[pytest.mark.slow] if place % 10 or (place + turn) % 2 else [pytest.mark.ci] if place else [],
+        marks=[pytest.mark.slow if place % 10 or (place + turn) % 2 else pytest.mark.ci],
     )
     for place, spec in enumerate(SMALL)
     for turn, dtype in enumerate(("float32", "bfloat16"))
@@ -97,6 +97,13 @@ def cut(total, groups, seed):
     cuts = np.sort(rng.integers(0, total + 1, groups))
     cuts[rng.integers(1, groups)] = cuts[0]
     return tuple(int(size) for size in np.diff(np.sort(cuts), prepend=0))
+
+
+def test_groups_that_share_a_pack_agree_with_the_reference():
+    make = functools.partial(specs._make, sizes=(3, 1, 0, 7, 2), spare=5, width=24, hidden=17)
+    with tpu_interpreter():
+        function = with_tiles(ONE_PART["float32"], "silu", xla)
+        assert beyond_rounding(function, make(np.random.default_rng(0), jnp.dtype("float32"))) == []
 
 
 @pytest.mark.ci

@@ -156,3 +156,18 @@ def check_against_numpy(sizes, *, inner, out, hardware, tiles):
     terms = np.abs(np.nan_to_num(lhs)).sum(1, keepdims=True) * np.abs(rhs).max()
     assert (np.abs(np.asarray(found, np.float64) - expected) <= 4 * np.finfo(np.float32).eps * terms).all()
     assert (np.asarray(found)[bounds[-1] :] == 0).all()
+
+
+def test_a_matrix_gets_the_products_of_its_own_rows_alone():
+    """Groups that begin and end inside a block of rows, with NaN in the rows of no group."""
+    rng, sizes = np.random.default_rng(0), (5, 0, 3, 12)
+    bounds = 7 + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    lhs, rhs = (rng.standard_normal((40, width)).astype(np.float32) for width in (16, 128))
+    expected = [lhs[a:b].astype(np.float64).T @ rhs[a:b] for a, b in itertools.pairwise(bounds)]
+    terms = [np.abs(lhs[a:b]).T @ np.abs(rhs[a:b]) for a, b in itertools.pairwise(bounds)]
+    for array in (lhs, rhs):
+        array[: bounds[0]] = array[bounds[-1] :] = np.nan
+    with tpu_interpreter():
+        found = pallas_tpu.transposed(*map(jnp.asarray, (lhs, rhs, bounds)), hardware=HARDWARE["v6e"])
+    difference = np.abs(np.asarray(found, np.float64) - np.stack(expected))
+    assert (difference <= 4 * np.finfo(np.float32).eps * np.stack(terms)).all()

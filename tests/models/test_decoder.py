@@ -1,6 +1,7 @@
 """What must not change a decoder's result: remat, the attention kernel, packing, padding, a cache. And learning."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from raggedmoe import Decoder, interop
 from raggedmoe.models import generate as generate_module
 from raggedmoe.models.cache import empty_cache
-from raggedmoe.models.decoder import decode, logits, mtp_forward
+from raggedmoe.models.decoder import _rematerialized, decode, logits, mtp_forward
 from raggedmoe.models.generate import generate
 
 from .drawn import GOLDEN, drawn_ids, drawn_params, quick_jit, tiny, with_einsum_experts
@@ -72,6 +73,19 @@ def test_gradients_do_not_depend_on_what_is_kept_for_the_backward_pass(by_remat,
     plain_value, plain_gradients = compiled["none"](params)
     np.testing.assert_allclose(value, plain_value, rtol=4 * EPS)
     assert_same_gradients(gradients, plain_gradients, 64)
+
+
+@pytest.mark.parametrize(
+    ("remat", "mesh", "is_plain"), [("none", None, True), ("none", "a mesh", False), ("full", None, False)]
+)
+def test_only_a_model_on_one_device_that_keeps_all_runs_its_layers_as_they_are(remat, mesh, is_plain):
+    """On a mesh, gathered weights are not kept even then."""
+
+    def body(carry, step):
+        return carry, step
+
+    run = types.SimpleNamespace(config=tiny("mixtral-tiny", remat=remat), mesh=mesh)
+    assert (_rematerialized(body, run) is body) == is_plain
 
 
 @pytest.mark.ci

@@ -78,6 +78,8 @@ def test_a_run_leaves_its_curve_description_and_model(whole):
     assert {kernel["operation"] for kernel in described["kernels"]} >= {"grouped_matmul", "ragged_gather", "attention"}
     assert described["settings"]["steps"] == STEPS
     assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["step_00000008", "step_00000012"]
+    events = [line for line in lines(whole / "metrics.jsonl") if line["kind"] == "event"]
+    assert [line["step"] for line in events if line["what"] == "checkpoint"] == [4, 8, 12]
 
 
 def test_the_loads_add_up_to_every_routed_slot(whole):
