@@ -20,7 +20,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--each", type=int, default=6, help="mutants in each folder")
     parser.add_argument("--folders", nargs="+", default=FOLDERS, help="folders of src/raggedmoe")
     parser.add_argument("--tests", nargs="+", default=["tests", "src"], help="test files or folders to choose from")
-    parser.add_argument("--seconds", type=float, default=45.0, help="of tests for one mutant, as they take without it")
+    parser.add_argument("--seconds", type=float, default=90.0, help="of tests for one mutant, as they take without it")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="mutants at once")
     return parser.parse_args(words)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from raggedmoe.models.decoder import decode, logits
 from raggedmoe.models.flops import forward_flops, mean_visible_keys, train_flops
 from raggedmoe.models.presets import model_preset
 from raggedmoe.models.specs import is_trained, param_specs
-from raggedmoe.train import programs, speed
+from raggedmoe.train import fit, programs, speed
 from raggedmoe.train.fit import check_compiled_fit, check_fit, memory_bytes, state_bytes
 from raggedmoe.train.optimizer import OptimizerConfig, make_optimizer, wide
 from raggedmoe.train.speed import peak_flops
@@ -210,3 +211,14 @@ def test_a_program_needs_its_arguments_results_and_temporaries_and_what_lies_bes
     found = types.SimpleNamespace(**sizes, alias_size_in_bytes=100)
     assert programs._bytes_needed(types.SimpleNamespace(memory_analysis=lambda: found), beside=4) == 1134
     assert programs._bytes_needed(types.SimpleNamespace(memory_analysis=lambda: None)) is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("4096", 4096), ("2000000", 1024000), ("max", 1024000), (None, 1024000)]
+)
+def test_a_host_has_what_is_available_or_the_limit_of_its_group_if_that_is_less(monkeypatch, tmp_path, limit, expected):
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 1000 kB\n")
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(fit, "Path", lambda path: tmp_path / Path(path).name)
+    assert fit._host_memory() == expected

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -107,7 +108,9 @@ def test_a_signal_saves_and_the_same_command_goes_on_exactly(run, tmp_path, whol
     assert f"{number.name}: saved after step 7" in said.err
     assert (tmp_path / "run" / "checkpoints" / "step_00000007").is_dir()
     assert run() == 0
-    assert "resumed after step 7" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "resumed after step 7" in said
+    assert re.search(r"^dead experts: \d+ of 16 .*; dropped slots: 0$", said, re.MULTILINE)
     assert curve(tmp_path / "run") == curve(whole)
     assert lines(tmp_path / "run" / "load.jsonl") == lines(whole / "load.jsonl")
 
