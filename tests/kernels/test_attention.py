@@ -41,6 +41,7 @@ def test_chunked_does_not_read_chunks_that_nobody_sees(window):
     assert [name for name, array in found.items() if not np.isfinite(array).all()] == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("implementation", on_cpu("attention"))
 def test_shard_map_over_sequences_changes_nothing(implementation):
     spec = next(spec for spec in operation("attention").specs if spec.name == "decode")

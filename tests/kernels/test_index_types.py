@@ -199,7 +199,7 @@ def test_traced_sizes_that_cannot_be_mean_the_same_everywhere(name, implementati
             )
 
 
-@pytest.mark.parametrize("module", [cpu, xla], ids=["cpu", "xla"])
+@pytest.mark.parametrize("module", [pytest.param(cpu, id="cpu"), pytest.param(xla, id="xla", marks=pytest.mark.ci)])
 def test_the_weights_gradient_of_groups_that_begin_further_on_is_that_of_their_rows(module):
     """Experts of a later rank: rows before the first group are another's."""
     rng = np.random.default_rng(0)

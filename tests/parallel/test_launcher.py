@@ -161,6 +161,7 @@ def test_errors_of_all_processes_are_shown_and_equal_ones_once(capsys):
         assert f"[process {process}] error of {process}\n" in error
 
 
+@pytest.mark.ci
 def test_those_that_do_not_end_by_themselves_are_asked_to_and_then_killed(capsys, monkeypatch):
     monkeypatch.setattr(launcher, "BY_THEMSELVES", 0.2)
     deaf = (
@@ -175,6 +176,7 @@ def test_those_that_do_not_end_by_themselves_are_asked_to_and_then_killed(capsys
     assert "[process 0] asked" in capsys.readouterr().out
 
 
+@pytest.mark.ci
 def test_thirty_signals_to_the_launcher_in_a_second_reach_each_process_once(tmp_path):
     counting = (
         f"asked = []; signal.signal(signal.SIGTERM, lambda *_: asked.append(0)); open(r'{tmp_path}/' + str(me), 'w'); "
