@@ -1,7 +1,6 @@
 """What must not change a decoder's result: remat, the attention kernel, packing, padding, a cache. And learning."""
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,10 @@ import pytest
 from raggedmoe import Decoder, interop
 from raggedmoe.models import generate as generate_module
 from raggedmoe.models.cache import empty_cache
-from raggedmoe.models.decoder import _rematerialized, decode, logits, mtp_forward
+from raggedmoe.models.decoder import _rematerialized, _Run, decode, logits, mtp_forward
 from raggedmoe.models.generate import generate
+from raggedmoe.parallel.degrees import Degrees
+from raggedmoe.parallel.plan import Plan
 
 from .drawn import GOLDEN, drawn_ids, drawn_params, quick_jit, tiny, with_einsum_experts
 
@@ -75,16 +76,23 @@ def test_gradients_do_not_depend_on_what_is_kept_for_the_backward_pass(by_remat,
     assert_same_gradients(gradients, plain_gradients, 64)
 
 
-@pytest.mark.parametrize(
-    ("remat", "mesh", "is_plain"), [("none", None, True), ("none", "a mesh", False), ("full", None, False)]
-)
-def test_only_a_model_on_one_device_that_keeps_all_runs_its_layers_as_they_are(remat, mesh, is_plain):
+@pytest.mark.parametrize(("remat", "on_mesh", "is_plain"), [("none", 0, True), ("none", 1, False), ("full", 0, False)])
+def test_only_a_model_on_one_device_that_keeps_all_runs_its_layers_as_they_are(remat, on_mesh, is_plain):
     """On a mesh, gathered weights are not kept even then."""
 
     def body(carry, step):
         return carry, step
 
-    run = types.SimpleNamespace(config=tiny("mixtral-tiny", remat=remat), mesh=mesh)
+    others = dict.fromkeys(("slots", "segments", "mask", "hardware"))
+    ids, none = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, 8))
+    run = _Run(
+        config=tiny("mixtral-tiny", remat=remat),
+        ids=ids,
+        cos_sin=(none, none),
+        attends_to_cache=False,
+        mesh=Plan(degrees=Degrees()).mesh() if on_mesh else None,
+        **others,
+    )
     assert (_rematerialized(body, run) is body) == is_plain
 
 
