@@ -57,7 +57,7 @@ test-all: $(READY)
 test-tpu: $(READY_TPU)
 	QUICK_COMPILE=1 $(TESTS) -m tpu
 	QUICK_COMPILE=1 $(TESTS) tests/kernels/test_interpreted.py
-	PYTHONPATH=tests $(BIN)/python -m aot.matrix --write docs/tpu-matrix.md
+	$(BIN)/python -m tests.aot.matrix --write docs/tpu-matrix.md
 
 SEED ?= 0
 test-mutants: $(READY)

@@ -166,3 +166,11 @@ def abstract_mesh():
         return AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
 
     return make
+
+
+@pytest.fixture
+def only_our_checks():
+    """In the tests jaxtyping stands before our own checks; a user has only ours."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

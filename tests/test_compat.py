@@ -9,9 +9,9 @@ BAD = Guard(
     broken_from="0.11.0",
     fixed_in="0.11.2",
     reason="writes past the end",
-    found="test_x",
+    evidence="test_x",
 )
-FOREVER = Guard(implementation="expert_ffn/fancy", broken_from="0.12.1", reason="does not lower", found="test_y")
+FOREVER = Guard(implementation="expert_ffn/fancy", broken_from="0.12.1", reason="does not lower", evidence="test_y")
 
 
 @pytest.mark.parametrize("implementation", ["grouped_matmul/cpu", "expert_ffn/anything"])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from raggedmoe.hardware import HARDWARE, hardware_named, hardware_of_device, target_hardware
+from raggedmoe.hardware import HARDWARE, hardware_by_name, hardware_of_device, target_hardware
 
 # Per chip, from the vendors' public pages: bf16 and fp8 TFLOP/s, HBM GB (rounded down), HBM GB/s, link GB/s.
 FIGURES = {
@@ -83,7 +83,7 @@ def test_an_unknown_device_has_a_name_of_its_own_and_no_figures(platform, kind):
 @pytest.mark.parametrize(("name", "near"), [("TPU7", "tpu7x"), ("v5ee", "v5e"), ("H100", "h100")])
 def test_an_unknown_name_is_refused_with_the_nearest(name, near):
     with pytest.raises(ValueError, match=f"unknown hardware '{name}': expected one of cpu, .*did you mean '{near}'"):
-        hardware_named(name)
+        hardware_by_name(name)
 
 
 def test_the_chip_given_comes_first(abstract_mesh):

@@ -10,12 +10,15 @@ from raggedmoe.kernels.ragged_gather_reduce.api import ragged_gather_reduce as r
 from raggedmoe.kernels.registry import Directions as Directions
 from raggedmoe.kernels.registry import KernelChoice as KernelChoice
 from raggedmoe.models.config import ModelConfig as ModelConfig
+from raggedmoe.models.execution import ModelExecution as ModelExecution
 from raggedmoe.models.module import Decoder as Decoder
 from raggedmoe.models.presets import model_preset as model_preset
 from raggedmoe.moe.balance import update_selection_bias as update_selection_bias
 from raggedmoe.moe.config import ExpertConfig as ExpertConfig
 from raggedmoe.moe.config import MoEConfig as MoEConfig
 from raggedmoe.moe.config import RouterConfig as RouterConfig
+from raggedmoe.moe.execution import MoEExecution as MoEExecution
 from raggedmoe.moe.module import MoE as MoE
 from raggedmoe.moe.records import MoEOutput as MoEOutput
+from raggedmoe.sharding.plan import Plan as Plan
 from raggedmoe.version import __version__ as __version__

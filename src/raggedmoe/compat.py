@@ -1,4 +1,4 @@
-"""Everything that depends on the JAX version: the table of known-bad versions, and every API spelled two ways.
+"""Everything that depends on the JAX version: the table of broken versions, and the APIs that they spell differently.
 
 No other file reads a JAX version.
 """
@@ -16,13 +16,13 @@ JAX_VERSION: str = jax.__version__
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """An implementation is broken on JAX versions in ``[broken_from, fixed_in)``; None leaves that side open."""
+    """A kernel is broken on the JAX versions in ``[broken_from, fixed_in)``; None leaves that side open."""
 
     implementation: str  # "operation/name", or "*" for all
     broken_from: str | None = None
     fixed_in: str | None = None
     reason: str  # what goes wrong there
-    found: str  # how it was found: the test, the compile or the thread that showed it
+    evidence: str  # how it was found: the test, the compile or the thread that showed it
 
 
 GUARDS: tuple[Guard, ...] = (
@@ -30,7 +30,7 @@ GUARDS: tuple[Guard, ...] = (
         implementation="*",
         fixed_in="0.10.2",
         reason="raggedmoe is tested from JAX 0.10.2 on",
-        found="the oldest version in .ci/run",
+        evidence="the oldest version in .ci/run",
     ),
 )
 
@@ -43,7 +43,7 @@ SLICES_BF16_BY_WIDENING_ALL: bool = Version(JAX_VERSION) < Version("0.12")
 def version_why_not(
     implementation: str, jax_version: str = JAX_VERSION, guards: tuple[Guard, ...] = GUARDS
 ) -> str | None:
-    """The reason why ``operation/name`` cannot be used on that JAX version, or None."""
+    """Return the reason why the kernel ``operation/name`` cannot be used on that JAX version, or None."""
     version = Version(jax_version)
     for guard in guards:
         if guard.implementation not in ("*", implementation):
@@ -53,18 +53,18 @@ def version_why_not(
         before_end = guard.fixed_in is None or version < Version(guard.fixed_in)
         if after_start and before_end:
             remedy = f"use JAX {guard.fixed_in} or newer" if guard.fixed_in else f"use JAX before {guard.broken_from}"
-            return f"JAX {jax_version}: {guard.reason}; {remedy} ({guard.found})"
+            return f"JAX {jax_version}: {guard.reason}; {remedy} ({guard.evidence})"
     return None
 
 
 def in_versions(jax_version: str, first: str | None, last: str | None) -> bool:
-    """Whether ``first <= jax_version <= last``, None leaving a side open."""
+    """Tell whether ``first <= jax_version <= last``; None leaves a side open."""
     version = Version(jax_version)
     return (first is None or version >= Version(first)) and (last is None or version <= Version(last))
 
 
 class PushStream(NamedTuple):
-    """A copy out of a SparseCore subcore's own memory."""
+    """An asynchronous copy from the memory of a SparseCore subcore to HBM."""
 
     start: Callable[[], None]
     wait_read: Callable[[], None]  # until its source may be overwritten
@@ -72,7 +72,7 @@ class PushStream(NamedTuple):
 
 
 def push_stream(source: Any, target: Any, semaphore: Any) -> PushStream:
-    """The copy of ``source`` to ``target``, in HBM, counted on a semaphore.
+    """Describe the copy of ``source`` to ``target``, in HBM, which a semaphore counts.
 
     JAX 0.10.2 counts it on the copy's only semaphore, and that is all there is to wait for. JAX 0.12 ignores that one,
     with a warning; it has one for the source, and a wait without semaphores is a fence (sfence.stream.hbm). A copy is
@@ -93,7 +93,7 @@ def push_stream(source: Any, target: Any, semaphore: Any) -> PushStream:
 
 
 def vector_bitcast(vector: Any, dtype: Any) -> Any:
-    """The bits of a SparseCore vector as another type: JAX 0.12 calls it a bitcast along a dimension."""
+    """Reinterpret the bits of a SparseCore vector as another type; JAX 0.12 calls it a bitcast along a dimension."""
     pltpu, plsc = _pallas_tpu()
     if "dim" in inspect.signature(pltpu.bitcast).parameters:
         return pltpu.bitcast(vector, dtype, dim=-1)
@@ -101,7 +101,7 @@ def vector_bitcast(vector: Any, dtype: Any) -> Any:
 
 
 def _pallas_tpu() -> tuple[Any, Any]:
-    """Pallas for TensorCores and for SparseCores, imported only for a kernel that was chosen."""
+    """Import Pallas for TensorCores and for SparseCores, which happens only once a kernel that needs them is called."""
     from jax.experimental.pallas import tpu, tpu_sc
 
     return tpu, tpu_sc
@@ -117,7 +117,7 @@ class Coordination(NamedTuple):
 
 
 def coordination() -> Coordination:
-    """The coordination service of a process that has called `jax.distributed.initialize`.
+    """Return the coordination service of a process that has called `jax.distributed.initialize`.
 
     JAX has no public name for it; orbax reads it too.
     Unlike `jax.process_index`, it starts no backend.
@@ -130,8 +130,8 @@ def coordination() -> Coordination:
     return Coordination(state.client, state.coordinator_address, state.process_id, state.num_processes)
 
 
-def key_value(client: Any, key: str) -> str | None:
-    """What the coordination service holds under a key; None: nothing."""
+def get_key_value(client: Any, key: str) -> str | None:
+    """Read a key of the coordination service without waiting for it; None if nobody has set it."""
     try:
         return client.key_value_try_get(key)
     except jax.errors.JaxRuntimeError as error:

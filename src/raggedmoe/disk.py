@@ -1,11 +1,11 @@
-"""Files that survive a kill or a power cut: what is written is forced out of the system's memory before it is named."""
+"""Writing files that survive a kill or a power cut: content is flushed to disk (fsync) before a file gets its name."""
 
 import os
 from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Force a file's content, or a folder's names, out of the system's memory."""
+    """Flush a file's content, or the list of names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -14,7 +14,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Force a folder, and all that is in it, out of the system's memory."""
+    """Flush a folder, and every file below it, to disk."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             sync(Path(parent, name))
@@ -22,7 +22,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """The file has the new content or, should the machine stop in between, the old one; never a part."""
+    """Replace a file atomically: after a crash it has either the new content or the old one, never a part."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""The chips, as data, and the one function that says which of them a computation is for."""
+"""A table of chips with their figures, and `target_hardware`, which says for which chip a computation is compiled."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ GB, GIB, MIB = 10**9, 2**30, 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One kind of chip. Figures are per chip; None: not applicable, or (on the host CPU) measured when needed."""
+    """One kind of chip. Figures are per chip; None means not applicable or, on the host CPU, measured when needed."""
 
     name: str
     platform: str  # "cpu", "gpu" or "tpu"
@@ -130,15 +130,15 @@ _CHIPS = (
 HARDWARE: dict[str, Hardware] = {chip.name: chip for chip in _CHIPS}
 
 
-def hardware_named(name: str) -> Hardware:
-    """The chip with that name in the table."""
+def hardware_by_name(name: str) -> Hardware:
+    """Look up a chip by its name in the table, such as "v6e"."""
     if name not in HARDWARE:
         raise unknown("hardware", name, HARDWARE)
     return HARDWARE[name]
 
 
 def hardware_of_device(platform: str, device_kind: str) -> Hardware:
-    """The table's entry for a JAX device, or one without figures for a chip that is not in the table."""
+    """Find the table's entry for a JAX device, or make one without figures for a chip that is not in the table."""
     # The longest match wins: "TPU v5 lite" is a v5e although "TPU v5" (the v5p's short name) is a prefix of it.
     matches = [
         (len(kind), chip)
@@ -151,17 +151,17 @@ def hardware_of_device(platform: str, device_kind: str) -> Hardware:
     return Hardware(name=f"{platform}:{device_kind}", platform=platform, device_kinds=(device_kind,))
 
 
-def target_hardware(given: "Hardware | str | None" = None, arrays: Iterable[Any] = ()) -> Hardware:
-    """The chip that a computation is for.
+def target_hardware(hardware: "Hardware | str | None" = None, arrays: Iterable[Any] = ()) -> Hardware:
+    """Return the chip that a computation is for.
 
-    In this order: what the caller gave; the abstract mesh in use (``jax.set_mesh``, ``shard_map``, also when it
-    describes a topology that this machine does not have); the mesh or the devices that the arrays are on; and, only
-    when nothing has said anything, the backend on which JAX would run the call.
+    It is decided by, in this order: the argument ``hardware``; the abstract mesh in use (``jax.set_mesh``,
+    ``shard_map``, also when it describes a topology that this machine does not have); the mesh or the devices that the
+    arrays are on; and, only if none of these says, the backend on which JAX would run the call.
     """
-    if isinstance(given, Hardware):
-        return given
-    if given is not None:
-        return hardware_named(given)
+    if isinstance(hardware, Hardware):
+        return hardware
+    if hardware is not None:
+        return hardware_by_name(hardware)
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is not None:
         return hardware_of_device(device.platform, device.device_kind)

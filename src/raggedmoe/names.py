@@ -1,12 +1,45 @@
-"""The error for a name that is not in a table."""
+"""Errors for names that are not known, or that belong elsewhere."""
 
+import dataclasses
 import difflib
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+Config = TypeVar("Config", bound=type)
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> ValueError:
-    """An error that lists the known names and suggests the nearest."""
+    """Make the error for an unknown name; it lists the known ones and suggests the nearest."""
     known = list(known)
     near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.3)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return ValueError(f"unknown {what} {name!r}: expected one of {', '.join(known)}{hint}")
+
+
+def refuse_keywords_of(execution: type, usage: str) -> Callable[[Config], Config]:
+    """Have a configuration's constructor say where the keywords of an execution go, which it does not take.
+
+    ``usage`` is the call that takes them, with ``{keywords}`` for those that were given.
+    """
+    moved = {entry.name for entry in dataclasses.fields(execution)}
+
+    def decorate(config: Config) -> Config:
+        construct = config.__init__  # type: ignore[misc]
+        names = moved - {entry.name for entry in dataclasses.fields(config)}
+
+        @functools.wraps(construct)
+        def init(self: Any, *args: Any, **keywords: Any) -> None:
+            elsewhere = {name: value for name, value in keywords.items() if name in names}
+            if elsewhere:
+                text = ", ".join(f"{name}={value!r}" for name, value in elsewhere.items())
+                raise TypeError(
+                    f"{config.__name__} says what a model is and has no {', '.join(elsewhere)}; {execution.__name__} "
+                    f"says how it runs: {usage.format(keywords=text)}"
+                )
+            construct(self, *args, **keywords)
+
+        config.__init__ = init  # type: ignore[misc]
+        return config
+
+    return decorate

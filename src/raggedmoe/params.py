@@ -1,4 +1,4 @@
-"""Parameters as declarations: shape, dtype, named axes and initialiser, written once and read by everybody."""
+"""Declarations of parameters: shape, dtype, named axes and initialiser, for initialisation, sharding and import."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """One parameter. ``axes`` names each dimension; initialisation, sharding and import go by those names."""
+    """The declaration of one parameter. Initialisation, sharding and import use the names in ``axes``."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -25,22 +25,33 @@ class ParamSpec:
 
     @property
     def num_elements(self) -> int:
+        """The product of the shape."""
         return math.prod(self.shape)
 
 
 Specs = Mapping[str, ParamSpec]
-LARGEST_SIZE = 2**31 - 1  # of a dimension: what an int32 counts
+LARGEST_SIZE = 2**31 - 1  # the largest size of a dimension that an int32 can count
 CONSTANTS = {"zeros": 0, "ones": 1}
 
 
+def check_sizes(config: Any, *names: str) -> None:
+    """Require that these fields of a configuration are sizes: positive integers that an int32 holds."""
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{type(config).__name__}: expected {name} to be a positive integer, got {value!r}")
+        if value > LARGEST_SIZE:
+            raise ValueError(f"{type(config).__name__}: expected {name} to be at most {LARGEST_SIZE}, got {value}")
+
+
 def divisors(size: int) -> list[int]:
-    """All of them, in order: what an error can offer in place of a number that does not divide ``size``."""
+    """List the divisors of ``size`` in ascending order, for errors about a number that does not divide it."""
     small = [number for number in range(1, math.isqrt(size) + 1) if size % number == 0]
     return sorted({*small, *(size // number for number in small)})
 
 
-def stacked(spec: ParamSpec, num: int, axis: str = "layer") -> ParamSpec:
-    """``num`` of a parameter in one array, in front."""
+def stack_spec(spec: ParamSpec, num: int, axis: str = "layer") -> ParamSpec:
+    """Declare ``num`` copies of a parameter stacked along a new leading dimension, by default the layers of a scan."""
     return replace(spec, shape=(num, *spec.shape), axes=(axis, *spec.axes))
 
 
@@ -49,7 +60,7 @@ SHARED_DRAW_ELEMENTS = 2**20
 
 
 def _scale(name: str, spec: ParamSpec) -> float:
-    """Standard deviation of a new parameter: one over the root of what it contracts."""
+    """Return the standard deviation of a new parameter: 1 / sqrt(fan-in), the size of the dimensions it contracts."""
     if spec.init != "normal" or spec.contracts is None:
         raise ValueError(f"{name}: expected init 'zeros', 'ones', or 'normal' with what it contracts, got {spec}")
     contracted = (spec.contracts,) if isinstance(spec.contracts, str) else spec.contracts
@@ -57,21 +68,21 @@ def _scale(name: str, spec: ParamSpec) -> float:
 
 
 def init_params(specs: Specs, key: jax.Array) -> dict[str, jax.Array]:
-    """New values of all parameters."""
-    drawn = {name: spec for name, spec in specs.items() if spec.init not in CONSTANTS}
-    small = {name: spec for name, spec in drawn.items() if spec.num_elements < SHARED_DRAW_ELEMENTS}
+    """Draw initial values for all declared parameters."""
+    random_specs = {name: spec for name, spec in specs.items() if spec.init not in CONSTANTS}
+    small_specs = {name: spec for name, spec in random_specs.items() if spec.num_elements < SHARED_DRAW_ELEMENTS}
     keys = jax.random.split(key, len(specs) + 1)
-    shared = jax.random.normal(keys[-1], (sum(spec.num_elements for spec in small.values()),), jnp.float32)
+    shared_draw = jax.random.normal(keys[-1], (sum(spec.num_elements for spec in small_specs.values()),), jnp.float32)
     params, start = {}, 0
-    for (name, spec), own in zip(specs.items(), keys):
+    for (name, spec), param_key in zip(specs.items(), keys):
         if spec.init in CONSTANTS:
             params[name] = jnp.full(spec.shape, CONSTANTS[spec.init], spec.dtype)
             continue
-        if name in small:
-            values = shared[start : start + spec.num_elements].reshape(spec.shape)
+        if name in small_specs:
+            values = shared_draw[start : start + spec.num_elements].reshape(spec.shape)
             start += spec.num_elements
         else:
-            values = jax.random.normal(own, spec.shape, jnp.float32)
+            values = jax.random.normal(param_key, spec.shape, jnp.float32)
         params[name] = (values * _scale(name, spec)).astype(spec.dtype)
     return params
 

@@ -4,7 +4,7 @@ Where it says that a call can run, the compile must pass. Where it says no, the 
 as the compiler may abort: if the compile passes then, the guard is wrong.
 
     make test-tpu                                   # with the rest of what needs libtpu
-    PYTHONPATH=tests python -m aot.matrix --only grouped_matmul/megablox attention/splash
+    python -m tests.aot.matrix --only grouped_matmul/megablox attention/splash
 """
 
 import argparse
@@ -19,13 +19,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from raggedmoe.aot.case import PASSED, REFUSED, Case, Outcome
+from raggedmoe.aot.case import PASSED, REFUSED, Case, CompileOutcome
+from raggedmoe.aot.subjects import OperationCall
 from raggedmoe.aot.worker import compile_cases
 from raggedmoe.compat import JAX_VERSION
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, OPERATIONS, Implementation, implementations
 
-BUILD = "raggedmoe.aot.subjects:operation_call"
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 DTYPES = ("bfloat16", "float32")
 
@@ -75,12 +75,8 @@ class Entry:
             name: getattr(self, name) for name in ("operation", "implementation", "call", "dtype", "direction")
         }
         title = f"{self.full_name} {self.call} {self.dtype} {self.direction}"
-        return Case(
-            title=title,
-            build=BUILD,
-            arguments={**arguments, "without_guard": without_guard},
-            topology=TOPOLOGIES[self.chip],
-        )
+        subject = OperationCall(**arguments, without_guard=without_guard)
+        return Case(title=title, subject=subject, topology=TOPOLOGIES[self.chip])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +84,8 @@ class Answer:
     """What the compiler said, and, of a call that was refused, what it said without the guard."""
 
     entry: Entry
-    outcome: Outcome
-    past_guard: Outcome | None = None
+    outcome: CompileOutcome
+    past_guard: CompileOutcome | None = None
 
     @property
     def reason(self) -> str | None:
@@ -256,7 +252,7 @@ def written(document: str, new: str) -> str:
     return head.rstrip() + "\n\n" + "\n".join(ordered)
 
 
-def _seconds(outcome: Outcome) -> str:
+def _seconds(outcome: CompileOutcome) -> str:
     compiled = outcome.compiled
     return "" if compiled is None else f", {compiled.trace_seconds + compiled.compile_seconds:.1f} s"
 

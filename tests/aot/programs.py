@@ -1,32 +1,43 @@
-"""Programs that the tests have a worker make."""
+"""Subjects that the tests have a worker compile."""
 
 import os
 import time
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from raggedmoe.aot.case import Program
+from raggedmoe.aot.case import JitProgram
 
 ROWS = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
 
 
-def matmul():
-    return Program(function=lambda x: x @ x, args=(ROWS,))
+@dataclass(frozen=True)
+class Matmul:
+    def program(self):
+        return JitProgram(function=lambda x: x @ x, args=(ROWS,))
 
 
-def abort():
-    os.abort()
+@dataclass(frozen=True)
+class Abort:
+    def program(self):
+        os.abort()
 
 
-def sleep():
-    time.sleep(600)
+@dataclass(frozen=True)
+class Sleep:
+    def program(self):
+        time.sleep(600)
 
 
-def broken():
-    raise TypeError("a kernel that cannot be traced")
+@dataclass(frozen=True)
+class Broken:
+    def program(self):
+        raise TypeError("a kernel that cannot be traced")
 
 
-def too_large():
-    side = jax.ShapeDtypeStruct((2**17, 2**17), jnp.bfloat16)
-    return Program(function=lambda x: x @ (x @ x).T, args=(side,))
+@dataclass(frozen=True)
+class TooLarge:
+    def program(self):
+        side = jax.ShapeDtypeStruct((2**17, 2**17), jnp.bfloat16)
+        return JitProgram(function=lambda x: x @ (x @ x).T, args=(side,))

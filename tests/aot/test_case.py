@@ -1,12 +1,28 @@
 """Cases and outcomes on their way between two processes, and the compiler's own words in them."""
 
+import dataclasses
+import json
+
 import pytest
 
-from raggedmoe.aot.case import PASSED, Case, Outcome, as_json, from_json
-from raggedmoe.aot.compiled import ChosenKernel, Compiled, Cost, Memory, _out_of_hbm
+from raggedmoe.aot.baselines import BaselineCall
+from raggedmoe.aot.case import (
+    PASSED,
+    Case,
+    CompileOutcome,
+    case_from_json,
+    case_to_json,
+    outcome_from_json,
+    outcome_to_json,
+)
+from raggedmoe.aot.compiled import Compiled, Cost, Memory, _out_of_hbm
+from raggedmoe.aot.subjects import MoELayerOnMesh, OperationCall, TrainingStep
+from raggedmoe.aot.tuning import TiledCall
 from raggedmoe.aot.worker import first_error
+from raggedmoe.kernels.chosen import ChosenKernel
+from tests.aot.programs import Matmul
 
-CASE = Case(title="one", build="aot.programs:matmul", topology="v6e:2x2", trips={"3": 4})
+CASE = Case(title="one", subject=Matmul(), topology="v6e:2x2", trips={"3": 4})
 COMPILED = Compiled(
     topology="v6e:2x2",
     trace_seconds=0.5,
@@ -20,8 +36,24 @@ COMPILED = Compiled(
 
 
 def test_an_outcome_survives_json():
-    outcome = Outcome(case=CASE, verdict=PASSED, compiled=COMPILED, needed=120, available=1000)
-    assert from_json(as_json(outcome)) == outcome
+    outcome = CompileOutcome(case=CASE, verdict=PASSED, compiled=COMPILED, needed=120, available=1000)
+    assert outcome_from_json(outcome_to_json(outcome)) == outcome
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        OperationCall(operation="attention", call="decode", gradient="key", without_guard=True),
+        MoELayerOnMesh(words=("olmoe-tiny", "expert_parallelism=4"), tokens=64, topology=None),
+        TrainingStep(words=("olmoe-tiny",), num_layers=2, topology="v6e:2x2"),
+        BaselineCall(baseline="dense", call="even"),
+        TiledCall(call="even", dtype="float32", rows=256, step=64, out=128, inner=128, paired=True),
+    ],
+    ids=lambda subject: type(subject).__name__,
+)
+def test_a_case_survives_json_with_its_subject(subject):
+    case = dataclasses.replace(CASE, subject=subject)
+    assert case_from_json(json.loads(json.dumps(case_to_json(case)))) == case
 
 
 def test_memory_counts_an_aliased_output_once():

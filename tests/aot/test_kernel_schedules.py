@@ -8,8 +8,9 @@ import itertools
 
 import pytest
 
-from aot.marks import NEEDS_LIBTPU
+from raggedmoe.aot.subjects import OperationCall
 from raggedmoe.aot.worker import schedule
+from tests.aot.marks import NEEDS_LIBTPU
 
 pytestmark = NEEDS_LIBTPU
 
@@ -21,8 +22,8 @@ EVEN = {"v6e": 102_120, "tpu7x": 103_060}
 
 
 def grouped_matmul(call, chip):
-    arguments = {"operation": "grouped_matmul", "call": call, "implementation": "pallas_tpu"}
-    found = schedule("raggedmoe.aot.subjects:operation_call", arguments, TOPOLOGIES[chip])
+    subject = OperationCall(operation="grouped_matmul", call=call, implementation="pallas_tpu")
+    found = schedule(subject, TOPOLOGIES[chip])
     (kernel,) = (op for op in found.ops if op.name.startswith(KERNEL))
     assert kernel.assumed == ()
     return kernel
@@ -56,8 +57,8 @@ def test_skewed_groups_take_little_longer(chip, cycles):
 
 @pytest.mark.parametrize(("chip", "width", "cycles"), [("v6e", 2880, 198), ("tpu7x", 2048, 88)])
 def test_a_gathered_row_takes_one_stream_of_its_own_bytes_and_no_more_cycles_than_it_did(chip, width, cycles):
-    call = {"operation": "ragged_gather", "call": f"T=4096,K=8,D={width}", "implementation": "sparsecore"}
-    found = schedule("raggedmoe.aot.subjects:operation_call", call, TOPOLOGIES[chip])
+    subject = OperationCall(operation="ragged_gather", call=f"T=4096,K=8,D={width}", implementation="sparsecore")
+    found = schedule(subject, TOPOLOGIES[chip])
     (program,) = (p for p in found.sparse_core if p.name.startswith("ragged_gather") and p.unit == "tec")
     tile = max((loop for loop in program.loops if len(loop.streams) == 2), key=lambda loop: loop.depth)
     rows = next(stream for stream in tile.streams if stream.kind.endswith("gather"))

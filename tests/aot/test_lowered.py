@@ -7,6 +7,7 @@ from jax import lax
 
 from raggedmoe.aot.case import Case
 from raggedmoe.aot.lowered import Products, count_products, lower_here
+from raggedmoe.aot.subjects import TrainingStep
 from raggedmoe.models.presets import model_preset
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
@@ -63,8 +64,7 @@ def step_of(backend):
     ]
     return Case(
         title=backend,
-        build="raggedmoe.aot.subjects:training_step",
-        arguments={"words": [*words, "dtype=bfloat16"], "num_layers": 2},
+        subject=TrainingStep(words=(*words, "dtype=bfloat16"), num_layers=2),
         topology="cpu",
     )
 

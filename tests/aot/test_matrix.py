@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 
-from aot import matrix
-from aot.marks import NEEDS_LIBTPU
-from aot.matrix import Answer, Entry
-from raggedmoe.aot.case import CRASHED, FAILED, PASSED, REFUSED, Outcome
+from raggedmoe.aot.case import CRASHED, FAILED, PASSED, REFUSED, CompileOutcome
 from raggedmoe.kernels.catalog import operation
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, OPERATIONS
+from tests.aot import matrix
+from tests.aot.marks import NEEDS_LIBTPU
+from tests.aot.matrix import Answer, Entry
 
 ENTRY = Entry(
     operation="attention", implementation="splash", call="sinks", dtype="float32", direction=FORWARD, chip="v6e"
@@ -17,7 +17,7 @@ ENTRY = Entry(
 
 
 def outcome(verdict, error=None, entry=ENTRY):
-    return Outcome(case=entry.case(), verdict=verdict, error=error)
+    return CompileOutcome(case=entry.case(), verdict=verdict, error=error)
 
 
 @pytest.mark.both_ends

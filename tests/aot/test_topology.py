@@ -5,10 +5,10 @@ import importlib.metadata
 import jax
 import pytest
 
-from aot.marks import NEEDS_LIBTPU
 from raggedmoe.aot import topology
-from raggedmoe.aot.topology import check_compiler, check_topology_name, chip_named, find_topology, targeting
+from raggedmoe.aot.topology import check_compiler, check_topology_name, find_chip, find_topology, target_topology
 from raggedmoe.hardware import HARDWARE, target_hardware
+from tests.aot.marks import NEEDS_LIBTPU
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_a_bad_name_is_refused_with_the_known_ones(name, message):
 
 @pytest.mark.parametrize("name", topology.EXAMPLES)
 def test_the_known_ones_are_of_chips_in_the_table(name):
-    assert chip_named(name) is HARDWARE[name.partition(":")[0]]
+    assert find_chip(name) is HARDWARE[name.partition(":")[0]]
 
 
 def test_without_a_compiler_one_line_says_what_to_install(monkeypatch):
@@ -65,9 +65,9 @@ class TestWithTheCompiler:
 
     def test_what_is_traced_for_it_is_for_its_chip(self):
         found = find_topology("v5p:2x2x1")
-        with targeting(found):
+        with target_topology(found):
             assert target_hardware() is HARDWARE["v5p"]
-        with targeting(found, found.mesh(data=2, expert=2)):
+        with target_topology(found, found.mesh(data=2, expert=2)):
             assert target_hardware() is HARDWARE["v5p"]
             assert jax.sharding.get_abstract_mesh().shape == {"data": 2, "expert": 2}
 

@@ -4,16 +4,16 @@ import dataclasses
 
 import pytest
 
-from raggedmoe.aot.case import PASSED, Case, Outcome
+from raggedmoe.aot.case import PASSED, Case, CompileOutcome
 from raggedmoe.aot.compiled import Compiled, Cost, Memory
+from raggedmoe.aot.subjects import TrainingStep
 from raggedmoe.aot.whole_model import whole_model
 from raggedmoe.models.presets import model_preset
-from raggedmoe.parallel.degrees import Degrees
-from raggedmoe.parallel.plan import Plan
+from raggedmoe.sharding.plan import Plan
 from raggedmoe.train.fit import state_bytes
 
-WORDS = ["deepseek-v3", "expert_parallelism=4", "fsdp_parallelism=128", "dtype=bfloat16"]
-PLAN = Plan(degrees=Degrees(fsdp=128, expert=4))
+WORDS = ("deepseek-v3", "expert_parallelism=4", "fsdp_parallelism=128", "dtype=bfloat16")
+PLAN = Plan(fsdp=128, expert=4)
 
 
 def outcome(layers, temporaries, arguments=1000):
@@ -28,11 +28,10 @@ def outcome(layers, temporaries, arguments=1000):
     )
     case = Case(
         title="",
-        build="raggedmoe.aot.subjects:training_step",
-        arguments={"words": WORDS, "num_layers": layers},
+        subject=TrainingStep(words=WORDS, num_layers=layers),
         topology="tpu7x:4x8x8",
     )
-    return Outcome(case=case, verdict=PASSED, compiled=compiled, needed=memory.total, available=10**12)
+    return CompileOutcome(case=case, verdict=PASSED, compiled=compiled, needed=memory.total, available=10**12)
 
 
 def test_state_is_added_by_its_shapes_and_the_rest_by_the_last_layer():

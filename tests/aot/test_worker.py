@@ -7,9 +7,9 @@ import sys
 import time
 
 import pytest
-from parallel.running import is_running
 
-from aot.marks import NEEDS_LIBTPU
+from tests.aot.marks import NEEDS_LIBTPU
+from tests.launch.running import is_running
 
 pytestmark = NEEDS_LIBTPU
 
@@ -17,12 +17,12 @@ pytestmark = NEEDS_LIBTPU
 BUSY_PARENT = """
 from raggedmoe.aot import worker
 from raggedmoe.aot.case import Case
+from raggedmoe.aot.subjects import TrainingStep
 process = worker._Worker(scheduled=False)
 print(process._process.pid, flush=True)
-words = ["deepseek2-16b", "fsdp_parallelism=-1", "remat=full"]
-arguments = {"words": words, "topology": "v6e:4x4"}
-build = "raggedmoe.aot.subjects:training_step"
-case = Case(title="a large model", build=build, arguments=arguments, topology="v6e:4x4")
+words = ("deepseek2-16b", "fsdp_parallelism=-1", "remat=full")
+step = TrainingStep(words=words, topology="v6e:4x4")
+case = Case(title="a large model", subject=step, topology="v6e:4x4")
 print(process.outcome(case, timeout=600))
 """
 

@@ -1,7 +1,7 @@
 """Writes the golden fixtures: tiny random models of Hugging Face `transformers` and the logits it computes for them.
 
-    python tests/golden/make_golden.py [name …]
-    python tests/golden/make_golden.py --find-seed [name …]
+    python -m tests.golden.make_golden [name …]
+    python -m tests.golden.make_golden --find-seed [name …]
 
 Needs `torch` and `transformers`; the tests that read the fixtures need neither.
 On one machine the same versions write the same bytes.
@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from golden_cases import CASES, Case
 from safetensors.numpy import load_file
 from torch.overrides import TorchFunctionMode
+
+from tests.golden.golden_cases import CASES, Case
 
 GOLDEN = Path(__file__).parent
 NUM_SEQUENCES, NUM_POSITIONS = 2, 32

@@ -1,6 +1,6 @@
 """Writes the golden fixture of multi-token prediction: a V3 model and one module, as the published checkpoint has them.
 
-    python tests/golden/make_golden_mtp.py
+    python -m tests.golden.make_golden_mtp
 
 `transformers` leaves the module out. It is made here of two of its models: the second has one MoE layer, gets the
 joined vectors as its input embeddings, and its final norm is the module's.
@@ -15,9 +15,18 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from golden_cases import CASES
-from make_golden import GOLDEN, LEAST_MARGIN, fixed_ids, logits_and_choices, made_model, mark, selection_margin
 from safetensors.numpy import load_file, save_file
+
+from tests.golden.golden_cases import CASES
+from tests.golden.make_golden import (
+    GOLDEN,
+    LEAST_MARGIN,
+    fixed_ids,
+    logits_and_choices,
+    made_model,
+    mark,
+    selection_margin,
+)
 
 NAME, PREFIX = "deepseek_v3_mtp", "model.layers.2."
 SEEDS = range(1000)

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.module import Decoder
-from raggedmoe.models.specs import param_specs
+from raggedmoe.models.parameters import param_specs
 from raggedmoe.params import ParamSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -85,7 +85,7 @@ def page(moe_keys: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    from tests.interop.test_maxtext_keys import PINNED
+    from tests.interop.test_maxtext import PINNED
 
     if len(sys.argv) != 3 or sys.argv[1] != "--write":
         sys.exit("expected --write FILE")

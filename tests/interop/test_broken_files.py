@@ -1,6 +1,6 @@
 """A damaged safetensors file, index or set of tensors: one error that names file and tensor, before any tensor is read.
 
-Each case damages a copy of a golden checkpoint; `tests/cli/test_models_commands.py` runs some of them as a command.
+Each case damages a copy of a golden checkpoint; `tests/cli/test_convert.py` runs some of them as a command.
 """
 
 import json

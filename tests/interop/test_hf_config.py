@@ -6,7 +6,7 @@ import json
 import pytest
 
 from raggedmoe import interop
-from raggedmoe.interop.families.registry import FAMILIES, family_named
+from raggedmoe.interop.families.registry import FAMILIES, family_by_model_type
 from raggedmoe.interop.hf_config import ConfigReader
 from raggedmoe.models.presets import PRESETS
 from tests.interop.folders import FIXTURES, GOLDEN, change_config, copied
@@ -19,7 +19,7 @@ def golden_config(name, **changes):
 
 def read(values):
     """Our configuration of a config.json's values."""
-    return family_named(values["model_type"], "here").read_config(ConfigReader("config.json", values))
+    return family_by_model_type(values["model_type"], "here").read_config(ConfigReader("config.json", values))
 
 
 def old_style(values):
@@ -136,8 +136,8 @@ def test_a_size_of_a_wrong_kind_is_refused_with_its_key():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_said_in_its_familys_config(name):
-    from raggedmoe.interop.save import hf_config
+    from raggedmoe.interop.save import make_config_json
 
-    written = hf_config(PRESETS[name], "bfloat16")
+    written = make_config_json(PRESETS[name], "bfloat16")
     assert json.loads(json.dumps(written)) == written
     assert FAMILIES[written["model_type"]].model_type == PRESETS[name].family

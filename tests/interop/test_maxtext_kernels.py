@@ -10,7 +10,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.moe.records import MoEParams
 from raggedmoe.train.config import make_config
 from raggedmoe.train.settings import parse_settings
 
@@ -49,12 +48,12 @@ def kernels_in(jaxpr):
 def test_a_fallback_replaces_its_kernel_in_both_directions(gather, reduce, chip, caplog):
     flags = [f"ragged_gather_fallback={gather}", f"ragged_gather_reduce_fallback={reduce}"]
     config = make_config(parse_settings(["mixtral-tiny", "use_ragged_sort=true", *flags]), HARDWARE[chip])
-    moe = replace(config.step.model.moe, hardware=chip)
+    moe, execution = config.step.model.moe, replace(config.step.execution.moe, hardware=chip)
     params = {name: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for name, spec in moe.param_specs().items()}
     x = jax.ShapeDtypeStruct((64, moe.model_dim), jnp.float32)
 
     def loss(x, params):
-        return moe_route_and_compute(x, MoEParams.from_flat(params), moe).output.sum()
+        return moe_route_and_compute(x, params, moe, execution).output.sum()
 
     device = AbstractDevice(device_kind=KINDS[chip], num_cores=1, platform="tpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)

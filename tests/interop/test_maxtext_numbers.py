@@ -25,13 +25,13 @@ from raggedmoe.moe.balance import expert_counts, update_selection_bias
 from raggedmoe.moe.config import MoEConfig, RouterConfig
 from raggedmoe.moe.dispatch.capacity import prepare_token_choice
 from raggedmoe.moe.dispatch.strategy import buffer_rows
-from raggedmoe.moe.records import RouteOutput, RouterParams
+from raggedmoe.moe.records import RouteOutput
 from raggedmoe.moe.router import combine_weights, route, select_experts
 from raggedmoe.params import ParamSpec
 from raggedmoe.train import step as step_module
 from raggedmoe.train.config import make_config
 from raggedmoe.train.keys import KEYS
-from raggedmoe.train.optimizer import learning_rate_schedule, make_optimizer, rounded
+from raggedmoe.train.optimizer import learning_rate_schedule, make_optimizer, round_to_dtype
 from raggedmoe.train.rows import Batch
 from raggedmoe.train.settings import parse_settings
 from raggedmoe.train.step import micro_batch_weights, objective
@@ -107,8 +107,8 @@ def logits_of(arrays):
 
 @functools.partial(jax.jit, static_argnums=1)
 def routed(arrays, moe):
-    params = RouterParams(**{name: value for name, value in arrays.items() if name != "x"})
-    return route(arrays["x"], params, moe.router, moe.experts_per_token, num_sequences=B)
+    params = {f"router_{name}": value for name, value in arrays.items() if name != "x"}
+    return route(arrays["x"], params, config=moe.router, experts_per_token=moe.experts_per_token, num_sequences=B)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -313,9 +313,7 @@ SLOTS = [
 
 
 def test_four_of_maxtexts_choices_are_dropped_and_the_others_have_its_slots():
-    moe = MoEConfig(
-        num_experts=8, experts_per_token=2, model_dim=4, expert_dim=4, strategy="capacity", capacity_factor=2.0
-    )
+    moe = MoEConfig(num_experts=8, experts_per_token=2, model_dim=4, expert_dim=4, capacity_factor=2.0)
     assert moe.sequence_capacity(4) == capacity_of(4, 2, 8, 2) == 2
     assert slots_of(CHOICES, 8, 2).tolist() == SLOTS
 
@@ -356,7 +354,7 @@ def test_groups_are_ranked_by_their_two_best_biased_scores_and_weights_have_no_b
         np.float32,
     )
     scores = jnp.asarray(biased - 0.5)
-    params = RouterParams(kernel=jnp.zeros((16, 1)), selection_bias=jnp.full(16, 0.5))
+    params = {"router_kernel": jnp.zeros((16, 1)), "router_selection_bias": jnp.full(16, 0.5)}
     router = RouterConfig(score="sigmoid", normalize="none", selection_bias=True, num_groups=4, groups_per_token=2)
 
     @jax.jit
@@ -508,8 +506,8 @@ def test_grad_dtype_rounds_gradients_and_mu_dtype_the_mean():
     assert (config.grad_dtype, config.mu_dtype) == ("bfloat16", "bfloat16")
     gradient = np.asarray([1.00390625, 1.01171875, -3.1415927], np.float32)  # 1 + 2⁻⁸ and 1 + 3·2⁻⁸ are halfway
     held = np.asarray([1.0, 1.015625, -3.140625], np.float32)
-    np.testing.assert_array_equal(jax.jit(rounded, static_argnums=1)(gradient, config.grad_dtype), held)
-    np.testing.assert_array_equal(rounded(jnp.asarray(gradient), "float32"), gradient)
+    np.testing.assert_array_equal(jax.jit(round_to_dtype, static_argnums=1)(gradient, config.grad_dtype), held)
+    np.testing.assert_array_equal(round_to_dtype(jnp.asarray(gradient), "float32"), gradient)
     optimizer = make_optimizer(config, {"bias": replace(SPECS["norm"], shape=(3,))})
     params = {"bias": jnp.zeros(3)}
     _, state = optimizer.update({"bias": jnp.asarray(held)}, optimizer.init(params), params)

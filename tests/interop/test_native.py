@@ -164,7 +164,7 @@ def test_as_many_missing_tensors_as_are_listed_leave_none_more(native, monkeypat
         interop.load(native)
     num_missing = str(raised.value).count(": missing")
     assert 1 < num_missing < 20
-    monkeypatch.setattr(native_module, "MOST_SHOWN", num_missing)
+    monkeypatch.setattr(native_module, "MAX_SHOWN", num_missing)
     with pytest.raises(ValueError, match="missing") as again:
         interop.load(native)
     assert str(again.value) == str(raised.value)

@@ -5,7 +5,7 @@ import os
 import ml_dtypes
 import numpy as np
 
-from raggedmoe.interop.quantized import BLOCKS, SCALES, Mxfp4, ScaledBlocks, _mxfp4
+from raggedmoe.interop.quantized import BLOCKS, SCALES, BlockFp8Tensor, Mxfp4Tensor, _mxfp4
 from raggedmoe.interop.safetensors_file import NewTensor, read_header, write_file
 
 ARRAYS = {
@@ -34,8 +34,8 @@ def test_bytes_are_those_of_what_is_read(tmp_path):
     assert {name: tensor.num_bytes for name, tensor in stored.items()} == {
         name: array.nbytes for name, array in ARRAYS.items()
     }
-    fp8 = ScaledBlocks(values=stored["values"], factors=stored["factors"], block=(2, 3))
-    mxfp4 = Mxfp4(blocks=stored["blocks"], exponents=stored["exponents"])
+    fp8 = BlockFp8Tensor(values=stored["values"], scales=stored["factors"], block=(2, 3))
+    mxfp4 = Mxfp4Tensor(blocks=stored["blocks"], exponents=stored["exponents"])
     assert (fp8.num_bytes, mxfp4.num_bytes) == (4 * 6 * 2, 3 * 5 * 64 * 2)
     assert (fp8.read().nbytes, mxfp4.read().nbytes) == (fp8.num_bytes, mxfp4.num_bytes)
 

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from raggedmoe import interop
 from raggedmoe.interop.families.registry import FAMILIES
 from raggedmoe.interop.hf_config import ConfigReader
-from raggedmoe.interop.quantized import Mxfp4
+from raggedmoe.interop.quantized import Mxfp4Tensor
 from raggedmoe.interop.safetensors_file import read_header
 from raggedmoe.models.decoder import decode, logits
 from raggedmoe.models.presets import PRESETS
@@ -147,7 +147,7 @@ def test_mxfp4_is_what_transformers_says(tmp_path):
     scales = rng.integers(100, 140, (2, 6, 3), np.uint8)
     save_file({"blocks": blocks, "scales": scales}, tmp_path / SINGLE)
     stored, _ = read_header(tmp_path / SINGLE)
-    ours = Mxfp4(blocks=stored["blocks"], exponents=stored["scales"]).read()
+    ours = Mxfp4Tensor(blocks=stored["blocks"], exponents=stored["scales"]).read()
     theirs = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
     # Theirs is inputs first.
     np.testing.assert_array_equal(ours.astype(np.float32), theirs.float().numpy().transpose(0, 2, 1))

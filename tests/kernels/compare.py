@@ -1,18 +1,20 @@
-"""Results against the NumPy oracle, within the bound that rounding explains (see `raggedmoe.verify.check`)."""
+"""Results against the NumPy oracle, within the bound that rounding explains (see `bound.py` of an operation)."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels import numpy_oracle
 from raggedmoe.compat import JAX_VERSION
-from raggedmoe.hardware import hardware_named
+from raggedmoe.hardware import hardware_by_name
+from raggedmoe.kernels.attention.bound import rounding_errors
 from raggedmoe.kernels.catalog import operation
 from raggedmoe.kernels.example import Example
+from raggedmoe.kernels.expert_ffn.bound import FFN_ROUNDINGS
 from raggedmoe.kernels.proof import Level, level_on
 from raggedmoe.kernels.registry import OPERATIONS, implementations
-from raggedmoe.verify.attention_bound import attention_bounds
-from raggedmoe.verify.check import FFN_ROUNDINGS, SUM_ROUNDINGS, _run
+from raggedmoe.kernels.sum_bound import SUM_ROUNDINGS
+from raggedmoe.kernels.value_and_gradients import jitted_value_and_gradients
+from tests.kernels import numpy_oracle
 
 
 def on_cpu(name: str) -> list[str]:
@@ -20,7 +22,7 @@ def on_cpu(name: str) -> list[str]:
     found = [
         i.name
         for i in implementations(name).values()
-        if level_on(i.full_name, i.proofs, hardware_named("cpu"), JAX_VERSION, ())[0] == Level.RUN
+        if level_on(i.full_name, i.proofs, hardware_by_name("cpu"), JAX_VERSION, ())[0] == Level.RUN
     ]
     return sorted(found)
 
@@ -32,7 +34,7 @@ FAST = [(name, other) for name in OPERATIONS for other in on_cpu(name) if other 
 def run(name: str, example: Example, implementation) -> dict[str, jax.Array]:
     """The value and all gradients, jitted: one compilation for each set of shapes, shared with those of `check`."""
     static = (*example.options.items(), ("implementation", implementation))
-    return _run(operation(name).function, static, dict(example.arrays), example.cotangent)
+    return jitted_value_and_gradients(operation(name).function, static, dict(example.arrays), example.cotangent)
 
 
 def oracle(name: str, example: Example, *, magnitude: bool = False) -> dict[str, np.ndarray]:
@@ -58,7 +60,7 @@ def beyond_rounding(name: str, example: Example, found: dict[str, jax.Array]) ->
     expected = oracle(name, example)
     assert found.keys() == expected.keys()
     if name == "attention":
-        errors = {quantity: np.asarray(bound, np.float64) for quantity, bound in attention_bounds(example).items()}
+        errors = {quantity: np.asarray(bound, np.float64) for quantity, bound in rounding_errors(example).items()}
     else:
         errors = {quantity: SUM_ROUNDINGS * terms for quantity, terms in oracle(name, example, magnitude=True).items()}
     wrong = {}
@@ -74,3 +76,8 @@ def beyond_rounding(name: str, example: Example, found: dict[str, jax.Array]) ->
         if not (share <= 1).all():  # a NaN is not either
             wrong[quantity] = float(share.max())
     return wrong
+
+
+def example_of(name: str, spec_name: str, dtype: str = "float32") -> Example:
+    """The example of the operation's spec that has this name."""
+    return next(spec for spec in operation(name).specs if spec.name == spec_name).example(dtype)

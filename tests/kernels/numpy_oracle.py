@@ -1,7 +1,7 @@
 """The operations and their gradients by hand, as NumPy loops over rows in float64. It imports nothing of ours.
 
 Each function takes the operation's arguments by name and a cotangent, and returns the value and the gradients by the
-names that `raggedmoe.verify.check` gives them.
+names that `value_and_gradients` gives them.
 """
 
 import math

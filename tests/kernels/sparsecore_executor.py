@@ -105,7 +105,7 @@ class NumpySubcore:
     def lane_numbers(self):
         return np.arange(self.lanes, dtype=np.int32)
 
-    def filled(self, value, dtype):
+    def full(self, value, dtype):
         return np.full(self.lanes, value, dtype)
 
     def where(self, condition, true, false):
@@ -126,7 +126,7 @@ class NumpySubcore:
     def as_words(self, floats):
         return floats.view(np.uint32)
 
-    def rounded_pairs(self, low, high):
+    def round_pairs(self, low, high):
         halves = [np.asarray(half).astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32) for half in (low, high)]
         return halves[0] | (halves[1] << 16)
 

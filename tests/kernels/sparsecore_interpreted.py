@@ -27,7 +27,7 @@ class InterpretedSubcore(VectorSubcore):
     def as_words(self, floats):
         return lax.bitcast_convert_type(floats, jnp.uint32)
 
-    def rounded_pairs(self, low, high):
+    def round_pairs(self, low, high):
         low, high = (
             lax.bitcast_convert_type(half.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32) for half in (low, high)
         )

@@ -15,7 +15,7 @@ from raggedmoe.kernels.catalog import operation
 from raggedmoe.kernels.expert_ffn import pallas_tpu, pallas_tpu_kernel
 from raggedmoe.kernels.expert_ffn.api import ExpertWeights
 from raggedmoe.kernels.registry import OPERATIONS, implementations
-from raggedmoe.verify.check import value_and_gradients
+from raggedmoe.kernels.value_and_gradients import value_and_gradients
 
 CHIP = HARDWARE["v6e"]
 TILE_BYTES = 8 * 128 * 4  # of HBM: what SparseCore programs write at a time
@@ -124,7 +124,7 @@ def test_every_kernel_claims_what_it_computes_and_moves(name, implementation):
 )
 def test_weights_are_read_once_for_each_tile_of_a_group_rows(gated, activation, groups, passes, transcendentals):
     """512 rows in tiles of 128, evenly divided: four tiles, whichever group they are of."""
-    tiles = pallas_tpu.Tiles(rows=128, chunks=(128,), hidden=128, width=256, slots=2, pack=16, cores=1)
+    tiles = pallas_tpu.FfnTiles(rows=128, chunks=(128,), hidden=128, width=256, slots=2, pack=16, cores=1)
     rows = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
     matrix = jax.ShapeDtypeStruct((groups, 128, 256), jnp.bfloat16)
     bounds = jax.ShapeDtypeStruct((groups + 1,), jnp.int32)

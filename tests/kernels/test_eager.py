@@ -1,12 +1,12 @@
-"""What `compiled_once` compiles, and what it leaves to the function itself."""
+"""What `compile_once` compiles, and what it leaves to the function itself."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
-from raggedmoe.kernels.eager import compiled_once
-from raggedmoe.kernels.registry import recorded_selections
+from raggedmoe.kernels.eager import compile_once
+from raggedmoe.kernels.registry import record_selections
 
 
 def traced():
@@ -17,7 +17,7 @@ def traced():
         arguments.append(x)
         return factor * jnp.sin(x)
 
-    return compiled_once(function, static=("factor",)), arguments
+    return compile_once(function, static=("factor",)), arguments
 
 
 def test_a_call_outside_of_jit_is_traced_once_for_each_shape_and_static_argument():
@@ -48,7 +48,7 @@ def test_forward_mode_is_seen_by_the_function():
 def test_a_recorded_call_is_traced_again():
     function, arguments = traced()
     function(jnp.ones(()), factor=2)
-    with recorded_selections():
+    with record_selections():
         function(jnp.ones(()), factor=2)
     assert len(arguments) == 2
     assert not isinstance(arguments[1], jax.core.Tracer)

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import numpy_oracle
-from kernels.compare import on_cpu
 from raggedmoe.kernels.arrays import int32, scalar
 from raggedmoe.kernels.attention.operands import segment_numbers
 from raggedmoe.kernels.catalog import operation
@@ -17,9 +15,11 @@ from raggedmoe.kernels.example import Example
 from raggedmoe.kernels.grouped_matmul import cpu, xla
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
 from raggedmoe.kernels.registry import OPERATIONS
-from raggedmoe.moe.router import checked_replay
+from raggedmoe.kernels.value_and_gradients import value_and_gradients
+from raggedmoe.moe.router import check_replay
 from raggedmoe.train.loss import cross_entropy_sum
-from raggedmoe.verify.check import value_and_gradients
+from tests.kernels import numpy_oracle
+from tests.kernels.compare import on_cpu
 
 ALL = [(name, implementation) for name in OPERATIONS for implementation in on_cpu(name)]
 SIZE = 300  # rows, more than eight bits can count
@@ -129,7 +129,7 @@ def test_segments_that_int32_cannot_hold_stay_different():
 def test_a_replayed_expert_of_another_type_stays_who_it_is():
     with jax.enable_x64(True):
         replay = jnp.asarray([[2**32 + 1, 3], [0, -(2**40)]])
-        found = jax.jit(lambda replay: checked_replay(replay, 2, 2, 4))(replay)
+        found = jax.jit(lambda replay: check_replay(replay, 2, 2, 4))(replay)
     assert found.dtype == jnp.int32
     assert found.tolist() == [[2**31 - 1, 3], [0, -(2**31)]]
 
@@ -206,5 +206,5 @@ def test_the_weights_gradient_of_groups_that_begin_further_on_is_that_of_their_r
     lhs, rhs = rng.standard_normal((9, 4)).astype(np.float32), rng.standard_normal((9, 3)).astype(np.float32)
     bounds = [2, 5, 5, 8]
     expected = [lhs[first:last].T.astype(float) @ rhs[first:last] for first, last in itertools.pairwise(bounds)]
-    found = module.transposed(jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(bounds, jnp.int32))
+    found = module.transposed_matmul(jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(bounds, jnp.int32))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

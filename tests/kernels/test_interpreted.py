@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.compare import on_cpu
-from kernels.tpu_interpreter import RaceError, tpu_interpreter
 from raggedmoe.compat import JAX_VERSION, in_versions
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.kernels.catalog import operation
@@ -27,6 +25,8 @@ from raggedmoe.kernels.grouped_matmul import specs as grouped_matmul_specs
 from raggedmoe.kernels.proof import COMPILED_CHIPS, Level, level_on
 from raggedmoe.kernels.registry import OPERATIONS, CannotRunError, implementations
 from raggedmoe.verify.check import check
+from tests.kernels.compare import on_cpu
+from tests.kernels.tpu_interpreter import RaceError, tpu_interpreter
 
 
 def interpreted_chips(implementation):
@@ -43,7 +43,7 @@ KERNELS = [
     if interpreted_chips(implementation) and implementation.name not in on_cpu(name)
 ]
 # Of a kernel's cases, one in so many is quick: one of each kernel, or two. The ten kernels of a fused expert and of its
-# gradients take twelve seconds: `test_expert_ffn_pallas_tpu` has the first of them, with XLA's matmuls for the others.
+# gradients take twelve seconds: `expert_ffn/test_pallas_tpu` has the first of them, with XLA's matmuls for the others.
 EVERY = 30
 
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import numpy_oracle
-from kernels.compare import on_cpu
-from kernels.test_interpreted import KERNELS
-from kernels.tpu_interpreter import tpu_interpreter
 from raggedmoe.kernels.catalog import operation
-from raggedmoe.verify.check import value_and_gradients
+from raggedmoe.kernels.value_and_gradients import value_and_gradients
+from tests.kernels import numpy_oracle
+from tests.kernels.compare import on_cpu
+from tests.kernels.test_interpreted import KERNELS
+from tests.kernels.tpu_interpreter import tpu_interpreter
 
 ROWS, SIZES = 13, (4, 0, 5, 2)  # and two rows of no group
 EMPTY, BUSY = 1, 2

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.compare import FAST, beyond_rounding, run
-from raggedmoe.kernels.example import Example, normal, poisoned
+from raggedmoe.kernels.example import Example, normal, poison_rows
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases
+from tests.kernels.compare import FAST, beyond_rounding, run
 
 WIDTHS = (1, 3, 7, 17, 31, 45, 2880)
 MOST_ROWS = 1300  # five tiles of the largest size, if one expert gets them all
@@ -55,11 +55,11 @@ def gather_examples(rng, shape, options):
         arrays = {"x": normal(rng, (tokens, width), "float32"), "indices": jnp.asarray(slots // per_token)}
         arrays |= {"start": jnp.int32(start), "end": jnp.int32(end)}
         if options["weights"]:
-            arrays["weights"] = poisoned(normal(rng, (rows,), "float32"), keep)
+            arrays["weights"] = poison_rows(normal(rng, (rows,), "float32"), keep)
         if options["inverse"]:
             arrays["inverse"] = jnp.asarray(np.argsort(slots).reshape(tokens, per_token))
         yield Example(
-            arrays=arrays, options={}, cotangent=poisoned(normal(rng, (rows, width), "float32"), keep), flops=0
+            arrays=arrays, options={}, cotangent=poison_rows(normal(rng, (rows, width), "float32"), keep), flops=0
         )
 
 
@@ -69,7 +69,7 @@ def reduce_examples(rng, shape, options):
     for start, end in ranges_of(rng, rows):
         slots = rng.permutation(rows)
         keep = (np.arange(rows) >= start) & (np.arange(rows) < end)
-        arrays = {"rows": poisoned(normal(rng, (rows, width), "float32"), keep), "start": jnp.int32(start)}
+        arrays = {"rows": poison_rows(normal(rng, (rows, width), "float32"), keep), "start": jnp.int32(start)}
         arrays |= {"indices": jnp.asarray(np.argsort(slots).reshape(tokens, per_token)), "end": jnp.int32(end)}
         if options["weights"]:
             arrays["weights"] = normal(rng, (tokens, per_token), "float32")
@@ -87,13 +87,13 @@ def matmul_examples(rng, shape, options):
         bounds = np.concatenate([[0], np.cumsum(sizes)])
         keep = (np.arange(rows) >= bounds[first]) & (np.arange(rows) < bounds[first + held])
         arrays = {
-            "lhs": poisoned(normal(rng, (rows, inner), "float32"), keep),
+            "lhs": poison_rows(normal(rng, (rows, inner), "float32"), keep),
             "rhs": normal(rng, (held, out, inner) if transpose else (held, inner, out), "float32"),
             "group_sizes": jnp.asarray(sizes),
         }
         if options["offset"]:
             arrays["group_offset"] = jnp.int32(first)
-        cotangent = poisoned(normal(rng, (rows, out), "float32"), keep)
+        cotangent = poison_rows(normal(rng, (rows, out), "float32"), keep)
         yield Example(arrays=arrays, options={"transpose_rhs": transpose}, cotangent=cotangent, flops=0)
 
 
@@ -105,7 +105,7 @@ def ffn_examples(rng, shape, options):
     for _, sizes in group_sizes_of(rng, rows, experts):
         keep = np.arange(rows) < sizes.sum()
         arrays = {
-            "rows": poisoned(normal(rng, (rows, width), "float32"), keep),
+            "rows": poison_rows(normal(rng, (rows, width), "float32"), keep),
             "wi_0": normal(rng, weight, "float32") * width**-0.5,
             "wi_1": normal(rng, weight, "float32") * width**-0.5 if gated else None,
             "wo": normal(rng, weight, "float32") * hidden**-0.5,
@@ -114,7 +114,7 @@ def ffn_examples(rng, shape, options):
         if options["biases"]:
             up = normal(rng, weight[:2], "float32") if gated else None
             arrays["biases"] = ExpertBiases(normal(rng, weight[:2], "float32"), up, normal(rng, weight[::2], "float32"))
-        cotangent = poisoned(normal(rng, (rows, width), "float32"), keep)
+        cotangent = poison_rows(normal(rng, (rows, width), "float32"), keep)
         yield Example(arrays=arrays, options={"activation": options["activation"]}, cotangent=cotangent, flops=0)
 
 

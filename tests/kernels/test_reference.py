@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels.compare import beyond_rounding, run
-from kernels.test_transforms import SPECS
 from raggedmoe.kernels.catalog import operation
 from raggedmoe.kernels.registry import OPERATIONS
+from tests.kernels.compare import beyond_rounding, run
+from tests.kernels.test_transforms import SPECS
 
 CASES = [
     pytest.param(name, spec, id=f"{name}-{spec.name}")

@@ -1,36 +1,19 @@
 """Which implementation is chosen, and what is said of the others. Fakes are data given to `select`."""
 
 import dataclasses
-import errno
 import functools
-import json
 import logging
-import pwd
 import re
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from raggedmoe import Directions, KernelChoice, grouped_matmul
-from raggedmoe.cli.verify import verify
-from raggedmoe.compat import JAX_VERSION
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.kernels.catalog import operation
-from raggedmoe.kernels.proof import (
-    PLAIN_XLA,
-    Certificate,
-    Level,
-    Proof,
-    drop_certificates,
-    level_on,
-    libtpu_version,
-    read_certificates,
-    source_digest,
-    write_certificate,
-)
+from raggedmoe.kernels.proof import PLAIN_XLA, Level, Proof
 from raggedmoe.kernels.registry import (
     BACKWARD,
     FORWARD,
@@ -39,9 +22,11 @@ from raggedmoe.kernels.registry import (
     Implementation,
     candidates,
     implementations,
-    recorded_selections,
+    record_selections,
     select,
 )
+from tests.kernels.compare import FAST, example_of
+from tests.kernels.test_proof import certificate
 
 CPU, TPU = HARDWARE["cpu"], HARDWARE["tpu7x"]
 CALL = Call(operation="grouped_matmul", arrays={"lhs": jax.ShapeDtypeStruct((8, 2880), "bfloat16")})
@@ -160,21 +145,6 @@ def test_what_auto_would_rather_not_take_is_said_quietly_and_runs_when_named(cap
 
 # Proof
 
-
-def certificate(**changes):
-    fields = {
-        "implementation": "grouped_matmul/sparse",
-        "source": source_digest(),
-        "chip": "tpu7x",
-        "jax_version": JAX_VERSION,
-        "libtpu_version": libtpu_version(),
-        "cases": 12,
-        "worst_error": 0.4,
-        "seconds": 3.0,
-    }
-    return Certificate(**fields | changes)
-
-
 SPARSE = table(fake("sparse", place=1, proofs=COMPILED), fake("plain", place=2))
 
 
@@ -211,92 +181,7 @@ def test_a_certificate_of_something_else_does_not_count(changes):
     assert chosen("auto", SPARSE, certificates=(certificate(**changes),)) == "plain"
 
 
-def test_a_written_certificate_is_read_again(tmp_path):
-    assert read_certificates(tmp_path) == ()
-    path = write_certificate(certificate(), tmp_path)
-    assert path.parent == tmp_path
-    assert read_certificates(tmp_path) == (certificate(),)
-
-
-def test_threads_that_write_one_certificate_do_not_disturb_each_other(tmp_path):
-    with ThreadPoolExecutor(8) as threads:
-        paths = list(threads.map(lambda _: write_certificate(certificate(), tmp_path), range(200)))
-    assert list(tmp_path.iterdir()) == [paths[0]]
-    assert read_certificates(tmp_path) == (certificate(),)
-
-
-def test_a_certificate_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
-    def full(self, text):
-        self.touch()
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_certificate(certificate(), tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_user_without_a_home_has_no_certificates_and_is_told_where_they_could_be(monkeypatch):
-    def unknown(uid):
-        raise KeyError(f"getpwuid(): uid not found: {uid}")
-
-    for name in ("HOME", "XDG_DATA_HOME", "RAGGEDMOE_CERTIFICATES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    read_certificates.cache_clear()
-    assert read_certificates() == ()
-    assert drop_certificates("grouped_matmul/sparse", "tpu7x") == []
-    with pytest.raises(ValueError, match="got a user without a home; set RAGGEDMOE_CERTIFICATES or HOME"):
-        write_certificate(certificate())
-    with pytest.raises(ValueError, match="got a user without a home"):  # at once, not after all comparisons
-        verify(("grouped_matmul",))
-    read_certificates.cache_clear()
-
-
-DEEP, LONG = "[" * 100_000, '{"cases": 1%s}' % ("0" * 5_000)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["{", "[]", json.dumps({"chip": "tpu7x"}), '"\\ud800', DEEP, LONG],
-    ids=["cut", "list", "incomplete", "no text", "deep", "long number"],
-)
-def test_a_corrupt_certificate_is_warned_about_and_ignored(tmp_path, caplog, text):
-    write_certificate(certificate(), tmp_path)
-    (tmp_path / "broken.json").write_text(text)
-    with caplog.at_level(logging.WARNING, logger="raggedmoe"):
-        assert read_certificates(tmp_path) == (certificate(),)
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert "broken.json ignored" in message
-    assert "run `raggedmoe verify`" in message
-
-
-@pytest.mark.parametrize(
-    ("hardware", "version", "level"),
-    [
-        ("tpu7x", "0.11.0", Level.RUN),
-        ("tpu7x", "0.10.2", Level.COMPILED),
-        ("tpu7x", "0.12.1", Level.COMPILED),
-        ("v6e", "0.11.0", Level.COMPILED),
-        ("cpu", "0.11.0", Level.UNPROVEN),
-    ],
-)
-def test_the_best_proof_for_chip_and_version_counts(hardware, version, level):
-    run = Proof(level=Level.RUN, chips=("tpu7x",), first_jax="0.10.3", last_jax="0.12.0", shown_by="a run")
-    proofs = (run, Proof(level=Level.COMPILED, platforms=("tpu",), shown_by="a compile"))
-    assert level_on("grouped_matmul/x", proofs, HARDWARE[hardware], version, ())[0] == level
-
-
-def test_no_implementation_claims_to_have_run_where_the_tests_cannot():
-    for name in OPERATIONS:
-        for implementation in implementations(name).values():
-            for chip in HARDWARE.values():
-                level, _ = level_on(implementation.full_name, implementation.proofs, chip, JAX_VERSION, ())
-                assert level < Level.RUN or chip is CPU
-
-
 # The target
-
 
 ARRAYS = (
     jax.ShapeDtypeStruct((8, 4), "float32"),
@@ -321,7 +206,7 @@ def test_two_chips_given_by_hand_never_share_a_trace():
 
 
 def test_selections_are_for_the_mesh_in_use(abstract_mesh):
-    with jax.sharding.use_abstract_mesh(abstract_mesh("tpu", "TPU7x")), recorded_selections() as selections:
+    with jax.sharding.use_abstract_mesh(abstract_mesh("tpu", "TPU7x")), record_selections() as selections:
         jax.eval_shape(functools.partial(grouped_matmul), *ARRAYS)
     assert [(s.hardware.name, s.call.direction, s.chosen.name) for s in selections] == [
         ("tpu7x", FORWARD, "xla"),
@@ -330,7 +215,7 @@ def test_selections_are_for_the_mesh_in_use(abstract_mesh):
 
 
 def test_selections_outside_the_recording_are_not_kept():
-    with recorded_selections() as selections:
+    with record_selections() as selections:
         pass
     jax.eval_shape(functools.partial(grouped_matmul), *ARRAYS)
     assert selections == []
@@ -340,7 +225,7 @@ def test_selections_outside_the_recording_are_not_kept():
 def test_every_operation_has_its_reference_and_is_chosen_last(name):
     op = operation(name)
     example = op.specs[0].example("float32")
-    with recorded_selections() as selections:
+    with record_selections() as selections:
         jax.eval_shape(lambda arrays: op.function(**arrays, **example.options), dict(example.arrays))
     call = selections[0].call
     for chip in HARDWARE.values():
@@ -356,15 +241,6 @@ def test_an_unknown_operation_is_refused_with_the_nearest():
 def test_a_bad_name_is_refused_by_the_operation_itself():
     with pytest.raises(ValueError, match="did you mean 'xla'"):
         grouped_matmul(jnp.ones((2, 2)), jnp.ones((1, 2, 2)), jnp.array([2]), implementation="xl")
-
-
-def test_a_failure_withdraws_its_own_certificates_and_no_others(tmp_path):
-    mine = write_certificate(certificate(), tmp_path)
-    other = write_certificate(certificate(chip="v6e"), tmp_path)
-    (tmp_path / "broken.json").write_text("{")
-    assert drop_certificates("grouped_matmul/sparse", "tpu7x", tmp_path) == [mine]
-    assert not mine.exists()
-    assert other.exists()
 
 
 # A JAX that a kernel was never compiled with
@@ -388,3 +264,97 @@ def test_auto_says_with_which_jax_a_kernel_was_shown_to_work():
     first = candidates(CALL, "auto", TPU, jax_version="0.13.0", known=known)[0]
     assert first.reason is not None
     assert first.reason.startswith("unproven (interpreted only with JAX to 0.12.0.1) on tpu7x; name it")
+
+
+def test_the_guard_reads_the_target_not_the_local_device(abstract_mesh):
+    example = example_of("grouped_matmul", "even")
+
+    def choices():
+        with record_selections() as selections:
+            jax.eval_shape(lambda arrays: grouped_matmul(**arrays), dict(example.arrays))
+        return [(selection.hardware.name, selection.chosen.name) for selection in selections]
+
+    with jax.sharding.use_abstract_mesh(abstract_mesh("tpu", "TPU7x")):
+        assert choices() == [("tpu7x", "xla")] * 2
+    assert choices() == [("cpu", "cpu")] * 2
+
+
+@pytest.mark.parametrize("oracle_first", [True, False])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_choice_for_each_direction_is_honoured(name, oracle_first):
+    names = ("reference", "chunked" if name == "attention" else "xla")
+    forward, backward = names if oracle_first else reversed(names)
+    example = operation(name).specs[0].example("float32")
+    choice = Directions(forward=forward, backward=backward)
+    call = functools.partial(operation(name).function, **example.options, implementation=choice)
+    with record_selections() as selections:
+        jax.eval_shape(lambda arrays: call(**arrays), dict(example.arrays))
+    assert {s.call.direction: s.chosen.name for s in selections} == {FORWARD: forward, BACKWARD: backward}
+
+
+def test_a_width_that_a_kernel_cannot_take_is_known_before_tracing():
+    def implementation(name, reason):
+        return Implementation(
+            operation="grouped_matmul",
+            name=name,
+            forward=lambda *args: pytest.fail("traced before it was decided"),
+            backward=lambda *args: pytest.fail("traced before it was decided"),
+            rank={"tpu": 1},
+            proofs=PLAIN_XLA,
+            why_not=reason,
+        )
+
+    def aligned(call, hardware):
+        width = call.arrays["lhs"].shape[1]
+        return f"needs a width that is a multiple of 128, got {width}" if width % 128 else None
+
+    known = {"aligned": implementation("aligned", aligned), "plain": implementation("plain", lambda *_: None)}
+    taken = {}
+    for width in (2880, 2944):
+        call = Call(operation="grouped_matmul", arrays={"lhs": jax.ShapeDtypeStruct((8, width), "bfloat16")})
+        taken[width] = select(call, "auto", HARDWARE["tpu7x"], known=known).chosen.name
+    assert taken == {2880: "plain", 2944: "aligned"}
+
+
+WIDE = {
+    "ragged_gather": "width-2880",
+    "ragged_gather_reduce": "width-2880",
+    "grouped_matmul": "width-2880",
+    "expert_ffn": "gpt-oss",
+    "attention": "several-chunks",
+}
+
+
+@pytest.mark.product
+@pytest.mark.parametrize(
+    "chip",
+    [
+        pytest.param("h100", marks=pytest.mark.ci),
+        "tpu7x",
+        *(pytest.param(chip, marks=pytest.mark.slow) for chip in ("cpu", "v5e")),
+    ],
+)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_is_chosen_for_width_2880_lowers_there(name, chip):
+    example = example_of(name, WIDE[name], "bfloat16")
+    call = functools.partial(operation(name).function, **example.options, hardware=chip)
+    floating = next(n for n in ("x", "rows", "lhs", "query") if n in example.arrays)
+    rest = {n: a for n, a in example.arrays.items() if n != floating}
+
+    def gradient(array):
+        out, vjp = jax.vjp(lambda array: call(**{floating: array}, **rest), array)
+        return vjp(jnp.ones_like(out))
+
+    platform = {"gpu": "cuda"}.get(HARDWARE[chip].platform, HARDWARE[chip].platform)
+    device = AbstractDevice(device_kind=HARDWARE[chip].device_kinds[0], num_cores=1, platform=platform)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        jax.jit(gradient).trace(example.arrays[floating]).lower(lowering_platforms=(platform,))
+
+
+@pytest.mark.parametrize(("name", "implementation"), FAST)
+def test_the_implementation_under_test_is_the_one_that_runs(name, implementation):
+    example = operation(name).specs[0].example("float32")
+    call = functools.partial(operation(name).function, **example.options, implementation=implementation)
+    with record_selections() as selections:
+        jax.eval_shape(lambda arrays: call(**arrays), dict(example.arrays))
+    assert [s.chosen for s in selections] == [implementations(name)[implementation]] * 2

@@ -9,19 +9,17 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-from kernels import sparsecore_executor, sparsecore_interpreted
-from kernels.compare import beyond_rounding
-from kernels.test_properties import gather_examples, reduce_examples
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.kernels import sparsecore_dots_kernel
 from raggedmoe.kernels.catalog import operation
-from raggedmoe.kernels.ragged_gather import sparsecore as gather_declaration
 from raggedmoe.kernels.ragged_gather import sparsecore_kernel as gather_kernel
 from raggedmoe.kernels.ragged_gather_reduce import sparsecore_kernel as reduce_kernel
-from raggedmoe.kernels.registry import Call
 from raggedmoe.kernels.sparsecore import LINE, MEMORY_WORDS, RowLayout, row_layout
 from raggedmoe.kernels.sparsecore_kernel import Scratch
-from raggedmoe.verify.check import _run, value_and_gradients
+from raggedmoe.kernels.value_and_gradients import jitted_value_and_gradients, value_and_gradients
+from tests.kernels import sparsecore_executor, sparsecore_interpreted
+from tests.kernels.compare import beyond_rounding
+from tests.kernels.test_properties import gather_examples, reduce_examples
 
 EXAMPLES = {"ragged_gather": gather_examples, "ragged_gather_reduce": reduce_examples}
 # Every spec in one type, and in the other where there is time; on the chips by turns. The wide one takes the executor
@@ -85,7 +83,7 @@ def test_value_and_gradients_agree_with_numpy(executed_by_few, name, spec, dtype
 
 def run(name, example, chip):
     static = (("implementation", "sparsecore"), ("hardware", HARDWARE[chip]))
-    return _run(operation(name).function, static, dict(example.arrays), example.cotangent)
+    return jitted_value_and_gradients(operation(name).function, static, dict(example.arrays), example.cotangent)
 
 
 @pytest.mark.product
@@ -200,11 +198,11 @@ def wrong_programs():
         subcore.start_fetch(table, 4, 64, rows, 0, fetched, 0)
 
     def stores_out_of_bounds(subcore, table, out, rows, tile, fetched, pushed):
-        subcore.store(rows, subcore.filled(0, jnp.uint32), 60)
+        subcore.store(rows, subcore.full(0, jnp.uint32), 60)
 
     def overwrites_what_leaves(subcore, table, out, rows, tile, fetched, pushed):
         push(subcore, out, tile, pushed)
-        subcore.store(tile, subcore.filled(0, jnp.uint32), 0, 7, 0)
+        subcore.store(tile, subcore.full(0, jnp.uint32), 0, 7, 0)
 
     def does_not_wait_at_the_end(subcore, table, out, rows, tile, fetched, pushed):
         push(subcore, out, tile, pushed)
@@ -219,7 +217,7 @@ def wrong_programs():
         push(subcore, out, tile, pushed, number=1)
 
     def stores_another_type(subcore, table, out, rows, tile, fetched, pushed):
-        subcore.store(rows, subcore.filled(0, jnp.float32), 0)
+        subcore.store(rows, subcore.full(0, jnp.float32), 0)
 
     return [wrong for name, wrong in locals().items() if name not in ("push", "finish")]
 
@@ -269,25 +267,3 @@ def test_a_bfloat16_row_is_read_with_little_padding(chip, width):
     assert layout.row_words * 4 == width * 2
     layout = row_layout(width, jnp.bfloat16, HARDWARE[chip], reduce_kernel._memory)
     assert width * 2 <= layout.row_words * 4 <= 1.05 * width * 2
-
-
-@pytest.mark.parametrize(
-    ("chip", "dtype", "weights", "rows", "reason"),
-    [
-        ("v5e", "bfloat16", "float32", 40, "no SparseCore of v5e is known; xla gathers"),
-        ("v4", "bfloat16", "float32", 40, "no SparseCore of v4 is known; xla gathers"),
-        ("h100", "bfloat16", "float32", 40, "not for gpu"),
-        ("v6e", "float16", "float32", 40, "takes bfloat16 and float32 x, got float16"),
-        ("v6e", "float32", "float64", 40, "got float64 weights"),
-        ("tpu7x", "float32", "float32", 2**30, "beyond 32-bit addresses"),
-        ("tpu7x", "float32", "float32", 40, None),
-    ],
-)
-def test_why_not(chip, dtype, weights, rows, reason):
-    arrays = {
-        "x": jax.ShapeDtypeStruct((rows, 31), jnp.dtype(dtype)),
-        "indices": jax.ShapeDtypeStruct((120,), jnp.int32),
-        "weights": jax.ShapeDtypeStruct((120,), np.dtype(weights)),
-    }
-    found = gather_declaration.why_not(Call(operation="ragged_gather", arrays=arrays), HARDWARE[chip])
-    assert found is None if reason is None else reason in found

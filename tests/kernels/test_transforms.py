@@ -10,10 +10,10 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 
-from kernels.compare import FAST, beyond_rounding, on_cpu, oracle, run
 from raggedmoe import Directions, grouped_matmul
 from raggedmoe.kernels.catalog import operation
-from raggedmoe.verify.check import value_and_gradients
+from raggedmoe.kernels.value_and_gradients import value_and_gradients
+from tests.kernels.compare import FAST, beyond_rounding, on_cpu, oracle, run
 
 # For each operation a call that uses all of its arguments.
 SPECS = {

@@ -8,8 +8,10 @@ import jax
 import numpy as np
 
 from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.execution import ModelExecution
+from raggedmoe.models.parameters import param_specs
 from raggedmoe.models.presets import model_preset
-from raggedmoe.models.specs import param_specs
+from raggedmoe.moe.execution import MoEExecution
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 GOLDEN_NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz"))
@@ -20,9 +22,8 @@ TINY = ("deepseek-v3-tiny", "deepseek-v2-tiny", "mixtral-tiny", "qwen3-tiny", "o
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def with_einsum_experts(config: ModelConfig) -> ModelConfig:
-    """The same model with `moe_backend="jax"`, which compiles fast, for what has nothing to do with the kernels."""
-    return dataclasses.replace(config, moe=dataclasses.replace(config.moe, moe_backend="jax"))
+# Experts that compile fast, for what has nothing to do with the kernels.
+EINSUM = ModelExecution(moe=MoEExecution(moe_backend="dense"))
 
 
 def tiny(name: str, **changes: object) -> ModelConfig:

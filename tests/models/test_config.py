@@ -7,15 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from raggedmoe.models.config import MOST_LAYERS, GroupedQueryConfig, LatentConfig, RopeConfig, Stack, YarnConfig
+from raggedmoe.models.config import (
+    MOST_LAYERS,
+    GroupedQueryConfig,
+    LatentConfig,
+    RopeConfig,
+    Stack,
+    YarnConfig,
+    check_execution,
+)
 from raggedmoe.models.config_json import from_json, to_json
 from raggedmoe.models.count import count_params
+from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.presets import ALIASES, PRESETS, model_preset
-
-from .drawn import tiny
+from tests.models.drawn import tiny
 
 GROUPED = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 LATENT = {"num_heads": 2, "q_lora_rank": None, "kv_lora_rank": 8, "nope_dim": 4, "rope_dim": 4, "value_dim": 4}
+
+
+def running(model, **execution):
+    check_execution(tiny(model), ModelExecution(**execution))
 
 
 @pytest.mark.parametrize(
@@ -39,11 +51,11 @@ LATENT = {"num_heads": 2, "q_lora_rank": None, "kv_lora_rank": 8, "nope_dim": 4,
         (lambda: tiny("mixtral-tiny", windows=()), "expected at least one window"),
         (lambda: tiny("mixtral-tiny", windows=(0,)), "each None or >= 1"),
         (lambda: tiny("mixtral-tiny", mtp_layers=-1), "expected mtp_layers >= 0"),
-        (lambda: tiny("mixtral-tiny", remat="attn"), "expected remat 'none', 'full' or a tuple"),
-        (lambda: tiny("mixtral-tiny", remat=("attn_out", "moe_ups")), "remat name 'moe_ups'.*did you mean 'moe_up'"),
-        (lambda: tiny("mixtral-tiny", remat=("kv_a",)), "remat keeps 'kv_a', which this model never computes"),
-        (lambda: tiny("deepseek-v2-tiny", remat=("q_a",)), "remat keeps 'q_a', which this model never computes"),
-        (lambda: tiny("mixtral-tiny", remat=("mlp_up",)), "remat keeps 'mlp_up', which this model never computes"),
+        (lambda: ModelExecution(remat="attn"), "expected remat 'none', 'full' or a tuple"),
+        (lambda: ModelExecution(remat=("attn_out", "moe_ups")), "remat name 'moe_ups'.*did you mean 'moe_up'"),
+        (lambda: running("mixtral-tiny", remat=("kv_a",)), "remat keeps 'kv_a', which this model never computes"),
+        (lambda: running("deepseek-v2-tiny", remat=("q_a",)), "remat keeps 'q_a', which this model never computes"),
+        (lambda: running("mixtral-tiny", remat=("mlp_up",)), "remat keeps 'mlp_up', which this model never computes"),
         (lambda: model_preset("mixtral-8x9b"), "unknown model 'mixtral-8x9b'.*did you mean 'mixtral-8x"),
     ],
 )

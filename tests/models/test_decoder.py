@@ -11,26 +11,26 @@ import pytest
 from raggedmoe import Decoder, interop
 from raggedmoe.models import generate as generate_module
 from raggedmoe.models.cache import empty_cache
-from raggedmoe.models.decoder import _rematerialized, _Run, decode, logits, mtp_forward
+from raggedmoe.models.decoder import DEFAULT_EXECUTION, LayerContext, _rematerialize, decode, logits, mtp_forward
+from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.generate import generate
-from raggedmoe.parallel.degrees import Degrees
-from raggedmoe.parallel.plan import Plan
-
-from .drawn import GOLDEN, drawn_ids, drawn_params, quick_jit, tiny, with_einsum_experts
+from raggedmoe.sharding.axes import logical_mesh
+from raggedmoe.sharding.plan import Plan
+from tests.models.drawn import EINSUM, GOLDEN, drawn_ids, drawn_params, quick_jit, tiny
 
 EPS = float(jnp.finfo(jnp.float32).eps)
 
 
-def loss_of(config, ids, **options):
+def loss_of(config, ids, execution=DEFAULT_EXECUTION, **options):
     """Mean cross-entropy, every loss of the routers, and that of multi-token prediction."""
 
     def loss(params):
-        out = decode(params, ids, config, **options)
+        out = decode(params, ids, config, execution, **options)
         scores = logits(params, out.hidden, config)[:, :-1]
         total = optax.softmax_cross_entropy_with_integer_labels(scores, ids[:, 1:]).mean()
         reports = [out.experts]
         if config.mtp_layers:
-            further, more = mtp_forward(params, out.hidden, ids, config, mesh=options.get("mesh"))
+            further, more = mtp_forward(params, out.hidden, ids, config, execution, mesh=options.get("mesh"))
             for m, hidden in enumerate(further):
                 scores = logits(params, hidden, config)[:, : -2 - m]
                 total += optax.softmax_cross_entropy_with_integer_labels(scores, ids[:, 2 + m :]).mean()
@@ -56,11 +56,12 @@ SOME_NAMES = ("moe_up", "attn_out")
 @pytest.fixture(scope="module")
 def by_remat():
     """Compiled value and gradients of one model for each choice of what is kept for the backward pass."""
-    config = with_einsum_experts(tiny("mixtral-tiny", num_layers=4, attention_implementation="dot_product"))
+    config = tiny("mixtral-tiny", num_layers=4)
     params, ids = drawn_params(config), drawn_ids(config, 2, 128)
 
     def compiled(remat):
-        loss = loss_of(dataclasses.replace(config, remat=remat), ids)
+        execution = dataclasses.replace(EINSUM, attention_implementation="dot_product", remat=remat)
+        loss = loss_of(config, ids, execution)
         return quick_jit(jax.value_and_grad(loss)).lower(params).compile()
 
     return params, {remat: compiled(remat) for remat in ("none", SOME_NAMES, "full")}
@@ -83,17 +84,18 @@ def test_only_a_model_on_one_device_that_keeps_all_runs_its_layers_as_they_are(r
     def body(carry, step):
         return carry, step
 
-    others = dict.fromkeys(("slots", "segments", "mask", "hardware"))
+    others = dict.fromkeys(("slots", "segments", "mask"))
     ids, none = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, 8))
-    run = _Run(
-        config=tiny("mixtral-tiny", remat=remat),
+    run = LayerContext(
+        config=tiny("mixtral-tiny"),
+        execution=ModelExecution(remat=remat),
         ids=ids,
         cos_sin=(none, none),
         attends_to_cache=False,
-        mesh=Plan(degrees=Degrees()).mesh() if on_mesh else None,
+        mesh=logical_mesh(Plan().mesh()) if on_mesh else None,
         **others,
     )
-    assert (_rematerialized(body, run) is body) == is_plain
+    assert (_rematerialize(body, run) is body) == is_plain
 
 
 @pytest.mark.ci
@@ -109,33 +111,31 @@ def test_keeping_less_takes_less_memory(by_remat):
     "remat", [("attn_proj_out", "kv_a", "moe_up", "moe_down"), pytest.param("full", marks=pytest.mark.slow)]
 )
 def test_gradients_of_latent_attention_and_further_predictions_are_the_same_recomputed_layer_by_layer(remat):
-    config = with_einsum_experts(tiny("deepseek-v3-tiny", num_layers=2))
+    config = tiny("deepseek-v3-tiny", num_layers=2)
     params, ids = drawn_params(config), drawn_ids(config, 2, 24)
-    kept = dataclasses.replace(config, remat=remat, scan_layers=False)
-    plain_value, plain_gradients = quick_jit(jax.value_and_grad(loss_of(config, ids)))(params)
-    value, gradients = quick_jit(jax.value_and_grad(loss_of(kept, ids)))(params)
+    kept = dataclasses.replace(EINSUM, remat=remat, scan_layers=False)
+    plain_value, plain_gradients = quick_jit(jax.value_and_grad(loss_of(config, ids, EINSUM)))(params)
+    value, gradients = quick_jit(jax.value_and_grad(loss_of(config, ids, kept)))(params)
     np.testing.assert_allclose(value, plain_value, rtol=4 * EPS)
     assert_same_gradients(gradients, plain_gradients, 64)
 
 
 @pytest.mark.slow
 def test_gradients_through_the_ragged_kernels_are_the_same_when_recomputed():
-    config = tiny("mixtral-tiny", remat=("moe_up",))
+    config, kept = tiny("mixtral-tiny"), ModelExecution(remat=("moe_up",))
     params, ids = drawn_params(config), drawn_ids(config, 2, 24)
-    plain = with_einsum_experts(dataclasses.replace(config, remat="none"))
-    assert_same_gradients(
-        quick_jit(jax.grad(loss_of(config, ids)))(params), quick_jit(jax.grad(loss_of(plain, ids)))(params), 64
-    )
+    recomputed, plain = (quick_jit(jax.grad(loss_of(config, ids, execution)))(params) for execution in (kept, EINSUM))
+    assert_same_gradients(recomputed, plain, 64)
 
 
 @pytest.mark.ci
 def test_keeping_what_attention_returns_saves_its_scores_from_being_computed_again():
-    config = with_einsum_experts(tiny("mixtral-tiny", attention_implementation="dot_product"))
+    config = tiny("mixtral-tiny")
     params, ids = jax.eval_shape(lambda: drawn_params(config)), jnp.zeros((1, 16), jnp.int32)
 
     def num_exponentials(remat):
-        kept = dataclasses.replace(config, remat=remat)
-        text = str(jax.make_jaxpr(jax.grad(loss_of(kept, ids)))(params))
+        kept = dataclasses.replace(EINSUM, attention_implementation="dot_product", remat=remat)
+        text = str(jax.make_jaxpr(jax.grad(loss_of(config, ids, kept)))(params))
         return text.count(" exp ")
 
     # The weights are made of the scores once more in the backward pass; the forward pass's own are not.
@@ -143,15 +143,15 @@ def test_keeping_what_attention_returns_saves_its_scores_from_being_computed_aga
 
 
 def test_multi_token_prediction_counts_only_positions_that_know_the_next_token():
-    config = with_einsum_experts(tiny("deepseek-v3-tiny"))
+    config = tiny("deepseek-v3-tiny")
     params, ids = drawn_params(config), drawn_ids(config, 2, 12)
     mask = jnp.asarray([[True] * 12, [True] * 8 + [False] * 4])
     segments = jnp.asarray([[0] * 5 + [1] * 7, [0] * 12], jnp.int32)
 
     @quick_jit
     def load(params):
-        hidden = decode(params, ids, config, mask=mask, segments=segments).hidden
-        _, (report,) = mtp_forward(params, hidden, ids, config, mask=mask, segments=segments)
+        hidden = decode(params, ids, config, EINSUM, mask=mask, segments=segments).hidden
+        _, (report,) = mtp_forward(params, hidden, ids, config, EINSUM, mask=mask, segments=segments)
         return report.load
 
     assert int(load(params).sum()) == (4 + 6 + 7) * config.moe.experts_per_token
@@ -161,41 +161,41 @@ def test_hash_routing_gets_the_tokens_ids():
     moe = tiny("qwen3-tiny").moe
     config = tiny("qwen3-tiny", moe=dataclasses.replace(moe, router=dataclasses.replace(moe.router, selection="hash")))
     params = drawn_params(config)
-    load = quick_jit(decode, static_argnums=2)(params, jnp.full((1, 8), 3, jnp.int32), config).experts.load
+    load = quick_jit(decode, static_argnums=(2, 3))(params, jnp.full((1, 8), 3, jnp.int32), config).experts.load
     assert sorted(load[0].tolist()) == [0] * 12 + [8] * 4  # one token's experts, and no others
 
 
 @pytest.mark.slow
 def test_the_attention_kernel_changes_neither_value_nor_gradient():
-    config = with_einsum_experts(tiny("gpt-oss-tiny", num_layers=2))
+    config = tiny("gpt-oss-tiny", num_layers=2)
     params, ids = drawn_params(config), drawn_ids(config, 2, 40)
     results = {}
     for implementation in ("dot_product", "chunked"):
-        chosen = dataclasses.replace(config, attention_implementation=implementation)
-        results[implementation] = quick_jit(jax.value_and_grad(loss_of(chosen, ids)))(params)
+        chosen = dataclasses.replace(EINSUM, attention_implementation=implementation)
+        results[implementation] = quick_jit(jax.value_and_grad(loss_of(config, ids, chosen)))(params)
     (value, gradients), (other_value, other_gradients) = results.values()
     np.testing.assert_allclose(value, other_value, rtol=8 * EPS)
     assert_same_gradients(gradients, other_gradients, 128)
 
 
 def test_packed_documents_do_not_see_each_other():
-    config = with_einsum_experts(tiny("deepseek-v2-tiny", num_layers=2))
+    config = tiny("deepseek-v2-tiny", num_layers=2)
     params = drawn_params(config)
     first, second = drawn_ids(config, 1, 9, seed=1), drawn_ids(config, 1, 15, seed=2)
     packed = jnp.concatenate([first, second], axis=1)
     segments = jnp.asarray([[1] * 9 + [2] * 15], jnp.int32)
     positions = jnp.asarray([[*range(9), *range(15)]], jnp.int32)
-    run = quick_jit(decode, static_argnums=2)
+    run = quick_jit(decode, static_argnums=(2, 3))
     # As the trainer calls it: every token of a document counts.
-    together = run(params, packed, config, segments=segments, mask=segments > 0, positions=positions).hidden
+    together = run(params, packed, config, EINSUM, segments=segments, mask=segments > 0, positions=positions).hidden
     # Two rows of a batch; what fills the shorter one up comes after it and is not seen.
-    apart = run(params, jnp.stack([jnp.pad(first[0], (0, 6)), second[0]]), config).hidden
+    apart = run(params, jnp.stack([jnp.pad(first[0], (0, 6)), second[0]]), config, EINSUM).hidden
     np.testing.assert_allclose(together[0, :9], apart[0, :9], atol=2e-5)
     np.testing.assert_allclose(together[0, 9:], apart[1], atol=2e-5)
 
 
 def test_packed_documents_have_the_gradients_of_separate_ones():
-    config = with_einsum_experts(tiny("qwen3-tiny"))
+    config = tiny("qwen3-tiny")
     params = drawn_params(config)
     first, second = drawn_ids(config, 1, 9, seed=1), drawn_ids(config, 1, 9, seed=2)
     weights = jnp.asarray(np.random.default_rng(3).standard_normal((1, 18, config.model_dim)), jnp.float32)
@@ -204,11 +204,11 @@ def test_packed_documents_have_the_gradients_of_separate_ones():
 
     def together(params):
         packed = jnp.concatenate([first, second], axis=1)
-        out = decode(params, packed, config, segments=segments, mask=segments > 0, positions=positions)
+        out = decode(params, packed, config, EINSUM, segments=segments, mask=segments > 0, positions=positions)
         return (out.hidden * weights).sum()
 
     def apart(params):
-        rows = decode(params, jnp.concatenate([first, second]), config).hidden
+        rows = decode(params, jnp.concatenate([first, second]), config, EINSUM).hidden
         return (rows.reshape(weights.shape) * weights).sum()
 
     assert_same_gradients(quick_jit(jax.grad(together))(params), quick_jit(jax.grad(apart))(params), 256)
@@ -216,22 +216,22 @@ def test_packed_documents_have_the_gradients_of_separate_ones():
 
 @pytest.mark.ci
 def test_padding_in_front_is_seen_by_no_token_that_counts():
-    config = with_einsum_experts(tiny("gpt-oss-tiny", num_layers=2))
+    config = tiny("gpt-oss-tiny", num_layers=2)
     params, ids = drawn_params(config), drawn_ids(config, 1, 12)
-    run = quick_jit(decode, static_argnums=2)
+    run = quick_jit(decode, static_argnums=(2, 3))
     padded = jnp.concatenate([drawn_ids(config, 1, 4, seed=9), ids], axis=1)
     mask = jnp.arange(16)[None] >= 4
     np.testing.assert_allclose(
-        run(params, padded, config, mask=mask).hidden[:, 4:], run(params, ids, config).hidden, atol=3e-5
+        run(params, padded, config, EINSUM, mask=mask).hidden[:, 4:], run(params, ids, config, EINSUM).hidden, atol=3e-5
     )
 
 
 def test_tokens_past_the_end_of_a_cache_are_nan_under_jit():
-    config = with_einsum_experts(tiny("mixtral-tiny"))
+    config = tiny("mixtral-tiny")
     params, ids = drawn_params(config), drawn_ids(config, 2, 6)
-    run = quick_jit(decode, static_argnums=2)
-    cache = run(params, ids, config, cache=empty_cache(config, 2, 8)).cache
-    hidden = run(params, ids, config, cache=cache).hidden
+    run = quick_jit(decode, static_argnums=(2, 3))
+    cache = run(params, ids, config, EINSUM, cache=empty_cache(config, 2, 8)).cache
+    hidden = run(params, ids, config, EINSUM, cache=cache).hidden
     assert np.isfinite(hidden[:, :2]).all()
     assert np.isnan(hidden[:, 2:]).all()
 
@@ -241,7 +241,7 @@ def test_tokens_that_do_not_count_change_nothing_before_them():
     config = tiny("qwen3-tiny")
     params, ids = drawn_params(config), drawn_ids(config, 2, 16)
     mask = jnp.asarray([[True] * 10 + [False] * 6, [True] * 16])
-    run = quick_jit(decode, static_argnums=2)
+    run = quick_jit(decode, static_argnums=(2, 3))
     padded = run(params, ids, config, mask=mask)
     whole = run(params, ids, config)
     np.testing.assert_allclose(padded.hidden[0, :10], whole.hidden[0, :10], atol=2e-5)
@@ -251,13 +251,13 @@ def test_tokens_that_do_not_count_change_nothing_before_them():
 @pytest.mark.parametrize("name", ["deepseek-v3-tiny", pytest.param("gpt-oss-tiny", marks=pytest.mark.slow)])
 def test_a_cache_filled_in_parts_gives_the_whole_sequences_states(name):
     """In chunks of 7, 7 and 1 tokens: what a chunk sees of the earlier ones comes from the cache alone."""
-    config = with_einsum_experts(tiny(name, num_layers=2))
+    config = tiny(name, num_layers=2)
     params, ids = drawn_params(config), drawn_ids(config, 2, 15)
-    run = quick_jit(decode, static_argnums=2)
-    whole = run(params, ids, config).hidden
+    run = quick_jit(decode, static_argnums=(2, 3))
+    whole = run(params, ids, config, EINSUM).hidden
     cache, parts = empty_cache(config, 2, 20), []
     for start, stop in ((0, 7), (7, 14), (14, 15)):
-        out = run(params, ids[:, start:stop], config, cache=cache)
+        out = run(params, ids[:, start:stop], config, EINSUM, cache=cache)
         parts.append(out.hidden)
         cache = out.cache
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=3e-5)
@@ -265,9 +265,11 @@ def test_a_cache_filled_in_parts_gives_the_whole_sequences_states(name):
 
 
 def test_a_cache_has_room_for_the_tokens_that_count():
-    config = with_einsum_experts(tiny("mixtral-tiny"))
+    config = tiny("mixtral-tiny")
     mask = jnp.arange(9)[None] < 7
-    out = decode(drawn_params(config), drawn_ids(config, 1, 9), config, mask=mask, cache=empty_cache(config, 1, 8))
+    out = decode(
+        drawn_params(config), drawn_ids(config, 1, 9), config, EINSUM, mask=mask, cache=empty_cache(config, 1, 8)
+    )
     assert out.cache.lengths.tolist() == [7]
 
 
@@ -285,7 +287,7 @@ def test_latent_attention_caches_the_latent_only(name):
     "config",
     [
         pytest.param(tiny("deepseek-v2-tiny", num_layers=2), id="latent"),
-        pytest.param(with_einsum_experts(tiny("gpt-oss-tiny", num_layers=2)), id="sinks", marks=pytest.mark.slow),
+        pytest.param(tiny("gpt-oss-tiny", num_layers=2), id="sinks", marks=pytest.mark.slow),
     ],
 )
 def test_a_batch_in_bfloat16_is_generated_as_its_prompts_alone(config):
@@ -341,7 +343,7 @@ def test_random_routing_differs_between_layers_and_repeats_with_its_key():
     random = dataclasses.replace(moe, router=dataclasses.replace(moe.router, selection="random"))
     config = tiny("qwen3-tiny", moe=random)
     params, ids = drawn_params(config), drawn_ids(config, 2, 16)
-    run = quick_jit(decode, static_argnums=2)
+    run = quick_jit(decode, static_argnums=(2, 3))
     loads = [run(params, ids, config, key=jax.random.key(seed)).experts.load for seed in (0, 0, 1)]
     assert (loads[0] == loads[1]).all()
     assert (loads[0] != loads[2]).any()
@@ -365,19 +367,19 @@ def test_bfloat16_stays_near_float32():
 
 @pytest.mark.ci
 def test_ids_and_segments_of_few_bits_mean_their_values_and_an_eager_decoder_is_compiled_once(compilations):
-    config = with_einsum_experts(tiny("mixtral-tiny", num_layers=2))
+    config = tiny("mixtral-tiny", num_layers=2)
     assert config.vocab_size > 255
     params, ids = drawn_params(config), jnp.minimum(drawn_ids(config, 1, 8), 100)
     segments, mask = jnp.asarray([[0, 0, 0, 1, 1, 1, 1, 1]]), jnp.arange(8)[None] < 7
-    expected = decode(params, ids, config, segments=segments, mask=mask).hidden
-    gradient = jax.grad(lambda params, ids: decode(params, ids, config).hidden.sum())
+    expected = decode(params, ids, config, EINSUM, segments=segments, mask=mask).hidden
+    gradient = jax.grad(lambda params, ids: decode(params, ids, config, EINSUM).hidden.sum())
     slopes = gradient(params, ids)
     compilations.clear()
-    decode(params, ids, config, segments=segments, mask=mask)
+    decode(params, ids, config, EINSUM, segments=segments, mask=mask)
     gradient(params, ids)
     assert compilations == []
     for dtype in ("uint8", "int8"):
-        few = decode(params, ids.astype(dtype), config, segments=segments.astype(dtype), mask=mask)
+        few = decode(params, ids.astype(dtype), config, EINSUM, segments=segments.astype(dtype), mask=mask)
         assert (few.hidden == expected)[mask].all()
         found = gradient(params, ids.astype(dtype))["embedding"]
         assert (found == slopes["embedding"]).all()

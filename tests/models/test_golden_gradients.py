@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from raggedmoe import interop
-from raggedmoe.interop.folder import stored_tensors
-from raggedmoe.models.decoder import decode, logits, mtp_forward
+from raggedmoe.interop.folder import read_tensor_headers
+from raggedmoe.models.decoder import DEFAULT_EXECUTION, decode, logits, mtp_forward
 from raggedmoe.models.module import Decoder
-
-from .drawn import GOLDEN, GOLDEN_NAMES, quick_jit, with_einsum_experts
+from tests.models.drawn import EINSUM, GOLDEN, GOLDEN_NAMES, quick_jit
 
 pytestmark = pytest.mark.both_ends
 
@@ -30,7 +29,7 @@ def cross_entropy(scores, ids):
 def assert_marks(model, gradients, expected, layout, folder):
     """Written as a checkpoint, gradients have the names and layouts that transformers' were saved with."""
     interop.save(Decoder(model.config, params=jax.tree.map(jnp.asarray, gradients)), folder, layout=layout)
-    stored = stored_tensors(folder)
+    stored = read_tensor_headers(folder)
     assert sorted(stored) == sorted(expected["gradient_names"])
     for tensor, (length, product) in zip(expected["gradient_names"], expected["gradient_marks"]):
         found = stored[str(tensor)].read().astype(np.float64)
@@ -116,11 +115,11 @@ IN_CI = ("deepseek_v2", "gpt_oss", "qwen3_moe_tied")
 def test_every_family_trains_with_the_gradients_of_transformers(name, tmp_path):
     expected = np.load(GOLDEN / name / "expected.npz")
     model = interop.load(GOLDEN / name)
-    config = model.config if name in THROUGH_KERNELS else with_einsum_experts(model.config)
+    config, execution = model.config, DEFAULT_EXECUTION if name in THROUGH_KERNELS else EINSUM
     ids = jnp.asarray(expected["ids"])
 
     def loss(params):
-        scores = logits(params, decode(params, ids, config).hidden, config)
+        scores = logits(params, decode(params, ids, config, execution).hidden, config)
         return cross_entropy(scores[:, :-1], ids[:, 1:]), None
 
     losses, gradients, _ = trained(model, loss, num_steps=10)
@@ -134,13 +133,13 @@ def test_every_family_trains_with_the_gradients_of_transformers(name, tmp_path):
 def test_multi_token_prediction_is_transformers_layer_on_the_joined_vectors_and_trains(tmp_path):
     expected = np.load(GOLDEN / "deepseek_v3_mtp" / "expected.npz")
     model = interop.load(GOLDEN / "deepseek_v3_mtp")
-    config = with_einsum_experts(model.config)
+    config = model.config
     assert config.mtp_layers == 1
     ids = jnp.asarray(expected["ids"])
 
     def loss(params):
-        hidden = decode(params, ids, config).hidden
-        (further,), _ = mtp_forward(params, hidden, ids, config)
+        hidden = decode(params, ids, config, EINSUM).hidden
+        (further,), _ = mtp_forward(params, hidden, ids, config, EINSUM)
         scores = logits(params, further, config)
         return cross_entropy(scores[:, :-2], ids[:, 2:]), scores
 

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from raggedmoe.moe.config import MoEConfig, RouterConfig
-from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.moe.records import MoEParams
-
-from . import numpy_layer
-from .dense_layer import dense_layer
+from raggedmoe.moe.execution import MoEExecution
+from raggedmoe.moe.layer import DEFAULT_EXECUTION, moe_route_and_compute
+from tests.moe import numpy_layer
+from tests.moe.dense_layer import dense_layer
 
 # Roundings that meet in one result. Every term passes through a handful of operations, and the sums here are short, so
 # eps · Σ|terms| times this is more than they can add up to; a wrong term is larger by orders of magnitude.
@@ -25,9 +24,7 @@ def moe_config(router=None, **options):
     return MoEConfig(**{**sizes, "router": RouterConfig(**(router or {})), **options})
 
 
-def einsum_config(router=None, **options):
-    """The same with experts that compile fast, for what has nothing to do with the kernels."""
-    return moe_config(router, moe_backend="jax", **options)
+EINSUM = MoEExecution(moe_backend="dense")  # experts that compile fast, for what has nothing to do with the kernels
 
 
 def random_params(config, seed=0, dtype=np.float64):
@@ -51,12 +48,12 @@ def random_experts(rng, num_tokens, per_token, num_experts, skew=0.0):
     return np.argsort(-(taste + rng.gumbel(size=(num_tokens, num_experts))), axis=1)[:, :per_token].astype(np.int32)
 
 
-def layer(x, params, config, **options):
+def layer(x, params, config, execution=DEFAULT_EXECUTION, **options):
     """The layer on a dictionary of parameters."""
-    return moe_route_and_compute(x, MoEParams.from_flat(params), config, **options)
+    return moe_route_and_compute(x, params, config, execution, **options)
 
 
-run_layer = jax.jit(layer, static_argnames=("config", "num_sequences"))
+run_layer = jax.jit(layer, static_argnames=("config", "execution", "num_sequences"))
 
 
 def scalar_loss(out, cotangent):
@@ -64,7 +61,7 @@ def scalar_loss(out, cotangent):
     return (out.output * cotangent).sum() + out.aux_loss + out.z_loss
 
 
-@functools.partial(jax.jit, static_argnames=("config", "num_sequences"))
+@functools.partial(jax.jit, static_argnames=("config", "execution", "num_sequences"))
 def layer_gradients(x, params, config, cotangent, **options):
     """The layer's result, and the gradients of the scalar loss for the tokens and every parameter."""
 

@@ -189,9 +189,8 @@ def layer(x, params, config, *, mask=None, replay=None, token_ids=None, noise=No
             assert router.selection == "balanced"
             experts[t] = [(counted * per_token + k) % num_experts for k in range(per_token)]
         counted += 1
-    strategy = config.strategy_name
     kept = np.ones(experts.shape, bool)
-    if strategy == "capacity":
+    if config.capacity_factor is not None:
         kept = kept_slots(experts, config, num_sequences)
 
     output, weights_of = np.zeros(x.shape), [{} for _ in range(num_tokens)]

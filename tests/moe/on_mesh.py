@@ -4,14 +4,12 @@ import functools
 
 import jax
 
-from raggedmoe.parallel.degrees import Degrees
-from raggedmoe.parallel.plan import Plan
-
-from .examples import layer, scalar_loss
+from raggedmoe.sharding.plan import Plan
+from tests.moe.examples import layer, scalar_loss
 
 
 def plan_of(*, tensor_split="expert_dim", **degrees):
-    return Plan(degrees=Degrees(**degrees), tensor_split=tensor_split)
+    return Plan(**degrees, tensor_split=tensor_split)
 
 
 def mesh_of(**degrees):
@@ -26,12 +24,12 @@ def placed(plan, config, params, *per_token):
     return params, *(None if array is None else jax.device_put(array, plan.tokens(mesh)) for array in per_token)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "mesh", "num_sequences"))
+@functools.partial(jax.jit, static_argnames=("config", "execution", "mesh", "num_sequences"))
 def run_on_mesh(x, params, config, mesh, **options):
     return layer(x, params, config, mesh=mesh, **options)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "mesh", "num_sequences"))
+@functools.partial(jax.jit, static_argnames=("config", "execution", "mesh", "num_sequences"))
 def gradients_on_mesh(x, params, config, mesh, cotangent, **options):
     """The layer's result, and the gradients of the scalar loss for the tokens and every parameter."""
 

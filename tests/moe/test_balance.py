@@ -9,20 +9,20 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from raggedmoe import update_selection_bias
+from raggedmoe import MoEExecution, update_selection_bias
 from raggedmoe.moe import balance
-
-from . import numpy_layer
-from .examples import (
+from tests.moe import numpy_layer
+from tests.moe.examples import (
+    EINSUM,
     assert_agrees,
     assert_close,
-    einsum_config,
     moe_config,
     random_experts,
     random_params,
     random_tokens,
     run_layer,
 )
+from tests.moe.on_mesh import mesh_of, run_on_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -86,18 +86,18 @@ def test_bias_moves_by_the_rate_towards_the_mean_load(load):
 def test_layer_reports_losses_and_statistics_of_the_oracle(score, aux_loss, mask):
     normalize = "softmax" if score == "logits" else "sum"
     router = {"score": score, "normalize": normalize, "aux_loss": aux_loss}
-    config = einsum_config({**router, "aux_loss_weight": 0.01, "z_loss_weight": 0.001})
+    config = moe_config({**router, "aux_loss_weight": 0.01, "z_loss_weight": 0.001})
     x, params, mask = random_tokens(config, NUM_TOKENS), random_params(config), jnp.asarray(mask)
-    out = run_layer(x, params, config, mask=mask, num_sequences=3)
+    out = run_layer(x, params, config, EINSUM, mask=mask, num_sequences=3)
     assert_agrees(out, numpy_layer.layer(x, params, config, mask=mask, num_sequences=3))
 
 
 @pytest.mark.parametrize("selection", ["learned", "expert_choice"])
 def test_masked_batch_gives_finite_numbers(selection):
     by_expert = selection == "expert_choice"  # which has no balance loss
-    strategy = {"strategy": "capacity", "capacity_factor": 1.0} if by_expert else {}
+    capacity = {"capacity_factor": 1.0} if by_expert else {}
     weight = 0.0 if by_expert else 1.0
-    config = moe_config({"selection": selection, "aux_loss_weight": weight, "z_loss_weight": 1.0}, **strategy)
+    config = moe_config({"selection": selection, "aux_loss_weight": weight, "z_loss_weight": 1.0}, **capacity)
     out = run_layer(random_tokens(config, 4), random_params(config), config, mask=jnp.zeros(4, bool))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(out))
     assert not np.asarray(out.output).any()
@@ -106,7 +106,7 @@ def test_masked_batch_gives_finite_numbers(selection):
 @functools.cache
 def sharded_balance_loss(num_sequences):
     def sharded(probabilities, experts, mask):
-        return balance.load_balance_loss(probabilities, experts, mask, num_sequences=num_sequences, axis="data")
+        return balance.load_balance_loss(probabilities, experts, mask, num_sequences=num_sequences, axes=("data",))
 
     mesh = Mesh(np.array(jax.devices()[:3]), ("data",))
     return jax.jit(jax.shard_map(sharded, mesh=mesh, in_specs=P("data"), out_specs=P()))
@@ -127,3 +127,26 @@ def test_bias_update_survives_loads_whose_product_with_e_overflows():
     moved = np.asarray(balance.update_selection_bias(jnp.zeros(256), jnp.asarray(load), rate=1.0))
     expected = np.sign(load.astype(np.float64).mean() - load)
     np.testing.assert_array_equal(moved, expected)
+
+
+@pytest.mark.parametrize("aux_loss", ["batch", "sequence"])
+def test_losses_on_a_mesh_are_those_of_the_global_batch(aux_loss):
+    losses = {"aux_loss": aux_loss, "aux_loss_weight": 1.0, "z_loss_weight": 1.0}
+    config, execution = moe_config(losses, num_experts=4), MoEExecution(strategy="ring")
+    x, params = random_tokens(config, 16), random_params(config)
+    # The ranks see unequal numbers of tokens that count and different experts: the mean of their own losses is wrong.
+    mask = jnp.arange(16) > 5
+    x = jnp.where(jnp.arange(16)[:, None] < 8, x, jnp.abs(x))
+    out = run_on_mesh(x, params, config, mesh_of(expert=2), execution=execution, mask=mask, num_sequences=2)
+    expected = numpy_layer.layer(x, params, config, mask=mask, num_sequences=2)
+    for name in ("aux_loss", "z_loss", "load", "entropy", "max_violation"):
+        np.testing.assert_allclose(getattr(out, name), getattr(expected, name), rtol=1e-12, err_msg=name)
+
+
+def test_bias_moves_by_the_sign_of_the_sum_not_the_sum_of_signs():
+    shards = jnp.asarray([[9, 1, 2], [1, 2, 3], [1, 2, 3]])
+    bias = jnp.zeros(3)
+    whole = update_selection_bias(bias, shards.sum(0), rate=1.0)
+    assert whole.tolist() == [-1.0, 1.0, 0.0]
+    averaged = jnp.mean(jnp.stack([update_selection_bias(bias, load, rate=1.0) for load in shards]), axis=0)
+    assert np.sign(averaged).tolist() != whole.tolist()

@@ -1,17 +1,17 @@
 """A configuration or a call that makes no sense is refused, with what was expected, what came and what to do."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
 
-from raggedmoe import ExpertConfig, KernelChoice, MoE, RouterConfig
+from raggedmoe import ExpertConfig, KernelChoice, MoE, MoEExecution, RouterConfig
 from raggedmoe.moe.dispatch import strategy_settings
 from raggedmoe.sharding.stage import OnMesh
-
-from .examples import layer, moe_config, random_params
+from tests.moe.examples import layer, moe_config, random_params
 
 # What is wrong -> the configuration, and the expected, the given and the remedy in the message.
 BAD_LAYERS = {
@@ -32,6 +32,17 @@ BAD_LAYERS = {
         {"experts_per_token": 3, "router": {"num_groups": 3}},
         r"groups_per_token=1 groups of 2 hold fewer experts than experts_per_token=3; use more groups",
     ),
+    "negative_factor": ({"capacity_factor": -1.0}, r"expected capacity_factor > 0, got -1\.0"),
+    "unknown_probabilities": (
+        {"router": {"aux_loss_probabilities": "softmaxes"}},
+        r"unknown aux_loss_probabilities 'softmaxes': expected one of normalized, softmax.*did you mean 'softmax'\?",
+    ),
+    "expert_choice_without_capacity": (
+        {"router": {"selection": "expert_choice"}},
+        r"selection='expert_choice' has no fixed K and needs a capacity_factor, got None",
+    ),
+}
+BAD_EXECUTIONS = {
     "unknown_backend": (
         {"moe_backend": "ragged-dot"},
         r"unknown moe_backend 'ragged-dot': expected one of auto.*did you mean 'ragged_dot'\?",
@@ -40,47 +51,65 @@ BAD_LAYERS = {
         {"strategy": "rings"},
         r"unknown strategy 'rings': expected one of local, .*did you mean 'ring'\?",
     ),
+    "unknown_split": ({"tensor_split": "expert"}, r"unknown tensor_split 'expert'.*did you mean 'expert_dim'"),
+    "no_chunk": ({"token_chunks": 0}, r"expected token_chunks to be a positive integer, got 0"),
     "fused_with_width_chunks": (
-        {"moe_backend": "expert_ffn", "model_dim": 8, "width_chunks": 2},
+        {"moe_backend": "expert_ffn", "width_chunks": 2},
         r"fuses the activation, which needs the sums over the whole width.*width_chunks=2: use width_chunks=1",
+    ),
+    "fused_with_a_split_width": (
+        {"moe_backend": "expert_ffn", "tensor_split": "model_dim"},
+        r"fuses the activation, which needs the sums over the whole width.*tensor_split='model_dim': use 'expert_dim'",
     ),
     "backend_and_kernels": (
         {"moe_backend": "cpu", "kernels": KernelChoice(grouped_matmul="xla")},
         r"moe_backend='cpu' already names 'cpu' for grouped_matmul, got 'xla'; give either",
     ),
     "backend_and_strategy": (
-        {"moe_backend": "jax", "strategy": "local"},
-        r"moe_backend='jax' computes every expert on every token.*strategy='local': leave strategy out",
+        {"moe_backend": "dense", "strategy": "local"},
+        r"moe_backend='dense' computes every expert on every token.*strategy='local': leave strategy out",
     ),
+    "buffer_of_no_ranks": (
+        {"ragged_buffer_factor": 1.5},
+        r"ragged_buffer_factor belongs to strategies ring and all_to_all, got 1\.5 with 'local'; leave it out",
+    ),
+    "negative_buffer": (
+        {"strategy": "ring", "ragged_buffer_factor": -1.0},
+        r"expected ragged_buffer_factor > 0, or None, got -1\.0",
+    ),
+}
+BAD_PAIRS = {
     "unread_ffn_choice": (
+        {},
         {"kernels": KernelChoice(expert_ffn="reference")},
         r"choice for expert_ffn would never be read.*moe_backend='expert_ffn' fuses them; leave it out",
     ),
     "unread_matmul_choice": (
-        {"moe_backend": "ragged_dot", "strategy": "capacity", "capacity_factor": 1.0},
+        {"capacity_factor": 1.0},
+        {"moe_backend": "ragged_dot"},
         r"choice for grouped_matmul would never be read with moe_backend='ragged_dot' and strategy='capacity'",
     ),
     "factor_without_capacity": (
         {"capacity_factor": 1.0},
-        r"capacity_factor belongs to strategy='capacity' alone, got 1\.0 with 'local'",
+        {"strategy": "local"},
+        r"capacity_factor=1\.0 gives the experts fixed slots, which is strategy='capacity', got 'local'",
+    ),
+    "factor_of_a_dense_backend": (
+        {"capacity_factor": 1.0},
+        {"moe_backend": "dense"},
+        r"capacity_factor=1\.0 gives the experts fixed slots, which is strategy='capacity', got 'dense'",
     ),
     "capacity_without_factor": (
+        {},
         {"strategy": "capacity"},
-        r"capacity_factor belongs to strategy='capacity' alone, got None with 'capacity'",
+        r"strategy='capacity' needs the MoEConfig's capacity_factor, got None",
     ),
-    "negative_factor": (
-        {"strategy": "capacity", "capacity_factor": -1.0},
-        r"expected capacity_factor > 0, got -1\.0",
+    "chunks_of_slots": (
+        {"capacity_factor": 1.0},
+        {"token_chunks": 2},
+        r"slots in whole sequences; it cannot be used with token_chunks=2: use token_chunks=1",
     ),
-    "unknown_probabilities": (
-        {"router": {"aux_loss_probabilities": "softmaxes"}},
-        r"unknown aux_loss_probabilities 'softmaxes': expected one of normalized, softmax.*did you mean 'softmax'\?",
-    ),
-    "expert_choice_without_capacity": (
-        {"router": {"selection": "expert_choice"}},
-        r"selection='expert_choice' has no fixed K and needs strategy='capacity', got 'local'",
-    ),
-    "uneven_width_chunks": ({"width_chunks": 2}, r"model_dim=7 is not divisible by width_chunks=2"),
+    "uneven_width_chunks": ({}, {"width_chunks": 2}, r"model_dim=7 is not divisible by width_chunks=2"),
 }
 BAD_ROUTERS = {
     "unknown_score": ({"score": "softmx"}, r"unknown score 'softmx': expected one of softmax.*mean 'softmax'\?"),
@@ -119,6 +148,29 @@ BAD_EXPERTS = {
 def test_layer_config_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         moe_config(**options)
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_EXECUTIONS.values(), ids=BAD_EXECUTIONS)
+def test_execution_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        MoEExecution(**options).backend  # noqa: B018
+
+
+@pytest.mark.parametrize(("options", "execution", "message"), BAD_PAIRS.values(), ids=BAD_PAIRS)
+def test_an_execution_that_does_not_fit_the_layer_is_refused(options, execution, message):
+    config, execution = moe_config(**options), MoEExecution(**execution)
+    with pytest.raises(ValueError, match=message):
+        MoE(config, rngs=nnx.Rngs(0), execution=execution)
+    with pytest.raises(ValueError, match=message):
+        layer(jnp.zeros((2, 7)), random_params(config, dtype=np.float32), config, execution)
+
+
+@pytest.mark.parametrize("make", [moe_config, lambda **options: dataclasses.replace(moe_config(), **options)])
+def test_how_a_layer_runs_is_refused_where_it_says_what_it_is(make):
+    message = r"MoEConfig says what a model is and has no strategy, token_chunks; MoEExecution says how it runs: "
+    message += r"MoE\(config, execution=MoEExecution\(strategy='ring', token_chunks=2\)\)"
+    with pytest.raises(TypeError, match=message):
+        make(strategy="ring", token_chunks=2)
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_ROUTERS.values(), ids=BAD_ROUTERS)
@@ -170,19 +222,11 @@ BAD_CALLS = {
 }
 
 
-@pytest.fixture
-def only_our_checks():
-    """In the tests jaxtyping stands before our own checks; a user has only ours."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
 @pytest.mark.usefixtures("only_our_checks")
 @pytest.mark.parametrize(("router", "call", "error", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
 def test_call_is_refused(router, call, error, message):
     by_expert = router.get("selection") == "expert_choice"
-    options = {"strategy": "capacity", "capacity_factor": 1.0} if by_expert else {}
+    options = {"capacity_factor": 1.0} if by_expert else {}
     layer = MoE(moe_config(router, **options), rngs=nnx.Rngs(0))
     with pytest.raises(error, match=message):
         layer(jnp.ones((4, 7)), **call)
@@ -198,7 +242,7 @@ def test_tokens_of_another_width_are_refused(shape):
 @pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
 def test_experts_across_ranks_without_a_mesh_are_refused(strategy):
     with pytest.raises(ValueError, match=f"strategy='{strategy}' needs the mesh that experts are split over, got None"):
-        strategy_settings(moe_config(strategy=strategy), 4, OnMesh())
+        strategy_settings(moe_config(), MoEExecution(strategy=strategy), 4, OnMesh())
 
 
 def test_config_can_be_a_static_argument():
@@ -210,11 +254,11 @@ def test_config_can_be_a_static_argument():
     ("length", "factor", "slots"), [(15, 1.0, 5), (15, 1.5, 7), (16, 0.5, 3), (3, 1.0, 1), (3, 9.0, 3)]
 )
 def test_slots_are_an_even_share_of_a_sequence_times_the_factor_rounded_down(length, factor, slots):
-    assert moe_config(strategy="capacity", capacity_factor=factor).sequence_capacity(length) == slots
+    assert moe_config(capacity_factor=factor).sequence_capacity(length) == slots
 
 
 def test_a_factor_that_leaves_no_slot_is_refused_with_the_least_that_does():
-    config = moe_config(strategy="capacity", capacity_factor=0.3)
+    config = moe_config(capacity_factor=0.3)
     x = jnp.zeros((12, config.model_dim))
     message = r"capacity_factor=0\.3 leaves the experts no slot in a sequence of 6 tokens.*use at least 1/2"
     with pytest.raises(ValueError, match=message):

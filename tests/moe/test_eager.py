@@ -5,20 +5,18 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from raggedmoe import MoE, MoEConfig
-from raggedmoe.kernels.registry import recorded_selections
-
-from .on_mesh import mesh_of
+from raggedmoe import MoE, MoEConfig, MoEExecution
+from raggedmoe.kernels.registry import record_selections
+from tests.moe.on_mesh import mesh_of
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("degrees", [None, pytest.param({"expert": 2}, marks=pytest.mark.ci)])
 def test_from_the_second_call_on_nothing_is_compiled(degrees, compilations):
     mesh = None if degrees is None else mesh_of(**degrees)
-    config = MoEConfig(
-        num_experts=4, experts_per_token=2, model_dim=4, expert_dim=4, **({} if mesh is None else {"strategy": "ring"})
-    )
-    layer, x = MoE(config, rngs=nnx.Rngs(0), mesh=mesh), jnp.ones((2, 4, 4))
+    config = MoEConfig(num_experts=4, experts_per_token=2, model_dim=4, expert_dim=4)
+    execution = MoEExecution(strategy=None if mesh is None else "ring")
+    layer, x = MoE(config, rngs=nnx.Rngs(0), execution=execution, mesh=mesh), jnp.ones((2, 4, 4))
 
     def loss(layer):
         out = layer(x)
@@ -37,10 +35,10 @@ def test_from_the_second_call_on_nothing_is_compiled(degrees, compilations):
 @pytest.mark.ci
 def test_selections_are_recorded_though_the_layer_was_compiled():
     sizes = {"num_experts": 4, "experts_per_token": 2, "model_dim": 4, "expert_dim": 4}
-    layer = MoE(MoEConfig(**sizes, strategy="capacity", capacity_factor=2.0), rngs=nnx.Rngs(0))
+    layer = MoE(MoEConfig(**sizes, capacity_factor=2.0), rngs=nnx.Rngs(0))
     x = jnp.ones((8, 4))
     for _ in range(2):
         layer(x)
-        with recorded_selections() as selections:
+        with record_selections() as selections:
             layer(x)
         assert {selection.call.operation for selection in selections} == {"ragged_gather", "ragged_gather_reduce"}

@@ -10,15 +10,15 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh
-from kernels.compare import on_cpu
 
-from raggedmoe import ExpertConfig, MoE, MoEOutput
-from raggedmoe.kernels.registry import CannotRunError, recorded_selections
+from raggedmoe import ExpertConfig, MoE, MoEExecution, MoEOutput
+from raggedmoe.kernels.registry import CannotRunError, record_selections
 from raggedmoe.moe.backends import BACKENDS
+from raggedmoe.moe.layer import DEFAULT_EXECUTION
 from raggedmoe.moe.module import SelectionBias
-
-from . import numpy_layer
-from .examples import (
+from tests.kernels.compare import on_cpu
+from tests.moe import numpy_layer
+from tests.moe.examples import (
     assert_agrees,
     assert_close,
     assert_gradients_close,
@@ -39,12 +39,11 @@ FOR_TPUS = [
     if backend.kernels.grouped_matmul not in ("auto", *on_cpu("grouped_matmul"))
 ]
 WAYS = {
-    **{backend: {"moe_backend": backend} for backend in BACKENDS if backend not in FOR_TPUS},
-    "capacity": {"strategy": "capacity", "capacity_factor": 100.0},
-    "dense": {"strategy": "dense"},
+    **{backend: MoEExecution(moe_backend=backend) for backend in BACKENDS if backend not in FOR_TPUS},
+    "capacity": MoEExecution(strategy="capacity"),
 }
-# On this machine "cpu" is what "auto" takes, and "dense" is what "jax" means.
-DIFFERENT = {name: way for name, way in WAYS.items() if name not in ("cpu", "dense")}
+# On this machine "cpu" is what "auto" takes.
+DIFFERENT = {name: way for name, way in WAYS.items() if name != "cpu"}
 every_different_way = pytest.mark.parametrize("way", DIFFERENT.values(), ids=DIFFERENT)
 
 
@@ -60,8 +59,9 @@ TOKENS = 12
 EVERYBODY, SOME = np.ones(TOKENS, bool), np.arange(TOKENS) % 3 != 1
 
 
-def config_of(way):
-    return moe_config({**LOSSES, "logit_bias": True}, experts=EXPERTS, **way)
+def config_of(way=DEFAULT_EXECUTION):
+    factor = 100.0 if way.strategy == "capacity" else None  # room for all
+    return moe_config({**LOSSES, "logit_bias": True}, experts=EXPERTS, capacity_factor=factor)
 
 
 def both_of(way, mask=EVERYBODY, x=None):
@@ -69,7 +69,8 @@ def both_of(way, mask=EVERYBODY, x=None):
     config = config_of(way)
     x = np.array(random_tokens(config, TOKENS, dtype=np.float32)) if x is None else x
     params = random_params(config, dtype=np.float32)
-    return layer_gradients(jnp.asarray(x), params, config, jnp.ones(x.shape), mask=jnp.asarray(mask))
+    mask = jnp.asarray(mask)
+    return layer_gradients(jnp.asarray(x), params, config, jnp.ones(x.shape), execution=way, mask=mask)
 
 
 def filled_tokens(rows, fill):
@@ -96,7 +97,7 @@ def test_value_is_within_the_roundings_of_the_type(name, dtype):
         key: jnp.asarray(value, jnp.float32 if key.startswith("router") else dtype)
         for key, value in random_params(config, dtype=np.float32).items()
     }
-    out = both_of(WAYS[name])[0] if dtype == "float32" else run_layer(x, params, config)
+    out = both_of(WAYS[name])[0] if dtype == "float32" else run_layer(x, params, config, WAYS[name])
     expected = numpy_layer.layer(np.asarray(x, np.float64), params, config)
     difference = np.abs(np.asarray(out.output, np.float64) - expected.output)
     # Hidden rows, the expert's output, the combined sum, the shared output and the total are each rounded once, half
@@ -112,7 +113,7 @@ def test_value_is_within_the_roundings_of_the_type(name, dtype):
 def test_gradients_in_float32_are_those_of_the_oracle(way):
     out, gradients = both_of(way)
     # The dense oracle knows no ways: with one configuration for all of them it is compiled once.
-    config = config_of({})
+    config = config_of()
     x, params = random_tokens(config, TOKENS, dtype=np.float32), random_params(config, dtype=np.float32)
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(value, np.float64) for name, value in params.items()}
@@ -123,9 +124,9 @@ def test_gradients_in_float32_are_those_of_the_oracle(way):
 
 def traced_with(backend):
     """Trace the layer with this backend for the chip in use."""
-    config = config_of({"moe_backend": backend})
+    config, execution = config_of(), MoEExecution(moe_backend=backend)
     tokens, params = random_tokens(config, TOKENS, dtype=np.float32), random_params(config, dtype=np.float32)
-    jax.eval_shape(lambda x: run_layer(x, params, config).output, jnp.asarray(tokens))
+    jax.eval_shape(lambda x: run_layer(x, params, config, execution).output, jnp.asarray(tokens))
 
 
 @pytest.mark.parametrize("backend", FOR_TPUS)
@@ -140,7 +141,7 @@ def test_a_tpus_backend_computes_the_experts_with_its_kernel(backend):
     if chosen == "gmm_v2" and not (find_spec("tokamax") and find_spec("tokamax._src.ops.gmm_v2")):
         pytest.skip("needs a tokamax with the second kernel")
     chip = AbstractMesh((), (), abstract_device=AbstractDevice(device_kind="TPU v6e", num_cores=1, platform="tpu"))
-    with jax.sharding.use_abstract_mesh(chip), recorded_selections() as selections:
+    with jax.sharding.use_abstract_mesh(chip), record_selections() as selections:
         traced_with(backend)
     assert {found.chosen.name for found in selections if found.call.operation == "grouped_matmul"} == {chosen}
 
@@ -155,9 +156,7 @@ def test_a_tpus_backend_computes_the_experts_with_its_kernel(backend):
     ],
 )
 def test_rows_that_fit_the_capacity_are_exact_and_the_others_add_nothing(x64, weigh, factor):
-    config = moe_config(
-        {"weigh": weigh, **LOSSES}, strategy="capacity", capacity_factor=factor, experts=EXPERTS, experts_per_token=3
-    )
+    config = moe_config({"weigh": weigh, **LOSSES}, capacity_factor=factor, experts=EXPERTS, experts_per_token=3)
     x, params = random_tokens(config, 15), random_params(config)
     expected = numpy_layer.layer(x, params, config, num_sequences=3)
     out, gradients = layer_gradients(x, params, config, jnp.ones_like(x), num_sequences=3)
@@ -263,11 +262,11 @@ def test_scan_over_layers_is_their_composition(x64):
 @pytest.mark.ci
 @pytest.mark.parametrize("backend", ["auto", pytest.param("expert_ffn", marks=pytest.mark.slow), "ragged_dot"])
 def test_vmap_is_a_loop_over_batches(x64, backend):
-    config = moe_config({"aux_loss_weight": 0.3}, moe_backend=backend)
+    config, execution = moe_config({"aux_loss_weight": 0.3}), MoEExecution(moe_backend=backend)
     params, batches = random_params(config), random_tokens(config, 12).reshape(3, 4, 7)
 
     def gradient(x):
-        out, gradients = layer_gradients(x, params, config, jnp.ones_like(x))
+        out, gradients = layer_gradients(x, params, config, jnp.ones_like(x), execution=execution)
         return vars(out), gradients
 
     out, gradients = jax.vmap(gradient)(batches)

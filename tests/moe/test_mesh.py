@@ -14,15 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parallel.hlo_collectives import collectives
 
-from raggedmoe import ExpertConfig, KernelChoice, MoE, update_selection_bias
+from raggedmoe import ExpertConfig, KernelChoice, MoE, MoEExecution, update_selection_bias
+from raggedmoe.aot.collectives import Step, layer_collectives
 from raggedmoe.aot.program_text import counts_of
-from raggedmoe.kernels.registry import recorded_selections
-from raggedmoe.parallel.collectives import Step, layer_collectives
-
-from . import numpy_layer
-from .examples import (
+from raggedmoe.kernels.registry import record_selections
+from tests.aot.hlo_collectives import collectives
+from tests.moe import numpy_layer
+from tests.moe.examples import (
     assert_agrees,
     assert_gradients_close,
     dense_gradients,
@@ -32,7 +31,7 @@ from .examples import (
     random_params,
     random_tokens,
 )
-from .on_mesh import gradients_on_mesh, mesh_of, placed, plan_of, run_on_mesh
+from tests.moe.on_mesh import gradients_on_mesh, mesh_of, placed, plan_of, run_on_mesh
 
 pytestmark = pytest.mark.both_ends
 
@@ -114,11 +113,15 @@ every_case = pytest.mark.parametrize(
 )
 
 
-def config_of(case):
+QUICK = MoEExecution(strategy="local", kernels=COMPILES_SOON)  # where experts are of no interest: what compiles soonest
+CONFIG = moe_config(ROUTER, experts=EXPERTS, **SIZES)
+
+
+def execution_of(case):
     chosen = {name: case[name] for name in ("strategy", "tensor_split", "token_chunks", "width_chunks")}
     if case["strategy"] != "dense":  # by what compiles sooner; the CPU's kernels are in the other tests here
         chosen["kernels"] = COMPILES_SOON
-    return moe_config(ROUTER, experts=EXPERTS, **SIZES, **chosen)
+    return MoEExecution(**chosen)
 
 
 def plan_of_case(case):
@@ -141,16 +144,15 @@ def routing(name):
 
 @functools.cache
 def arrays():
-    config = moe_config(ROUTER, experts=EXPERTS, **SIZES)
-    x, params = random_tokens(config, NUM_TOKENS, dtype=np.float32), random_params(config, dtype=np.float32)
+    x, params = random_tokens(CONFIG, NUM_TOKENS, dtype=np.float32), random_params(CONFIG, dtype=np.float32)
     mask = np.arange(NUM_TOKENS) % 7 != 3
-    return x, params, mask, random_tokens(config, NUM_TOKENS, seed=3, dtype=np.float32)
+    return x, params, mask, random_tokens(CONFIG, NUM_TOKENS, seed=3, dtype=np.float32)
 
 
 @functools.cache
 def expected(routing_name):
     """What both oracles say."""
-    config = moe_config(ROUTER, experts=EXPERTS, **SIZES)
+    config = CONFIG
     x, params, mask, cotangent = arrays()
     experts = routing(routing_name)
     with jax.enable_x64(True):
@@ -161,12 +163,12 @@ def expected(routing_name):
     return numpy_layer.layer(x, params, config, mask=mask, replay=experts), gradients
 
 
-def planned(config, plan, num_sequences=1):
+def planned(config, execution, plan, num_sequences=1):
     """Bytes by kind and number of devices, as the plan prints them; the sequences are those of one device."""
-    tokens = NUM_TOKENS // plan.degrees.num_token_shards
+    tokens = NUM_TOKENS // plan.num_token_shards
     step = Step(num_tokens=tokens, num_sequences=num_sequences, dtype="float32", ragged=False)
     found = Counter()
-    for each in layer_collectives(config, plan, step):
+    for each in layer_collectives(config, execution, plan, step):
         found[each.kind, each.num_devices] += each.num_bytes
     return found
 
@@ -183,14 +185,21 @@ def sent_by_kind(hlo):
 @pytest.mark.product
 @every_case
 def test_layer_is_that_of_one_device_and_sends_what_the_plan_says(case):
-    config, plan = config_of(case), plan_of_case(case)
+    config, execution, plan = CONFIG, execution_of(case), plan_of_case(case)
     x, params, mask, cotangent = arrays()
     params, x, mask, cotangent = placed(plan, config, params, x, mask, cotangent)
     run = gradients_on_mesh.lower(
-        x, params, config, plan.mesh(), cotangent, mask=mask, replay=placed(plan, config, {}, routing("random"))[1]
+        x,
+        params,
+        config,
+        plan.mesh(),
+        cotangent,
+        execution=execution,
+        mask=mask,
+        replay=placed(plan, config, {}, routing("random"))[1],
     ).compile()
-    assert collectives(run.as_text()) == planned(config, plan)
-    assert sent_by_kind(run.as_text()) == by_kind(planned(config, plan))
+    assert collectives(run.as_text()) == planned(config, execution, plan)
+    assert sent_by_kind(run.as_text()) == by_kind(planned(config, execution, plan))
     for name in ROUTINGS:
         replay = placed(plan, config, {}, routing(name))[1]
         out, gradients = run(x, params, cotangent, mask=mask, replay=replay)
@@ -244,12 +253,10 @@ def expected_with_shared():
 def test_shared_experts_have_their_gradients_on_every_mesh(strategy, degrees, tensor_split):
     """They are in no stage: XLA exchanged the gradients of two devices' tokens where nothing said how they lie."""
     (x, params, cotangent), value, slopes = expected_with_shared()
-    config, plan = (
-        replace(SHARED, strategy=strategy, tensor_split=tensor_split),
-        plan_of(tensor_split=tensor_split, **degrees),
-    )
-    params, x, cotangent = placed(plan, config, params, x, cotangent)
-    out, gradients = gradients_on_mesh(x, params, config, plan.mesh(), cotangent)
+    execution = MoEExecution(strategy=strategy, tensor_split=tensor_split)
+    plan = plan_of(tensor_split=tensor_split, **degrees)
+    params, x, cotangent = placed(plan, SHARED, params, x, cotangent)
+    out, gradients = gradients_on_mesh(x, params, SHARED, plan.mesh(), cotangent, execution=execution)
     assert_agrees(out, value)
     assert set(gradients) == set(slopes)
     assert_gradients_close(gradients, slopes)
@@ -258,37 +265,40 @@ def test_shared_experts_have_their_gradients_on_every_mesh(strategy, degrees, te
 @pytest.mark.ci
 def test_more_width_chunks_than_a_rank_has_columns_send_what_the_plan_says():
     case = {"strategy": "ring", "data": 1, "fsdp": 1, "expert": 1, "tensor": 8, "tensor_split": "model_dim"}
-    config, plan = config_of({**case, "token_chunks": 1, "width_chunks": 4}), plan_of_case(case)
-    assert config.model_dim // 8 < config.width_chunks
+    config, plan = CONFIG, plan_of_case(case)
+    execution = execution_of({**case, "token_chunks": 1, "width_chunks": 4})
+    assert config.model_dim // 8 < execution.width_chunks
     params, *arrays_of_tokens = placed(plan, config, arrays()[1], *(a for a in arrays() if not isinstance(a, dict)))
     x, mask, cotangent = arrays_of_tokens
-    run = gradients_on_mesh.lower(x, params, config, plan.mesh(), cotangent, mask=mask).compile()
-    assert collectives(run.as_text()) == planned(config, plan)
+    run = gradients_on_mesh.lower(x, params, config, plan.mesh(), cotangent, execution=execution, mask=mask).compile()
+    assert collectives(run.as_text()) == planned(config, execution, plan)
 
 
 @pytest.mark.parametrize(
-    ("router", "options", "plan"),
+    ("router", "factor", "plan"),
     [
         pytest.param(
             {"aux_loss": "sequence", "aux_loss_weight": 0.3, "z_loss_weight": 0.2},
-            {"strategy": "local"},
+            None,
             plan_of(data=2, fsdp=2),
             marks=pytest.mark.ci,
         ),
         (
             {"selection": "expert_choice", "z_loss_weight": 0.2},
-            {"strategy": "capacity", "capacity_factor": 1.0},
+            1.0,
             plan_of(data=2, expert=2),
         ),
     ],
     ids=["sequence", "expert-choice"],
 )
-def test_other_losses_of_routers_send_what_the_plan_says(router, options, plan):
-    config = quick_config(router, options)
+def test_other_losses_of_routers_send_what_the_plan_says(router, factor, plan):
+    config = moe_config(router, **SIZES, capacity_factor=factor)
+    execution = QUICK if factor is None else MoEExecution()
     x, _, _, cotangent = arrays()
     params, x, cotangent = placed(plan, config, random_params(config, dtype=np.float32), x, cotangent)
-    run = gradients_on_mesh.lower(x, params, config, plan.mesh(), cotangent, num_sequences=8).compile()
-    assert collectives(run.as_text()) == planned(config, plan)
+    given = {"execution": execution, "num_sequences": 8}
+    run = gradients_on_mesh.lower(x, params, config, plan.mesh(), cotangent, **given).compile()
+    assert collectives(run.as_text()) == planned(config, execution, plan)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +307,7 @@ def test_other_losses_of_routers_send_what_the_plan_says(router, options, plan):
     ids=["data", "fsdp-tensor"],
 )
 def test_slots_of_experts_on_other_devices_are_those_of_one_device_and_send_what_the_plan_says(degrees):
-    config = moe_config(ROUTER, experts=EXPERTS, strategy="capacity", capacity_factor=1.0, **SIZES)
+    config, execution = moe_config(ROUTER, experts=EXPERTS, capacity_factor=1.0, **SIZES), MoEExecution()
     plan, num_sequences, experts = plan_of(**degrees), 8, routing("random")
     x, params, mask, cotangent = arrays()
     value = numpy_layer.layer(x, params, config, mask=mask, replay=experts, num_sequences=num_sequences)
@@ -309,32 +319,27 @@ def test_slots_of_experts_on_other_devices_are_those_of_one_device_and_send_what
         slopes = dense_gradients(wide[0], wide_params, config, wide[1], *given)
     params, x, mask, cotangent, replay = placed(plan, config, params, x, mask, cotangent, experts)
     options = {"mask": mask, "replay": replay}
-    lowered = gradients_on_mesh.lower(x, params, config, plan.mesh(), cotangent, **options, num_sequences=num_sequences)
+    given = {"execution": execution, "num_sequences": num_sequences}
+    lowered = gradients_on_mesh.lower(x, params, config, plan.mesh(), cotangent, **options, **given)
     run = lowered.compile()
-    assert collectives(run.as_text()) == planned(config, plan, num_sequences // plan.degrees.num_token_shards)
+    assert collectives(run.as_text()) == planned(config, execution, plan, num_sequences // plan.num_token_shards)
     out, gradients = run(x, params, cotangent, **options)
     assert value.dropped > 0
     assert_agrees(out, value)
     assert_gradients_close(gradients, slopes)
 
 
-def quick_config(router, options):
-    """Experts are of no interest there: what compiles soonest."""
-    kernels = {} if options["strategy"] == "capacity" else {"kernels": COMPILES_SOON}
-    return moe_config(router, **SIZES, **options, **kernels)
-
-
 @pytest.mark.parametrize("strategy", ["all_to_all", pytest.param("ring", marks=pytest.mark.ci)])
 def test_a_replay_that_names_an_expert_twice_is_refused_or_means_the_same_on_a_mesh(strategy):
-    here, there = (moe_config(**SIZES, strategy=name, kernels=COMPILES_SOON) for name in ("local", strategy))
+    config, there = moe_config(**SIZES), replace(QUICK, strategy=strategy)
     x, params, _, _ = arrays()
-    params = {name: params[name] for name in here.param_specs()}
+    params = {name: params[name] for name in config.param_specs()}
     twice = routing("one_rank")
     twice[:, 1:] = twice[:, :1]
     with pytest.raises(ValueError, match="expected replay with different experts for each token, got one twice"):
-        layer(x, params, there, mesh=mesh_of(expert=8), replay=jnp.asarray(twice))
-    one = run_on_mesh(x, params, here, None, replay=jnp.asarray(twice))
-    many = run_on_mesh(x, params, there, mesh_of(expert=8), replay=jnp.asarray(twice))
+        layer(x, params, config, there, mesh=mesh_of(expert=8), replay=jnp.asarray(twice))
+    one = run_on_mesh(x, params, config, None, execution=QUICK, replay=jnp.asarray(twice))
+    many = run_on_mesh(x, params, config, mesh_of(expert=8), execution=there, replay=jnp.asarray(twice))
     np.testing.assert_array_equal(one.load, many.load)
     assert int(many.load.sum()) == NUM_TOKENS
     assert int(many.dropped) == 0
@@ -351,12 +356,12 @@ def test_a_replay_that_names_an_expert_twice_is_refused_or_means_the_same_on_a_m
 )
 def test_what_is_drawn_or_counted_for_a_token_does_not_depend_on_the_mesh(selection, strategy, degrees):
     router = {"selection": selection, "jitter": 0.2, "aux_loss_weight": 0.3}
-    here, there = (moe_config(router, **SIZES, strategy=name, kernels=COMPILES_SOON) for name in ("local", strategy))
+    config = moe_config(router, **SIZES)
     x, params, mask, _ = arrays()
-    params = {name: params[name] for name in here.param_specs()}
-    key = jax.random.key(5)
-    one = run_on_mesh(x, params, here, None, mask=jnp.asarray(mask), key=key)
-    many = run_on_mesh(x, params, there, mesh_of(**degrees), mask=jnp.asarray(mask), key=key)
+    params = {name: params[name] for name in config.param_specs()}
+    given = {"mask": jnp.asarray(mask), "key": jax.random.key(5)}
+    one = run_on_mesh(x, params, config, None, execution=QUICK, **given)
+    many = run_on_mesh(x, params, config, mesh_of(**degrees), execution=replace(QUICK, strategy=strategy), **given)
     np.testing.assert_array_equal(one.experts, many.experts)
     np.testing.assert_array_equal(one.load, many.load)
     np.testing.assert_allclose(one.output, many.output, atol=1e-5)
@@ -392,15 +397,8 @@ def recounted(experts, num_ranks, buffer, strategy, num_chunks=1):
     ],
 )
 def test_a_buffer_that_is_too_small_drops_in_order_and_counts_every_drop(x64, strategy, factor, token_chunks):
-    config = moe_config(
-        {"aux_loss_weight": 0.3},
-        experts=EXPERTS,
-        strategy=strategy,
-        ragged_buffer_factor=factor,
-        token_chunks=token_chunks,
-        kernels=COMPILES_SOON,
-        **SIZES,
-    )
+    config = moe_config({"aux_loss_weight": 0.3}, experts=EXPERTS, **SIZES)
+    execution = replace(QUICK, strategy=strategy, ragged_buffer_factor=factor, token_chunks=token_chunks)
     x, params, cotangent = random_tokens(config, NUM_TOKENS), random_params(config), random_tokens(config, NUM_TOKENS)
     num_ranks, total = 4, 0
     buffer = math.floor(factor * (NUM_TOKENS // num_ranks // token_chunks) * PER_TOKEN)
@@ -408,7 +406,8 @@ def test_a_buffer_that_is_too_small_drops_in_order_and_counts_every_drop(x64, st
         experts = routing(name)
         kept = recounted(experts, num_ranks, buffer, strategy, token_chunks)
         mesh = mesh_of(expert=num_ranks)
-        out, gradients = gradients_on_mesh(x, params, config, mesh, cotangent, replay=jnp.asarray(experts))
+        given = {"execution": execution, "replay": jnp.asarray(experts)}
+        out, gradients = gradients_on_mesh(x, params, config, mesh, cotangent, **given)
         assert int(out.dropped) == (~kept).sum()
         slopes = dense_gradients(x, params, config, cotangent, experts, kept=jnp.asarray(kept))
         assert_gradients_close(gradients, slopes)
@@ -420,11 +419,12 @@ def test_a_buffer_that_is_too_small_drops_in_order_and_counts_every_drop(x64, st
 @pytest.mark.ci
 @pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
 def test_the_worst_case_buffer_drops_nothing(strategy):
-    config = moe_config(experts=EXPERTS, strategy=strategy, **SIZES)
+    config, execution = moe_config(experts=EXPERTS, **SIZES), MoEExecution(strategy=strategy)
     x, params = random_tokens(config, NUM_TOKENS, dtype=np.float32), random_params(config, dtype=np.float32)
     for first in range(NUM_EXPERTS):  # all tokens choose the same experts
         experts = np.tile((first + np.arange(PER_TOKEN)) % NUM_EXPERTS, (NUM_TOKENS, 1)).astype(np.int32)
-        out = run_on_mesh(x, params, config, mesh_of(expert=4), replay=jnp.asarray(experts))
+        given = {"execution": execution, "replay": jnp.asarray(experts)}
+        out = run_on_mesh(x, params, config, mesh_of(expert=4), **given)
         assert int(out.dropped) == 0
         assert_agrees(out, numpy_layer.layer(x, params, config, replay=experts))
 
@@ -434,42 +434,43 @@ def test_the_worst_case_buffer_drops_nothing(strategy):
 @pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
 def test_named_kernels_are_those_that_every_stage_calls(strategy):
     kernels = KernelChoice(ragged_gather="xla", ragged_gather_reduce="reference", grouped_matmul="reference")
-    config = moe_config(strategy=strategy, kernels=kernels, **SIZES)
+    config, execution = moe_config(**SIZES), MoEExecution(strategy=strategy, kernels=kernels)
     x, params = random_tokens(config, NUM_TOKENS, dtype=np.float32), random_params(config, dtype=np.float32)
-    with recorded_selections() as selections:
-        out = run_on_mesh(x, params, config, mesh_of(expert=2))
+    with record_selections() as selections:
+        out = run_on_mesh(x, params, config, mesh_of(expert=2), execution=execution)
     chosen = {(selection.call.operation, selection.chosen.name) for selection in selections}
     assert chosen == {("ragged_gather", "xla"), ("ragged_gather_reduce", "reference"), ("grouped_matmul", "reference")}
     assert_agrees(out, numpy_layer.layer(x, params, config))
 
 
 def test_the_module_runs_on_a_mesh():
-    config = moe_config(strategy="all_to_all", **SIZES)
+    config, execution = moe_config(**SIZES), MoEExecution(strategy="all_to_all")
     params = random_params(config, dtype=np.float32)
     axes = {name: spec.axes for name, spec in config.param_specs().items()}
-    layer = MoE.from_arrays(config, params, axes, mesh=mesh_of(expert=2, data=2))
+    layer = MoE.from_arrays(config, params, axes, execution=execution, mesh=mesh_of(expert=2, data=2))
     x = random_tokens(config, NUM_TOKENS, dtype=np.float32)
     assert_agrees(jax.jit(lambda x: layer(x))(x), numpy_layer.layer(x, params, config))
 
 
 @pytest.mark.parametrize(
-    ("options", "degrees", "num_tokens", "message"),
+    ("options", "strategy", "degrees", "num_tokens", "message"),
     [
         (
-            {"strategy": "ring", "num_experts": 6},
+            {"num_experts": 6},
+            "ring",
             {"expert": 4},
             8,
             r"wi_0: its expert=6 is not divisible by expert_para",
         ),
-        ({"strategy": "local"}, {"expert": 2}, 8, "needs all experts on every device.*use 'ring' or 'all_to_all'"),
-        ({"strategy": "capacity", "capacity_factor": 1.0}, {"data": 2}, 8, "in whole sequences, got 1 for 2 devices"),
-        ({"strategy": "ring"}, {"expert": 2, "data": 4}, 12, "split over data × fsdp × expert = 8 devices, got 12"),
-        ({"strategy": "ring", "expert_dim": 5}, {"tensor": 2}, 8, r"wi_0: its expert_dim=5 is not divisible by tensor"),
-        ({"strategy": "ring"}, {"fsdp": 8}, 8, r"wi_0: its model_dim=\d+ is not divisible by fsdp_parallelism=8"),
+        ({}, "local", {"expert": 2}, 8, "needs all experts on every device.*use 'ring' or 'all_to_all'"),
+        ({"capacity_factor": 1.0}, None, {"data": 2}, 8, "in whole sequences, got 1 for 2 devices"),
+        ({}, "ring", {"expert": 2, "data": 4}, 12, "split over data × fsdp × expert = 8 devices, got 12"),
+        ({"expert_dim": 5}, "ring", {"tensor": 2}, 8, r"wi_0: its expert_dim=5 is not divisible by tensor"),
+        ({}, "ring", {"fsdp": 8}, 8, r"wi_0: its model_dim=\d+ is not divisible by fsdp_parallelism=8"),
     ],
 )
-def test_what_does_not_divide_is_refused_with_what_to_do(options, degrees, num_tokens, message):
+def test_what_does_not_divide_is_refused_with_what_to_do(options, strategy, degrees, num_tokens, message):
     config = moe_config(**{**SIZES, "model_dim": 12, **options})
     x, params = random_tokens(config, num_tokens, dtype=np.float32), random_params(config, dtype=np.float32)
     with pytest.raises(ValueError, match=message):
-        run_on_mesh(x, params, config, mesh_of(**degrees))
+        run_on_mesh(x, params, config, mesh_of(**degrees), execution=MoEExecution(strategy=strategy))

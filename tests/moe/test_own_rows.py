@@ -4,9 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from raggedmoe import ExpertConfig
-
-from .examples import layer_gradients, moe_config, random_params, random_tokens
+from raggedmoe import ExpertConfig, MoEExecution
+from tests.moe.examples import layer_gradients, moe_config, random_params, random_tokens
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -14,15 +13,12 @@ EXPERTS = jnp.asarray([[0, 2], [3, 0], [2, 5], [4, 3], [5, 4]], jnp.int32)  # ex
 EMPTY, BUSY = 1, 2
 CHOSE_BUSY = np.asarray(EXPERTS == BUSY).any(1)
 WAYS = {
-    "jax": {"moe_backend": "jax"},
-    "capacity": {"strategy": "capacity", "capacity_factor": 3.0},
-    "ragged_dot": {"moe_backend": "ragged_dot"},
-    "cpu": {"moe_backend": "cpu"},
-    "expert_ffn": {"moe_backend": "expert_ffn"},
+    "capacity": ({"capacity_factor": 3.0}, MoEExecution()),
+    **{name: ({}, MoEExecution(moe_backend=name)) for name in ("dense", "ragged_dot", "cpu", "expert_ffn")},
 }
 
 
-def results(config, expert, value):
+def results(config, execution, expert, value):
     """The output and all gradients, with that value in everything that an expert has."""
     params = random_params(config)
     own = {
@@ -32,7 +28,7 @@ def results(config, expert, value):
     if expert is not None:
         params = {name: array.at[expert].set(value) if name in own else array for name, array in params.items()}
     x, cotangent = random_tokens(config, 5), random_tokens(config, 5, seed=3)
-    out, gradients = layer_gradients(x, params, config, cotangent, replay=EXPERTS)
+    out, gradients = layer_gradients(x, params, config, cotangent, execution=execution, replay=EXPERTS)
     return {"output": out.output, **gradients}, own
 
 
@@ -42,13 +38,14 @@ def results(config, expert, value):
     "way", [pytest.param(way, marks=[pytest.mark.slow] if way in ("cpu", "expert_ffn") else []) for way in WAYS]
 )
 def test_an_experts_nan_reaches_its_own_tokens_alone(way):
-    config = moe_config(experts=ExpertConfig(biases=True), **WAYS[way])
-    clean, own = results(config, None, None)
+    options, execution = WAYS[way]
+    config = moe_config(experts=ExpertConfig(biases=True), **options)
+    clean, own = results(config, execution, None, None)
     for value in (np.nan, np.inf):
-        idle, _ = results(config, EMPTY, value)
+        idle, _ = results(config, execution, EMPTY, value)
         for name, array in idle.items():
             np.testing.assert_allclose(array, clean[name], rtol=1e-12, atol=1e-12, err_msg=f"{name}, idle expert")
-        busy, _ = results(config, BUSY, value)
+        busy, _ = results(config, execution, BUSY, value)
         for name in ("output", "x"):
             others = np.asarray(busy[name])[~CHOSE_BUSY]
             np.testing.assert_allclose(others, clean[name][~CHOSE_BUSY], rtol=1e-12, atol=1e-12, err_msg=name)

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raggedmoe import ExpertConfig
-
-from . import numpy_layer
-from .examples import (
+from raggedmoe import ExpertConfig, MoEExecution
+from tests.moe import numpy_layer
+from tests.moe.examples import (
     assert_agrees,
     assert_gradients_close,
     dense_gradients,
@@ -50,25 +49,29 @@ def build(shape):
         model_dim=shape["model_dim"],
         expert_dim=shape["expert_dim"],
         experts=ExpertConfig(gated=shape["gated"], biases=shape["biases"]),
-        moe_backend=shape["backend"],
     )
     rng = np.random.default_rng(shape["seed"])
     experts = random_experts(rng, shape["num_tokens"], per_token, shape["num_experts"], skew=shape["skew"])
     if shape["all_alike"]:
         experts[:] = experts[0]
-    return config, experts, rng.random(shape["num_tokens"]) < shape["share_present"]
+    return (
+        config,
+        MoEExecution(moe_backend=shape["backend"]),
+        experts,
+        rng.random(shape["num_tokens"]) < shape["share_present"],
+    )
 
 
 @pytest.mark.slow  # each drawn shape is two compilations; the stages' routings and the kernels' drawn shapes are quick
 @settings(max_examples=6)
 @given(shape=SHAPES)
 def test_layer_agrees_with_the_oracles(shape):
-    config, experts, mask = build(shape)
+    config, execution, experts, mask = build(shape)
     with jax.enable_x64(True):
         x, params = random_tokens(config, len(mask)), random_params(config)
         cotangent = random_tokens(config, len(mask), seed=3)
         options = {"mask": jnp.asarray(mask), "replay": jnp.asarray(experts)}
-        out, gradients = layer_gradients(x, params, config, cotangent, **options)
+        out, gradients = layer_gradients(x, params, config, cotangent, execution=execution, **options)
         assert_agrees(out, numpy_layer.layer(x, params, config, mask=mask, replay=experts))
         expected = dense_gradients(x, params, config, cotangent, options["replay"], options["mask"])
         assert_gradients_close(gradients, expected)

@@ -1,25 +1,25 @@
 """Every router against the NumPy oracle, and its gradients against finite differences.
 
-The experts are plain einsums here (`moe_backend="jax"`), which compile in a third of the time: `test_stages.py` and
+The experts are plain einsums here (`moe_backend="dense"`), which compile in a third of the time: `test_stages.py` and
 `test_layer.py` have the routers' weights and gradients on every other way.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from raggedmoe import ExpertConfig, RouterConfig
+from raggedmoe import ExpertConfig, MoEExecution, RouterConfig
 from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.moe.records import MoEParams, RouterParams
 from raggedmoe.moe.router import route
-
-from . import numpy_layer
-from .examples import (
+from tests.moe import numpy_layer
+from tests.moe.examples import (
+    EINSUM,
     assert_agrees,
     assert_close,
     dense_gradients,
-    einsum_config,
     finite_differences,
     layer_gradients,
     moe_config,
@@ -49,14 +49,16 @@ ROUTERS = {
 }
 LOSSES = {"aux_loss_weight": 0.5, "z_loss_weight": 0.25}
 TOKEN_IDS = np.random.default_rng(5).integers(0, 2**31 - 1, 16)
-jitted_route = jax.jit(route, static_argnums=(2, 3))
+by_einsum = functools.partial(run_layer, execution=EINSUM)
+einsum_gradients = functools.partial(layer_gradients, execution=EINSUM)
+jitted_route = jax.jit(route.function, static_argnames=("config", "experts_per_token"))
 # The mask is an array in both cases, for which the layer is compiled once.
 both_masks = pytest.mark.parametrize("masked", [False, True])
 
 
 def router_case(name, num_tokens=16, **sizes):
     per_token = 1 if name.startswith("top1") else 3
-    config = einsum_config({**ROUTERS[name], **LOSSES}, experts_per_token=per_token, **sizes)
+    config = moe_config({**ROUTERS[name], **LOSSES}, experts_per_token=per_token, **sizes)
     ids = jnp.asarray(TOKEN_IDS[:num_tokens]) if name == "hash" else None
     return config, random_tokens(config, num_tokens), random_params(config), ids
 
@@ -66,7 +68,7 @@ def router_case(name, num_tokens=16, **sizes):
 def test_router_is_that_of_the_oracle(name):
     config, x, params, ids = router_case(name)
     mask = jnp.arange(16) % 4 != 1
-    out = run_layer(x, params, config, mask=mask, token_ids=ids)
+    out = by_einsum(x, params, config, mask=mask, token_ids=ids)
     assert_agrees(out, numpy_layer.layer(x, params, config, mask=mask, token_ids=ids))
 
 
@@ -82,7 +84,6 @@ def test_router_is_that_of_the_oracle(name):
 def test_expert_choice_is_that_of_the_oracle(router, factor, masked):
     config = moe_config(
         {"selection": "expert_choice", **router},
-        strategy="capacity",
         capacity_factor=factor,
         experts=ExpertConfig(biases=True, num_shared=1),
     )
@@ -104,13 +105,7 @@ def weights_by_expert(routing, num_experts):
 @pytest.mark.parametrize("name", ROUTERS)
 def test_weights_are_those_of_the_oracle(name):
     config, x, params, ids = router_case(name)
-    router = RouterParams(
-        kernel=params["router_kernel"],
-        logit_bias=params.get("router_logit_bias"),
-        selection_bias=params.get("router_selection_bias"),
-        expert_scale=params.get("router_expert_scale"),
-    )
-    found = jitted_route(x, router, config.router, config.experts_per_token, token_ids=ids)
+    found = jitted_route(x, params, config=config.router, experts_per_token=config.experts_per_token, token_ids=ids)
     expected = numpy_layer.layer(x, params, config, token_ids=ids).weights
     for one, other in zip(weights_by_expert(found, config.num_experts), expected):
         assert one == pytest.approx(other, rel=1e-12)
@@ -133,7 +128,7 @@ def test_gradients_are_the_slopes_of_the_oracle(name, held_by):
     expected = numpy_layer.layer(x, params, config, **options)
     if held_by == "replay":
         options["replay"] = jnp.asarray(expected.experts)
-    out, gradients = layer_gradients(x, params, config, cotangent, **options)
+    out, gradients = einsum_gradients(x, params, config, cotangent, **options)
     assert_agrees(out, expected)
     names = [name for name in gradients if name == "x" or name.startswith("router")]
     slopes = finite_differences(x, params, config, cotangent, names, **options)
@@ -146,7 +141,6 @@ def test_gradients_are_the_slopes_of_the_oracle(name, held_by):
 def test_gradients_of_expert_choice_are_the_slopes_of_the_oracle(weigh, masked):
     config = moe_config(
         {"selection": "expert_choice", "expert_scale": True, "weigh": weigh},
-        strategy="capacity",
         capacity_factor=1.0,
         model_dim=3,
         expert_dim=2,
@@ -162,10 +156,10 @@ def test_gradients_of_expert_choice_are_the_slopes_of_the_oracle(weigh, masked):
 
 def far_below_zero(router, dtype):
     """Configuration, tokens, parameters, value and gradients where every logit is about -200."""
-    config = einsum_config({**router, **LOSSES, "logit_bias": True}, experts_per_token=6)
+    config = moe_config({**router, **LOSSES, "logit_bias": True}, experts_per_token=6)
     params = {**random_params(config, dtype=dtype), "router_logit_bias": jnp.full(6, -200.0, dtype)}
     x = random_tokens(config, 3, dtype=dtype)
-    return config, x, params, *layer_gradients(x, params, config, jnp.ones_like(x))
+    return config, x, params, *einsum_gradients(x, params, config, jnp.ones_like(x))
 
 
 @pytest.mark.product
@@ -188,31 +182,31 @@ def test_sqrt_softplus_keeps_its_slope_far_below_zero(normalize):
 @pytest.mark.parametrize("logit", [-200.0, -20.0, -15.0, -14.9, 0.0, 30.0])
 def test_sqrt_softplus_has_no_step_where_its_formula_changes(logit):
     config = moe_config({"score": "sqrt_softplus", "normalize": "none"}, num_experts=1, experts_per_token=1)
-    router = RouterParams(kernel=jnp.ones((1, 1)))
-    found = jitted_route(jnp.full((1, 1), logit), router, config.router, 1).weights[0, 0]
+    router = {"router_kernel": jnp.ones((1, 1))}
+    found = jitted_route(jnp.full((1, 1), logit), router, config=config.router, experts_per_token=1).weights[0, 0]
     # Below -15 the library takes softplus(x) for exp(x), which differs by x/2 in exp(x): under 1e-6 in what is a root.
     assert float(found) == pytest.approx(np.sqrt(np.log1p(np.exp(logit))), rel=1e-6)
 
 
 def test_jitter_multiplies_the_routers_input_alone():
-    config = einsum_config({"jitter": 0.5})
+    config = moe_config({"jitter": 0.5})
     x, params = random_tokens(config, 12), random_params(config)
     key = jax.random.key(3)
     keys = [jax.random.fold_in(jax.random.fold_in(key, 1), token) for token in range(12)]
     noise = [jax.random.uniform(own, x.shape[1:], x.dtype, minval=0.5, maxval=1.5) for own in keys]
-    out = run_layer(x, params, config, key=key)
+    out = by_einsum(x, params, config, key=key)
     assert_agrees(out, numpy_layer.layer(x, params, config, noise=np.asarray(noise)))
 
 
 def test_jitter_is_left_out_without_a_key():
-    config = einsum_config({"jitter": 0.5})
+    config = moe_config({"jitter": 0.5})
     x, params = random_tokens(config, 12), random_params(config)
-    assert_agrees(run_layer(x, params, config), numpy_layer.layer(x, params, config))
+    assert_agrees(by_einsum(x, params, config), numpy_layer.layer(x, params, config))
 
 
 def random_routing(num_tokens, seed, per_token=3, num_experts=6):
-    config = einsum_config({"selection": "random"}, experts_per_token=per_token, num_experts=num_experts)
-    return run_layer(random_tokens(config, num_tokens), random_params(config), config, key=jax.random.key(seed)).experts
+    config = moe_config({"selection": "random"}, experts_per_token=per_token, num_experts=num_experts)
+    return by_einsum(random_tokens(config, num_tokens), random_params(config), config, key=jax.random.key(seed)).experts
 
 
 def test_random_routing_follows_its_seed():
@@ -228,33 +222,33 @@ def test_random_routing_is_uniform():
 
 
 def test_random_weights_come_from_the_scores():
-    config = einsum_config({"selection": "random"}, experts_per_token=3)
+    config = moe_config({"selection": "random"}, experts_per_token=3)
     x, params = random_tokens(config, 12), random_params(config)
-    out = run_layer(x, params, config, key=jax.random.key(0))
+    out = by_einsum(x, params, config, key=jax.random.key(0))
     assert_agrees(out, numpy_layer.layer(x, params, config, replay=np.asarray(out.experts)))
 
 
 @both_masks
 @pytest.mark.parametrize("num_tokens", [1, 7, 50])
 def test_balanced_loads_differ_by_one_at_most(num_tokens, masked):
-    config = einsum_config({"selection": "balanced"}, num_experts=7, experts_per_token=3)
+    config = moe_config({"selection": "balanced"}, num_experts=7, experts_per_token=3)
     mask = jnp.asarray((not masked) | (np.random.default_rng(0).random(num_tokens) < 0.6))
-    load = run_layer(random_tokens(config, num_tokens), random_params(config), config, mask=mask).load
+    load = by_einsum(random_tokens(config, num_tokens), random_params(config), config, mask=mask).load
     assert int(load.sum()) == 3 * int(np.sum(mask))
     assert int(load.max() - load.min()) <= 1
 
 
 def test_balanced_routing_begins_with_the_first_expert_and_goes_round_over_tokens_that_count():
-    config = einsum_config({"selection": "balanced"}, num_experts=7, experts_per_token=3)
+    config = moe_config({"selection": "balanced"}, num_experts=7, experts_per_token=3)
     mask = jnp.asarray([True, False, True, True])
-    experts = run_layer(random_tokens(config, 4), random_params(config), config, mask=mask).experts
+    experts = by_einsum(random_tokens(config, 4), random_params(config), config, mask=mask).experts
     np.testing.assert_array_equal(experts, [[0, 1, 2], [7, 7, 7], [3, 4, 5], [6, 0, 1]])
 
 
 def test_hash_gives_equal_ids_equal_experts():
-    config = einsum_config({"selection": "hash"}, experts_per_token=3)
+    config = moe_config({"selection": "hash"}, experts_per_token=3)
     ids = jnp.asarray([3, 9, 3, 2**30, 9])
-    experts = np.asarray(run_layer(random_tokens(config, 5), random_params(config), config, token_ids=ids).experts)
+    experts = np.asarray(by_einsum(random_tokens(config, 5), random_params(config), config, token_ids=ids).experts)
     assert np.array_equal(experts[0], experts[2])
     assert np.array_equal(experts[1], experts[4])
     assert all(len(set(row)) == 3 for row in experts.tolist())
@@ -265,8 +259,8 @@ def test_hash_gives_equal_ids_equal_experts():
 def test_replay_gives_the_recorded_bits(name, masked):
     config, x, params, _ = router_case(name)
     mask = jnp.asarray((not masked) | (np.arange(16) % 4 != 1))
-    recorded = run_layer(x, params, config, mask=mask)
-    replayed = run_layer(x, params, config, mask=mask, replay=recorded.experts)
+    recorded = by_einsum(x, params, config, mask=mask)
+    replayed = by_einsum(x, params, config, mask=mask, replay=recorded.experts)
     for one, other in zip(jax.tree.leaves(recorded), jax.tree.leaves(replayed), strict=True):
         assert np.array_equal(one, other)
 
@@ -275,22 +269,22 @@ def test_replayed_experts_get_gradients_through_their_weights():
     config = moe_config()
     x, params = random_tokens(config, 8), random_params(config)
     replay = jnp.asarray(random_experts(np.random.default_rng(0), 8, 2, 6))
-    _, gradients = layer_gradients(x, params, config, jnp.ones_like(x), replay=replay)
+    _, gradients = einsum_gradients(x, params, config, jnp.ones_like(x), replay=replay)
     expected = dense_gradients(x, params, config, jnp.ones_like(x), replay)["router_kernel"]
     assert np.abs(expected).max() > 1e-3
     assert_close(gradients["router_kernel"], expected)
 
 
 def test_groups_limit_the_choice():
-    config = einsum_config({"num_groups": 3, "groups_per_token": 1}, experts_per_token=2)
-    experts = np.asarray(run_layer(random_tokens(config, 40), random_params(config), config).experts)
+    config = moe_config({"num_groups": 3, "groups_per_token": 1}, experts_per_token=2)
+    experts = np.asarray(by_einsum(random_tokens(config, 40), random_params(config), config).experts)
     assert (experts[:, 0] // 2 == experts[:, 1] // 2).all()
 
 
 def test_normalised_weights_sum_to_the_scale():
     router = RouterConfig(score="sigmoid", scale=2.5)
-    params = RouterParams(kernel=jnp.asarray(np.random.default_rng(0).normal(size=(6, 7))))
-    weights = jitted_route(random_tokens(moe_config(), 9), params, router, 3).weights
+    params = {"router_kernel": jnp.asarray(np.random.default_rng(0).normal(size=(6, 7)))}
+    weights = jitted_route(random_tokens(moe_config(), 9), params, config=router, experts_per_token=3).weights
     np.testing.assert_allclose(weights.sum(1), 2.5, rtol=1e-14)
 
 
@@ -304,7 +298,7 @@ def test_normalised_weights_sum_to_the_scale():
 )
 def test_a_replay_that_is_no_routing_is_refused(replay, message):
     config = moe_config(num_experts=4, experts_per_token=len(replay[0]))
-    params = MoEParams.from_flat(random_params(config))
+    params = random_params(config)
     with pytest.raises(ValueError, match=message):
         moe_route_and_compute(random_tokens(config, 3), params, config, replay=jnp.asarray(replay))
 
@@ -312,7 +306,47 @@ def test_a_replay_that_is_no_routing_is_refused(replay, message):
 def test_a_traced_replay_of_no_expert_is_nowhere_and_moves_no_other_token():
     config = moe_config(num_experts=4, experts_per_token=1)
     x, params = random_tokens(config, 3), random_params(config)
-    whole = run_layer(x, params, config, replay=jnp.asarray([[0], [1], [2]]))
-    part = jax.jit(lambda replay: vars(run_layer(x, params, config, replay=replay)))(jnp.asarray([[-1], [1], [2]]))
+    whole = by_einsum(x, params, config, replay=jnp.asarray([[0], [1], [2]]))
+    part = jax.jit(lambda replay: vars(by_einsum(x, params, config, replay=replay)))(jnp.asarray([[-1], [1], [2]]))
     np.testing.assert_array_equal(part["load"], [0, 1, 1, 0])
     np.testing.assert_allclose(part["output"][1:], whole.output[1:], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "backend", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "ragged_dot", "expert_ffn"))]
+)
+def test_router_learns_from_the_task(backend):
+    config = moe_config()  # no balance loss: nothing else could give the router a gradient
+    x, params, cotangent = random_tokens(config, 8), random_params(config), random_tokens(config, 8, seed=3)
+    out, gradients = layer_gradients(x, params, config, cotangent, execution=MoEExecution(moe_backend=backend))
+    expected = dense_gradients(x, params, config, cotangent, out.experts)["router_kernel"]
+    assert np.abs(expected).max() > 1e-2
+    assert_close(gradients["router_kernel"], expected)
+
+
+def biased(strength):
+    config = moe_config({"score": "sigmoid", "selection_bias": True, "aux_loss_weight": 0.1})
+    x, params = random_tokens(config, 10), random_params(config)
+    bias = strength * jnp.asarray([1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    return config, x, {**params, "router_selection_bias": bias}
+
+
+def test_selection_bias_chooses_but_never_weighs():
+    config, x, params = biased(100.0)
+    out = run_layer(x, params, config)
+    assert set(np.asarray(out.experts).reshape(-1).tolist()) == {0, 1}
+    without = {**params, "router_selection_bias": jnp.zeros(6)}
+    np.testing.assert_array_equal(out.output, run_layer(x, without, config, replay=out.experts).output)
+    assert_close(out.output, numpy_layer.layer(x, params, config).output)
+
+
+def test_selection_bias_gets_no_gradient():
+    config, x, params = biased(0.01)
+    _, gradients = layer_gradients(x, params, config, jnp.ones_like(x))
+    assert not np.asarray(gradients["router_selection_bias"]).any()
+
+
+def test_random_routing_never_picks_an_expert_twice():
+    config = moe_config({"selection": "random"}, experts_per_token=5)
+    experts = by_einsum(random_tokens(config, 500), random_params(config), config, key=jax.random.key(0)).experts
+    assert (np.diff(np.sort(np.asarray(experts), axis=1), axis=1) > 0).all()

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from raggedmoe import ExpertConfig, KernelChoice
-
-from . import numpy_layer
-from .examples import (
+from raggedmoe import ExpertConfig, KernelChoice, MoEExecution
+from tests.moe import numpy_layer
+from tests.moe.examples import (
     assert_agrees,
     assert_gradients_close,
     dense_gradients,
@@ -24,7 +23,7 @@ from .examples import (
     random_params,
     random_tokens,
 )
-from .on_mesh import gradients_on_mesh, mesh_of, run_on_mesh
+from tests.moe.on_mesh import gradients_on_mesh, mesh_of, run_on_mesh
 
 NUM_TOKENS, NUM_EXPERTS, NUM_RANKS = 8, 4, 2
 ROUTER = {
@@ -50,13 +49,17 @@ class Way:
     def __str__(self):
         return f"{self.strategy}-{self.kernels}-chunks{self.width_chunks}"
 
-    def config(self, **options):
-        sizes = {"num_experts": NUM_EXPERTS, "model_dim": 6, "experts": EXPERTS, "router": ROUTER, **options}
+    @property
+    def execution(self):
         if self.kernels == "fused":
-            return moe_config(strategy=self.strategy, moe_backend="expert_ffn", **sizes)
+            return MoEExecution(strategy=self.strategy, moe_backend="expert_ffn")
         kernel = KERNELS[self.kernels]
         choice = None if kernel is None else KernelChoice(grouped_matmul=kernel)
-        return moe_config(strategy=self.strategy, kernels=choice, width_chunks=self.width_chunks, **sizes)
+        return MoEExecution(strategy=self.strategy, kernels=choice, width_chunks=self.width_chunks)
+
+
+def config_of(per_token):
+    return moe_config(ROUTER, num_experts=NUM_EXPERTS, experts_per_token=per_token, model_dim=6, experts=EXPERTS)
 
 
 # "auto" takes the kernels of "cpu" on this machine: one of the two names is enough.
@@ -74,12 +77,12 @@ ROUTINGS = ("random", "skewed", "one_expert_each", "first_rank", "last_rank", "o
 @functools.cache
 def compiled(way, per_token):
     """Value and gradients as one compiled function of the arrays, so that all routings share it."""
-    config = way.config(experts_per_token=per_token)
+    config, execution = config_of(per_token), way.execution
 
     mesh = None if way.strategy == "local" else mesh_of(expert=NUM_RANKS)
 
     def run(x, params, mask, replay, cotangent):
-        return gradients_on_mesh(x, params, config, mesh, cotangent, mask=mask, replay=replay)
+        return gradients_on_mesh(x, params, config, mesh, cotangent, execution=execution, mask=mask, replay=replay)
 
     return run
 
@@ -109,7 +112,7 @@ def routing(name, per_token):
 @functools.cache
 def case(per_token, routing_name):
     """Arrays of one case and what both oracles say; float64 must be on."""
-    config = Way("local", 1, "auto").config(experts_per_token=per_token)
+    config = config_of(per_token)
     x, params = random_tokens(config, NUM_TOKENS), random_params(config)
     experts, mask = routing(routing_name, per_token)
     cotangent = jnp.asarray(np.random.default_rng(2).normal(size=x.shape))
@@ -195,7 +198,7 @@ KINDS = [
     pytest.param(
         activation,
         gated,
-        ("auto", "jax", "expert_ffn")[(i + gated) % 3],
+        ("auto", "dense", "expert_ffn")[(i + gated) % 3],
         ("input", "output")[(i // 2 + gated) % 2],
         marks=[pytest.mark.slow] if (i + gated) % 2 else [],
     )
@@ -207,10 +210,11 @@ KINDS = [
 @pytest.mark.parametrize(("activation", "gated", "backend", "weigh"), KINDS)
 def test_experts_of_every_kind_are_those_of_the_oracle(activation, gated, backend, weigh):
     experts = ExpertConfig(activation=activation, gated=gated, biases=True, num_shared=2, shared_gate=not gated)
-    config = moe_config({"weigh": weigh}, experts=experts, moe_backend=backend)
+    config = moe_config({"weigh": weigh}, experts=experts)
     x, params = scaled_tokens(config, 9), random_params(config)
     cotangent, replay = random_tokens(config, 9, seed=3), random_experts(np.random.default_rng(0), 9, 2, 6)
-    out, gradients = layer_gradients(x, params, config, cotangent, replay=jnp.asarray(replay))
+    execution, given = MoEExecution(moe_backend=backend), jnp.asarray(replay)
+    out, gradients = layer_gradients(x, params, config, cotangent, execution=execution, replay=given)
     assert_agrees(out, numpy_layer.layer(x, params, config, replay=replay))
     assert_gradients_close(gradients, dense_gradients(x, params, config, cotangent, jnp.asarray(replay)))
 
@@ -222,24 +226,26 @@ across_ranks = pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
 @across_ranks
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_routing_is_that_of_one_device_on_any_number_of_ranks(num_ranks, strategy):
-    config = moe_config(ROUTER, num_experts=8, experts_per_token=3, strategy=strategy)
+    config = moe_config(ROUTER, num_experts=8, experts_per_token=3)
     x, params = random_tokens(config, 16), random_params(config)
     mask = jnp.arange(16) % 5 != 0
-    out = run_on_mesh(x, params, config, mesh_of(expert=num_ranks), mask=mask)
+    out = run_on_mesh(
+        x, params, config, mesh_of(expert=num_ranks), execution=MoEExecution(strategy=strategy), mask=mask
+    )
     assert_agrees(out, numpy_layer.layer(x, params, config, mask=mask))
 
 
 @pytest.mark.parametrize("strategy", ["ring", pytest.param("all_to_all", marks=pytest.mark.ci)])
 def test_the_input_is_weighed_where_the_router_says_so(strategy):
-    config = moe_config({"weigh": "input", "score": "sigmoid"}, num_experts=4, strategy=strategy, experts=EXPERTS)
+    config = moe_config({"weigh": "input", "score": "sigmoid"}, num_experts=4, experts=EXPERTS)
     x, params = random_tokens(config, 8), random_params(config)
-    out = run_on_mesh(x, params, config, mesh_of(expert=NUM_RANKS))
+    out = run_on_mesh(x, params, config, mesh_of(expert=NUM_RANKS), execution=MoEExecution(strategy=strategy))
     assert_agrees(out, numpy_layer.layer(x, params, config))
 
 
 @pytest.mark.ci
 def test_ring_combines_more_slots_than_are_unrolled():
-    config = moe_config(num_experts=18, experts_per_token=17, strategy="ring")
+    config = moe_config(num_experts=18, experts_per_token=17)
     x, params = random_tokens(config, 4), random_params(config)
-    out = run_on_mesh(x, params, config, mesh_of(expert=NUM_RANKS))
+    out = run_on_mesh(x, params, config, mesh_of(expert=NUM_RANKS), execution=MoEExecution(strategy="ring"))
     assert_agrees(out, numpy_layer.layer(x, params, config))

@@ -11,7 +11,7 @@ from tests.mutants.reach import Reach, recorded
 from tests.mutants.run import Review, Verdict, draw, summary, table, try_mutant
 from tests.mutants.tree import Tree
 
-FOLDERS = ["moe", "kernels", "models", "train", "parallel", "interop"]
+FOLDERS = ["moe", "kernels", "models", "train", "sharding", "launch", "interop"]
 
 
 def parse(words: list[str]) -> argparse.Namespace:

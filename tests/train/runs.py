@@ -51,21 +51,21 @@ def curve(run: Path) -> list[dict]:
 
 
 @functools.cache
-def _programs(config, layout, structure, *batches):
+def _programs(config, sharding, structure, *batches):
     shaped = [jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves]) for leaves in batches]
-    return compile_programs(config, *shaped, layout)
+    return compile_programs(config, *shaped, sharding)
 
 
-once_measured = functools.cache(speed.measured_peak)
+once_measured = functools.cache(speed.measure_peak_flops)
 
 
 def share_programs(monkeypatch):
     """The loop compiles only what it has not compiled before in this process, and measures the processor once."""
 
     def compiled(config, *batches_and_layout):
-        *batches, layout = batches_and_layout
+        *batches, sharding = batches_and_layout
         shapes = [tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch)) for batch in batches]
-        return _programs(config, layout, jax.tree.structure(batches[0]), *shapes)
+        return _programs(config, sharding, jax.tree.structure(batches[0]), *shapes)
 
     monkeypatch.setattr(loop, "compile_programs", compiled)
-    monkeypatch.setattr(speed, "measured_peak", once_measured)
+    monkeypatch.setattr(speed, "measure_peak_flops", once_measured)

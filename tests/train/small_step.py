@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from raggedmoe.models.execution import ModelExecution
+from raggedmoe.models.parameters import is_trained, param_specs
 from raggedmoe.models.presets import model_preset
-from raggedmoe.models.specs import is_trained, param_specs
 from raggedmoe.moe.config import RouterConfig
+from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.train.optimizer import OptimizerConfig, make_optimizer
 from raggedmoe.train.rows import Batch
-from raggedmoe.train.state import state_of
+from raggedmoe.train.state import state_from_params
 from raggedmoe.train.step import StepConfig, train_step
 
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -52,7 +54,7 @@ def tiny(name, **changes):
 def small_model(**router):
     preset = model_preset("mixtral-tiny")
     router = RouterConfig(score="sigmoid", selection_bias=True, scale=2.5, **router)
-    moe = dataclasses.replace(preset.moe, router=router, moe_backend="jax")
+    moe = dataclasses.replace(preset.moe, router=router)
     return dataclasses.replace(preset, vocab_size=61, mlp_dim=32, mtp_layers=1, moe=moe)
 
 
@@ -61,9 +63,12 @@ def whole_model():
     return dataclasses.replace(model, num_layers=4, dense_layers=(0, 2))
 
 
+EINSUM = ModelExecution(moe=MoEExecution(moe_backend="dense"))  # experts that compile fast
 # Without a first moment and clipping the optimizer's state after a step holds the gradient as it was.
 ADAM = OptimizerConfig(steps=40, learning_rate=0.01, warmup_steps=4, b1=0.0, clip_norm=None)
-WHOLE = StepConfig(model=whole_model(), optimizer=ADAM, bias_update_rate=RATE, mtp_loss_weight=MTP_WEIGHT)
+WHOLE = StepConfig(
+    model=whole_model(), execution=EINSUM, optimizer=ADAM, bias_update_rate=RATE, mtp_loss_weight=MTP_WEIGHT
+)
 BATCH = packed(ROWS, WHOLE.model.vocab_size)
 
 
@@ -84,7 +89,7 @@ def sorted_out(params):
 
 def first_state(config):
     optimizer = make_optimizer(config.optimizer, param_specs(config.model))
-    return state_of(drawn_params(config.model), optimizer, jax.random.key(0))
+    return state_from_params(drawn_params(config.model), optimizer, jax.random.key(0))
 
 
 @functools.cache

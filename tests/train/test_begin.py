@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from raggedmoe.hardware import target_hardware
-from raggedmoe.train.begin import opened_metrics
-from raggedmoe.train.checkpoint import Restored
+from raggedmoe.train.begin import open_metrics
+from raggedmoe.train.checkpoint import RestoredCheckpoint
 from raggedmoe.train.config import make_config
 from raggedmoe.train.metrics import LOAD, METRICS, MetricsWriter, read_jsonl
 from raggedmoe.train.screen import Screen
@@ -25,8 +25,8 @@ def resume(tmp_path):
             writer.train(step, {"loss": 4.0 - step})
             writer.load(step, [[step]])
     screen = Screen(3, 1, Console(file=io.StringIO()))
-    restored = Restored(step=2, state=None, extra={}, path=tmp_path / "step_00000002")
-    return lambda: opened_metrics(config, restored, screen).close()
+    restored = RestoredCheckpoint(step=2, state=None, extra={}, path=tmp_path / "step_00000002")
+    return lambda: open_metrics(config, restored, screen).close()
 
 
 def remove_the_line(path):

@@ -32,7 +32,7 @@ def state_at(step: int) -> dict:
     return {"rows": jnp.asarray(np.arange(ROWS, dtype=np.float32) + step), "step": jnp.asarray(np.int32(step))}
 
 
-def check_is_of(restored: checkpoint.Restored | None, step: int) -> None:
+def check_is_of(restored: checkpoint.RestoredCheckpoint | None, step: int) -> None:
     assert restored is not None
     assert restored.step == step
     assert restored.extra == {"position": step * 7}
@@ -296,7 +296,7 @@ def test_bits_all_over_the_manifest_are_checked(written, tmp_path):
     assert manifest.read_manifest(tmp_path).step == 30
     for bit in range(0, 8 * len(raw), 149):
         flip_bit(file, bit)
-        with pytest.raises(manifest.Damaged, match=r"manifest\.json"):
+        with pytest.raises(manifest.DamagedCheckpointError, match=r"manifest\.json"):
             manifest.read_manifest(tmp_path)
         flip_bit(file, bit)
 

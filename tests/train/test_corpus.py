@@ -11,13 +11,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
 from raggedmoe.train import corpus
-from raggedmoe.train.corpus import byte_tokenizer_json, standard_library, text_files
+from raggedmoe.train.corpus import byte_tokenizer_json, read_standard_library, read_text_files
 
 TEXT = "The first line of words\nand a second one, with_names;\n\n  indented 12\nlast" * 4
 
 
 def read(*paths, suffixes=(".txt", ".py"), tokenizer=None, vocab_size=512):
-    return text_files([str(path) for path in paths], suffixes, tokenizer and str(tokenizer), vocab_size)
+    return read_text_files([str(path) for path in paths], suffixes, tokenizer and str(tokenizer), vocab_size)
 
 
 def written(folder, **contents):
@@ -63,20 +63,20 @@ def plain_tokens(merging, text):
 
 
 def test_the_standard_library_has_its_modules_and_neither_tests_nor_packages():
-    names = {document.name for document in standard_library().documents}
+    names = {document.name for document in read_standard_library().documents}
     assert {"argparse.py", "json/decoder.py"} <= names
     assert not [name for name in names if {"test", "tests", "site-packages", "__pycache__"} & set(name.split("/"))]
 
 
 def test_the_standard_library_is_read_byte_by_byte():
-    found = texts(standard_library())["json/decoder.py"]
+    found = texts(read_standard_library())["json/decoder.py"]
     assert found == Path(json.decoder.__file__).read_bytes()
 
 
 def test_a_python_without_sources_is_an_error_that_names_other_data(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(ValueError, match=r"found no \.py file to read.*dataset='text'"):
-        standard_library()
+        read_standard_library()
 
 
 def test_an_unreadable_file_of_the_standard_library_is_left_out_with_a_warning(tmp_path, monkeypatch, caplog):
@@ -84,7 +84,7 @@ def test_an_unreadable_file_of_the_standard_library_is_left_out_with_a_warning(t
     (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere.py")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with caplog.at_level(logging.WARNING):
-        assert texts(standard_library()) == {"good.py": b"x = 1"}
+        assert texts(read_standard_library()) == {"good.py": b"x = 1"}
     assert "gone.py" in caplog.text
 
 
@@ -140,7 +140,7 @@ def test_a_long_text_in_parts_has_the_tokens_of_the_whole(part, call, tmp_path, 
 
 def test_long_texts_are_cut_into_parts():
     text = "word\n" * 2**17
-    parts = list(corpus._parts(text))
+    parts = list(corpus._split_text(text))
     assert len(parts) > 1
     assert "".join(parts) == text
 

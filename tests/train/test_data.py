@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raggedmoe.train.corpus import Document
-from raggedmoe.train.data import Batches, DataConfig, open_data, split
+from raggedmoe.train.data import Batches, DataConfig, open_data, split_documents
 from raggedmoe.train.rows import Batch
 
 SIZES = (0, 1, 2, 7, 8, 9, 16, 17, 30, 41, 5, 64, 23, 12, 50, 3)  # of the files, for rows of 8
@@ -222,19 +222,19 @@ def num_tokens(documents):
 
 
 def test_many_documents_are_split_near_the_share():
-    train, held_out = split(documents_of(*[10] * 200), share=0.1, seed=0)
+    train, held_out = split_documents(documents_of(*[10] * 200), share=0.1, seed=0)
     assert (len(train), len(held_out)) == (180, 20)
 
 
 def test_the_split_does_not_depend_on_the_order_of_reading():
     documents = documents_of(*range(1, 50))
-    names = [[d.name for d in side] for side in split(documents, share=0.1, seed=0)]
-    assert [[d.name for d in side] for side in split(documents[::-1], share=0.1, seed=0)] == names
+    names = [[d.name for d in side] for side in split_documents(documents, share=0.1, seed=0)]
+    assert [[d.name for d in side] for side in split_documents(documents[::-1], share=0.1, seed=0)] == names
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_document_that_is_most_of_the_data_is_trained_on(seed):
-    train, held_out = split(documents_of(1000, *[10] * 9), share=0.05, seed=seed)
+    train, held_out = split_documents(documents_of(1000, *[10] * 9), share=0.05, seed=seed)
     assert "0" in {document.name for document in train}
     assert 0 < num_tokens(held_out) <= 90
 
@@ -242,7 +242,7 @@ def test_a_document_that_is_most_of_the_data_is_trained_on(seed):
 @pytest.mark.parametrize("sizes", [(100,), (60, 50), (90, 1)])
 def test_the_end_of_the_longest_is_held_out_where_no_document_is_small_enough(sizes):
     documents = [Document(name=f"{n}", tokens=np.arange(size, dtype=np.uint8)) for n, size in enumerate(sizes)]
-    train, held_out = split(documents, share=0.1, seed=0)
+    train, held_out = split_documents(documents, share=0.1, seed=0)
     kept = next(document for document in train if document.name == "0")
     assert [document.name for document in held_out] == ["0"]
     assert len(held_out[0].tokens) == round(sum(sizes) * 0.1)

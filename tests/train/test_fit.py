@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from raggedmoe.hardware import GB, HARDWARE, hardware_named
+from raggedmoe.hardware import GB, HARDWARE, hardware_by_name
 from raggedmoe.models.decoder import decode, logits
 from raggedmoe.models.flops import forward_flops, mean_visible_keys, train_flops
+from raggedmoe.models.parameters import is_trained, param_specs
 from raggedmoe.models.presets import model_preset
-from raggedmoe.models.specs import is_trained, param_specs
 from raggedmoe.train import fit, programs, speed
 from raggedmoe.train.fit import check_compiled_fit, check_fit, memory_bytes, state_bytes
-from raggedmoe.train.optimizer import OptimizerConfig, make_optimizer, wide
+from raggedmoe.train.optimizer import OptimizerConfig, make_optimizer, widen_to_float32
 from raggedmoe.train.speed import peak_flops
-from raggedmoe.train.state import new_state
+from raggedmoe.train.state import init_state
 
 
 def num_bytes(array):
@@ -33,12 +33,12 @@ def num_bytes(array):
 def test_state_bytes_are_those_of_the_state_that_a_run_begins_with(param_dtype):
     config = dataclasses.replace(model_preset("deepseek-v3-tiny"), param_dtype=param_dtype)
     optimizer = make_optimizer(OptimizerConfig(steps=20), param_specs(config))
-    state = jax.eval_shape(lambda: new_state(config, optimizer, jax.random.key(0)))
+    state = jax.eval_shape(lambda: init_state(config, optimizer, jax.random.key(0)))
     trained = [array for name, array in state.params.items() if is_trained(name)]
     found = state_bytes(config)
     assert found.num_params == sum(array.size for array in state.params.values())
     assert found.params == sum(num_bytes(array) for array in state.params.values())
-    assert found.gradients == sum(num_bytes(jax.eval_shape(wide, array)) for array in trained)
+    assert found.gradients == sum(num_bytes(jax.eval_shape(widen_to_float32, array)) for array in trained)
     assert found.moments == sum(num_bytes(leaf) for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim)
     assert found.total == found.params + found.gradients + found.moments
 
@@ -114,7 +114,7 @@ def test_a_step_that_the_compiler_counts_as_too_large_is_refused():
 
 
 def test_this_machine_says_what_it_can_hold():
-    found = memory_bytes(hardware_named("cpu"))
+    found = memory_bytes(hardware_by_name("cpu"))
     assert found is None or 10**6 < found < 10**15
 
 
@@ -191,17 +191,17 @@ def test_operations_are_about_those_that_the_compiler_counts():
 
 
 def test_the_peak_of_a_chip_is_its_tables_figure_for_one_device():
-    assert peak_flops(hardware_named("v5e"), jnp.dtype(jnp.bfloat16)) == 197e12
-    assert peak_flops(hardware_named("v5e"), jnp.dtype(jnp.float32)) == 197e12 / 2
-    assert peak_flops(hardware_named("tpu7x"), jnp.dtype(jnp.bfloat16)) == 2307e12 / 2
+    assert peak_flops(hardware_by_name("v5e"), jnp.dtype(jnp.bfloat16)) == 197e12
+    assert peak_flops(hardware_by_name("v5e"), jnp.dtype(jnp.float32)) == 197e12 / 2
+    assert peak_flops(hardware_by_name("tpu7x"), jnp.dtype(jnp.bfloat16)) == 2307e12 / 2
 
 
 def test_the_peak_of_a_cpu_is_the_best_of_some_matmuls(monkeypatch):
     ticks = iter([0.0, 4.0, 10.0, 12.0, 20.0, 23.0])  # 4, 2 and 3 seconds
-    monkeypatch.setattr(speed, "SIDE", 10)
-    monkeypatch.setattr(speed, "TURNS", 3)
+    monkeypatch.setattr(speed, "MATMUL_SIZE", 10)
+    monkeypatch.setattr(speed, "NUM_REPEATS", 3)
     monkeypatch.setattr(speed, "time", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
-    found = peak_flops(hardware_named("cpu"), jnp.dtype(jnp.float32))
+    found = peak_flops(hardware_by_name("cpu"), jnp.dtype(jnp.float32))
     assert math.isclose(found, 2 * 10**3 / 2)
 
 

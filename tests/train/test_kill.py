@@ -15,7 +15,7 @@ from tests.train.runs import TINY, command, curve, lines
 # Experts by plain einsums, which a restart traces sooner.
 WORDS = (
     *TINY,
-    "moe_backend=jax",
+    "moe_backend=dense",
     "checkpoint_period=2",
     "eval_interval=10",
     "eval_steps=2",

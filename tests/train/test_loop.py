@@ -17,11 +17,11 @@ import pytest
 
 from raggedmoe import interop
 from raggedmoe.cli.train import train
+from raggedmoe.launch import stop_signals
 from raggedmoe.models.generate import generate
-from raggedmoe.parallel import stop_signals
 from raggedmoe.train import loop
 from raggedmoe.train.report import write_report
-from raggedmoe.train.run_folder import locked
+from raggedmoe.train.run_folder import lock_folder
 from tests.train.runs import TINY, curve, lines, share_programs
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -34,7 +34,7 @@ WORDS = (*TINY, *TEXT, f"steps={STEPS}", "checkpoint_period=4", "eval_interval=5
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     """A signal is never followed by others that were sent with it, unless a test says so."""
-    monkeypatch.setattr(stop_signals, "SAME_REQUEST", 0.0)
+    monkeypatch.setattr(stop_signals, "REPEAT_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_thirty_signals_in_a_second_save_once(run, tmp_path, monkeypatch, capsys
     strays, sender = [], threading.Thread(target=send)
     before = signal.signal(signal.SIGTERM, lambda *_: strays.append(0))
     disturb(monkeypatch, 6, sender.start)
-    monkeypatch.setattr(stop_signals, "SAME_REQUEST", 2.0)
+    monkeypatch.setattr(stop_signals, "REPEAT_SECONDS", 2.0)
     try:
         assert run() == loop.INTERRUPTED
         assert strays == []
@@ -355,7 +355,7 @@ def test_other_data_than_the_checkpoints_were_made_with_are_refused(tmp_path):
 
 
 def test_two_processes_cannot_train_into_one_folder(run, tmp_path):
-    with locked(tmp_path / "run"), pytest.raises(BlockingIOError, match="another process trains into it"):
+    with lock_folder(tmp_path / "run"), pytest.raises(BlockingIOError, match="another process trains into it"):
         run()
 
 

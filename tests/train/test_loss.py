@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from raggedmoe.mesh import TENSOR
-from raggedmoe.models.vocabulary import table_sharding
-from raggedmoe.parallel.degrees import Degrees
-from raggedmoe.parallel.plan import Plan
+from raggedmoe.sharding.axes import TENSOR, logical_mesh
+from raggedmoe.sharding.plan import Plan
+from raggedmoe.sharding.vocabulary import table_sharding
 from raggedmoe.train import loss as loss_module
 from raggedmoe.train.loss import chunk_tokens, cross_entropy_sum
 
@@ -215,17 +214,16 @@ def test_only_one_chunk_of_logits_exists_at_a_time(monkeypatch, chunks, least, l
 # The vocabulary split over two and four ranks, and one that does not divide: every rank has all of it. The width whole,
 # in two and in four parts.
 ON_MESHES = [
-    (Degrees(fsdp=2, expert=2, tensor=2), VOCAB - 1),
-    (Degrees(data=2, tensor=4), VOCAB + 1),
-    (Degrees(data=2, fsdp=2, tensor=2), VOCAB),
+    (Plan(fsdp=2, expert=2, tensor=2), VOCAB - 1),
+    (Plan(data=2, tensor=4), VOCAB + 1),
+    (Plan(data=2, fsdp=2, tensor=2), VOCAB),
 ]
 
 
-@pytest.mark.parametrize(("degrees", "vocab"), ON_MESHES, ids=["fsdp-expert-tensor", "data-tensor", "whole-vocabulary"])
-def test_on_a_mesh_it_is_the_same_and_no_token_or_logit_leaves_its_device(degrees, vocab):
-    plan = Plan(degrees=degrees)
+@pytest.mark.parametrize(("plan", "vocab"), ON_MESHES, ids=["fsdp-expert-tensor", "data-tensor", "whole-vocabulary"])
+def test_on_a_mesh_it_is_the_same_and_no_token_or_logit_leaves_its_device(plan, vocab):
     mesh, arguments = plan.mesh(), drawn(32, vocab)
-    table = NamedSharding(mesh, table_sharding(mesh, (vocab, D)).spec)
+    table = NamedSharding(mesh, table_sharding(logical_mesh(mesh), (vocab, D)).mesh_spec)
     places = (plan.tokens(mesh), table, plan.tokens(mesh), plan.tokens(mesh))
     gradient = jax.value_and_grad(lambda *a: cross_entropy_sum(*a, mesh), (0, 1))
     compiled = jax.jit(gradient, in_shardings=places).lower(*arguments).compile()

@@ -10,17 +10,16 @@ import pytest
 
 from raggedmoe.cli.train import train
 from raggedmoe.hardware import HARDWARE
-from raggedmoe.models.specs import param_specs
-from raggedmoe.parallel.degrees import Degrees
-from raggedmoe.parallel.plan import Plan
+from raggedmoe.models.parameters import param_specs
+from raggedmoe.sharding import training as sharding_module
+from raggedmoe.sharding.plan import Plan
+from raggedmoe.sharding.training import check_all_take_part, train_sharding, transfer_slices
 from raggedmoe.train import begin, checkpoint
-from raggedmoe.train import layout as layout_module
 from raggedmoe.train import programs as programs_module
-from raggedmoe.train.begin import check_same_everywhere
+from raggedmoe.train.begin import check_processes_agree
 from raggedmoe.train.checkpoint import CheckpointConfig, Checkpoints
 from raggedmoe.train.config import make_config
 from raggedmoe.train.fit import state_bytes
-from raggedmoe.train.layout import check_all_take_part, make_layout, moved_parts
 from raggedmoe.train.programs import ONE_DEVICE, compile_programs, make_init, state_template
 from raggedmoe.train.settings import parse_settings, plain
 from tests.train.runs import TINY, curve, lines
@@ -39,17 +38,17 @@ from tests.train.small_step import (
 STEPS = 10
 MODEL = dataclasses.replace(small_model(aux_loss="sequence", aux_loss_weight=0.1, z_loss_weight=0.03), mtp_layers=0)
 PARTS = dataclasses.replace(WHOLE, model=MODEL, micro_batches=2)
-SPLIT = make_layout(Plan(degrees=Degrees(data=2, fsdp=2, tensor=2)))
+SPLIT = train_sharding(Plan(data=2, fsdp=2, tensor=2))
 
 
-def placed(state, layout, config=PARTS):
-    template = state_template(config, layout)
-    return jax.tree.map(lambda a, t: jax.device_put(a, t.sharding), state, template) if layout.mesh else state
+def placed(state, sharding, config=PARTS):
+    template = state_template(config, sharding)
+    return jax.tree.map(lambda a, t: jax.device_put(a, t.sharding), state, template) if sharding.mesh else state
 
 
-def run_steps(layout, state):
+def run_steps(sharding, state):
     """The losses of every step, the state after them, and the gradients of the first."""
-    programs, losses, first = compile_programs(PARTS, BATCH, None, layout), [], None
+    programs, losses, first = compile_programs(PARTS, BATCH, None, sharding), [], None
     for _ in range(STEPS):
         state, report = programs.step(state, BATCH)
         first = first or jax.device_get(gradients(state))
@@ -88,7 +87,7 @@ def test_moments_lie_where_their_parameters_do():
 @pytest.mark.ci
 def test_a_new_state_is_made_in_its_parts_and_is_the_same_on_every_mesh():
     key = jax.random.key(3)
-    states = {layout: make_init(WHOLE, layout)(key) for layout in (ONE_DEVICE, SPLIT)}
+    states = {sharding: make_init(WHOLE, sharding)(key) for sharding in (ONE_DEVICE, SPLIT)}
     for name, whole in jax.device_get(states[ONE_DEVICE].params).items():
         # The same draws; a part's program may round a normal number's polynomial in another place (seen on JAX 0.10.2).
         split = jax.device_get(states[SPLIT].params[name])
@@ -103,7 +102,7 @@ def test_a_new_state_is_made_in_its_parts_and_is_the_same_on_every_mesh():
     "there",
     [
         pytest.param(ONE_DEVICE, id="one", marks=pytest.mark.slow),
-        pytest.param(make_layout(Plan(degrees=Degrees(fsdp=4))), id="fsdp-4"),
+        pytest.param(train_sharding(Plan(fsdp=4)), id="fsdp-4"),
     ],
 )
 def test_a_checkpoint_of_one_mesh_is_restored_on_another(tmp_path, there):
@@ -126,52 +125,52 @@ def test_given_parameters_are_put_in_their_places():
 def test_a_process_that_would_have_no_device_is_refused(monkeypatch):
     check_all_take_part(SPLIT)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    for layout, num in ((SPLIT, 8), (ONE_DEVICE, 1)):
+    for sharding, num in ((SPLIT, 8), (ONE_DEVICE, 1)):
         message = f"each of 2 processes a device, got {num} of 8 devices, none of process 1; use them all"
         with pytest.raises(ValueError, match=message):
-            check_all_take_part(layout)
+            check_all_take_part(sharding)
 
 
 def test_processes_with_other_settings_or_data_are_refused(monkeypatch):
     config = make_config(parse_settings(["demo", "learning_rate=0.1"]), HARDWARE["cpu"])
-    check_same_everywhere(config, "abc")
+    check_processes_agree(config, "abc")
     theirs = {**plain(config.settings.values), "learning_rate": 0.001, "the data": "def"}
-    monkeypatch.setattr(begin, "as_first_says", lambda mine: theirs)
+    monkeypatch.setattr(begin, "broadcast_from_first", lambda mine: theirs)
     message = r"differs from process 0: learning_rate=0.1 here and 0.001 there; the data=abc here and def there; expec"
     with pytest.raises(ValueError, match=message):
-        check_same_everywhere(config, "abc")
+        check_processes_agree(config, "abc")
 
 
 def test_a_large_parameter_is_moved_between_hosts_in_few_parts(monkeypatch):
-    monkeypatch.setattr(layout_module, "MOVED_BYTES", 64)
-    assert moved_parts((), 4) == [slice(None)]
-    assert moved_parts((3, 100), 4) == [slice(0, 1), slice(1, 2), slice(2, 3)]
-    assert moved_parts((10, 4), 4) == [slice(0, 4), slice(4, 8), slice(8, 10)]
-    assert moved_parts((10,), 4) == [slice(0, 10)]
+    monkeypatch.setattr(sharding_module, "TRANSFER_BYTES", 64)
+    assert transfer_slices((), 4) == [slice(None)]
+    assert transfer_slices((3, 100), 4) == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    assert transfer_slices((10, 4), 4) == [slice(0, 4), slice(4, 8), slice(8, 10)]
+    assert transfer_slices((10,), 4) == [slice(0, 10)]
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "layout",
+    "sharding",
     [
         pytest.param(ONE_DEVICE, id="one", marks=pytest.mark.slow),
-        pytest.param(make_layout(Plan(degrees=Degrees(fsdp=4))), id="fsdp-4"),
+        pytest.param(train_sharding(Plan(fsdp=4)), id="fsdp-4"),
     ],
 )
-def test_an_evaluation_that_needs_more_than_a_step_counts(monkeypatch, layout):
+def test_an_evaluation_that_needs_more_than_a_step_counts(monkeypatch, sharding):
     """With the optimizer's state beside it."""
     config = dataclasses.replace(WHOLE, model=dataclasses.replace(MODEL, num_layers=1, dense_layers=()))
     monkeypatch.setattr(programs_module, "_bytes_needed", lambda compiled, beside=0: beside or 1)
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: None)
-    assert compile_programs(config, BATCH, None, layout).bytes_needed == 1
-    moments = state_bytes(config.model, layout.plan).moments
-    assert moments <= compile_programs(config, BATCH, BATCH, layout).bytes_needed <= 1.01 * moments
+    assert compile_programs(config, BATCH, None, sharding).bytes_needed == 1
+    moments = state_bytes(config.model, sharding.plan).moments
+    assert moments <= compile_programs(config, BATCH, BATCH, sharding).bytes_needed <= 1.01 * moments
 
 
 def test_a_folder_that_a_process_does_not_see_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(checkpoint, "as_first_says", lambda mine: "step_000000000007.partial")
+    monkeypatch.setattr(checkpoint, "broadcast_from_first", lambda mine: "step_000000000007.partial")
     monkeypatch.setattr(checkpoint, "VISIBLE_SECONDS", 0.1)
     with pytest.raises(OSError, match=r"expected a folder that all processes see, .* is not seen by process 1; name"):
         Checkpoints(CheckpointConfig(folder=tmp_path))

@@ -9,8 +9,7 @@ import numpy as np
 
 from raggedmoe.train.rows import Batch
 from raggedmoe.train.step import micro_batch_weights
-
-from .small_step import WHOLE
+from tests.train.small_step import WHOLE
 
 # Three micro-batches of two sequences of five tokens: documents' numbers, -1 at padding.
 SEGMENTS = np.array(

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 
+from raggedmoe.models.parameters import param_specs
 from raggedmoe.models.presets import PRESETS, model_preset
-from raggedmoe.models.specs import param_specs
 from raggedmoe.params import ParamSpec
-from raggedmoe.train.optimizer import OptimizerConfig, decays, learning_rate_schedule, make_optimizer
-from raggedmoe.train.state import state_of
+from raggedmoe.train.optimizer import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer
+from raggedmoe.train.state import state_from_params
 
 PEAK, STEPS = 0.02, 50
 
@@ -151,7 +151,7 @@ def test_five_steps_are_those_of_a_plain_loop(clip_norm, of, root):
 def in_a_layer(specs, prefix):
     """Which parameters of one layer decay, and which do not."""
     found = {True: set(), False: set()}
-    for name, decay in decays(specs).items():
+    for name, decay in decay_mask(specs).items():
         if name.startswith(prefix):
             found[decay].add(name.removeprefix(prefix))
     return found
@@ -170,7 +170,7 @@ def test_matrices_of_gpt_oss_decay_and_its_norms_biases_and_sinks_do_not():
             *("moe.router_logit_bias", "moe.bias_wi_0", "moe.bias_wi_1", "moe.bias_wo"),
         },
     }
-    outside = {name: decay for name, decay in decays(specs).items() if not name.startswith("stacks.")}
+    outside = {name: decay for name, decay in decay_mask(specs).items() if not name.startswith("stacks.")}
     assert outside == {"embedding": True, "final_norm": False, "head": True}
 
 
@@ -191,7 +191,7 @@ def test_matrices_of_deepseek_v3_decay_and_its_norms_do_not():
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.endswith("-tiny")])
 def test_a_parameter_decays_exactly_if_it_is_drawn_at_random(preset):
     specs = param_specs(model_preset(preset))
-    found = decays(specs)
+    found = decay_mask(specs)
     assert found == {name: specs[name].init == "normal" for name in found}
     left_out = specs.keys() - found.keys()
     assert all(name.endswith("router_selection_bias") for name in left_out)
@@ -200,7 +200,7 @@ def test_a_parameter_decays_exactly_if_it_is_drawn_at_random(preset):
 def test_bfloat16_parameters_have_float32_moments():
     params = {name: jnp.asarray(value, jnp.bfloat16) for name, value in drawn(0).items()}
     optimizer = make_optimizer(OptimizerConfig(steps=STEPS), SPECS)
-    state = state_of(params, optimizer, jax.random.key(0))
+    state = state_from_params(params, optimizer, jax.random.key(0))
     moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
     assert len(moments) == 2 * len(params)
     assert {leaf.dtype for leaf in moments} == {jnp.dtype(jnp.float32)}

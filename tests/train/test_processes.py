@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raggedmoe import interop
+from raggedmoe import ModelExecution, interop
 from tests.train.runs import TINY, curve, environment, lines, train
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def test_two_processes_have_the_curve_of_one_and_their_run_goes_on_on_one(tmp_pa
     (first, _), (second, _) = trained_by(2, cache, *WORDS, "steps=5", folder, "run_name=run", *split)
     assert "finished" in first
     assert "step" not in second, "only the first process talks"
-    assert interop.load(tmp_path / "run" / "model").config.moe.strategy is None
+    assert interop.load(tmp_path / "run" / "model").execution == ModelExecution()
     words = ("per_device_batch_size=8", "gradient_accumulation_steps=2", folder, "steps=10")
     for name in ("run", "single"):
         done = train(cache, *WORDS, *words, f"run_name={name}")

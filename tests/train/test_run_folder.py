@@ -9,7 +9,7 @@ import pytest
 from raggedmoe import interop
 from raggedmoe.interop import writing
 from raggedmoe.models.module import Decoder
-from raggedmoe.train.run_folder import locked, save_model, set_aside, set_aside_finished
+from raggedmoe.train.run_folder import lock_folder, save_model, set_aside, set_aside_finished
 from tests.disk_calls import DiskCalls, record_kills
 from tests.interop.folders import GOLDEN
 
@@ -50,7 +50,7 @@ def test_killed_at_any_call_a_whole_model_is_left_and_the_next_run_begins_with_i
     for cut in cuts:
         kept = [content(cut / name) for name in ("model", "model.new", "model.old") if (cut / name).exists()]
         assert not has_older or any(found in whole for found in kept), names(cut)
-        with locked(cut):
+        with lock_folder(cut):
             assert names(cut) == ({"model"} if has_older or whole[1] in kept else set())
             before = content(cut / "model")
             assert not before or before in whole
@@ -75,7 +75,7 @@ def test_a_model_is_on_the_disk_before_it_takes_the_place_of_another(models, tmp
 def test_what_a_killed_writer_left_of_a_model_is_removed_by_the_next_run(tmp_path):
     (tmp_path / ".model.new.1.partial").mkdir()
     (tmp_path / ".model.new.1.partial" / "model.safetensors").write_text("half")
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         assert names(tmp_path) == set()
 
 

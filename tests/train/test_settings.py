@@ -9,17 +9,21 @@ from raggedmoe.hardware import HARDWARE
 from raggedmoe.interop.maxtext import GROUPS, TRANSLATED, defaults
 from raggedmoe.kernels.registry import Directions
 from raggedmoe.models.presets import model_preset
-from raggedmoe.moe.config import MoEConfig
-from raggedmoe.parallel.degrees import Degrees
-from raggedmoe.train.config import make_config, on_one_device
-from raggedmoe.train.keys import KEYS, KINDS, RECIPES
-from raggedmoe.train.settings import changed, in_keys, parse_settings, plain
+from raggedmoe.moe.config import MoEConfig, strategy_name
+from raggedmoe.sharding.plan import Plan
+from raggedmoe.train.config import make_config
+from raggedmoe.train.keys import KEYS, RECIPES, VALUE_TYPES
+from raggedmoe.train.settings import in_keys, list_changes, parse_settings, plain
 
 CPU = HARDWARE["cpu"]
 
 
 def configured(*words, hardware=CPU):
     return make_config(parse_settings(words), hardware)
+
+
+def strategy_of(config):
+    return strategy_name(config.step.model.moe, config.step.execution.moe)
 
 
 def test_without_a_word_the_demo_is_trained():
@@ -39,7 +43,7 @@ def test_what_a_model_brings_along_gives_way_to_what_is_typed():
 
 @pytest.mark.parametrize("key", KEYS.values(), ids=lambda key: key.name)
 def test_every_setting_has_a_known_kind_and_a_default_that_it_would_accept(key):
-    assert key.kind in KINDS
+    assert key.kind in VALUE_TYPES
     assert key.help
     if key.default is None or key.default == ():
         return
@@ -172,7 +176,7 @@ def test_each_fallback_replaces_its_kernel_wherever_it_runs(gather, reduce):
     """Each kernel is the other one's backward pass."""
     words = [f"ragged_gather_fallback={gather}", f"ragged_gather_reduce_fallback={reduce}"]
     config = configured("model_name=deepseek-v2-tiny", *RING, *words)
-    kernels = config.step.model.moe.kernel_choice
+    kernels = config.step.execution.moe.kernel_choice
     sparsecore = ("sparsecore", "xla")
     of_gather, of_reduce = "xla" if gather else sparsecore, "xla" if reduce else sparsecore
     same = of_gather == of_reduce
@@ -186,12 +190,12 @@ def test_each_fallback_replaces_its_kernel_wherever_it_runs(gather, reduce):
 
 
 def test_without_use_ragged_sort_the_gathers_are_chosen_as_ever():
-    assert configured("mixtral-tiny", "use_ragged_sort=false").step.model.moe.kernel_choice.ragged_gather == "auto"
+    assert configured("mixtral-tiny", "use_ragged_sort=false").step.execution.moe.kernel_choice.ragged_gather == "auto"
 
 
 def test_a_direction_of_an_operation_has_a_kernel_of_its_own():
     words = ["ragged_gather=xla", "ragged_gather.backward=sparsecore,xla", "grouped_matmul.forward=cpu"]
-    kernels = configured("mixtral-tiny", *words).step.model.moe.kernel_choice
+    kernels = configured("mixtral-tiny", *words).step.execution.moe.kernel_choice
     assert kernels.ragged_gather == Directions(forward="xla", backward=("sparsecore", "xla"))
     assert kernels.grouped_matmul == Directions(forward="cpu", backward="auto")
 
@@ -213,7 +217,7 @@ def test_random_routing_leaves_out_what_ranks_experts():
     ],
 )
 def test_sparse_matmul_and_capacity_choose_the_strategy(words, strategy):
-    assert configured("deepseek3-tiny", *words).step.model.moe.strategy_name == strategy
+    assert strategy_of(configured("deepseek3-tiny", *words)) == strategy
 
 
 def test_a_model_keeps_all_that_no_setting_changes():
@@ -228,9 +232,9 @@ def test_a_model_keeps_all_that_no_setting_changes():
     ("word", "strategy"), [("sparse_matmul=False", "dense"), ("sparse_matmul=True", "local"), ("packing=true", "local")]
 )
 def test_without_megablox_the_sparse_matmul_is_xlas_and_the_dense_one_stays(word, strategy):
-    moe = configured("mixtral-tiny", "megablox=False", word).step.model.moe
-    assert moe.strategy_name == strategy
-    assert moe.kernel_choice.grouped_matmul == ("auto" if strategy == "dense" else "xla")
+    config = configured("mixtral-tiny", "megablox=False", word)
+    assert strategy_of(config) == strategy
+    assert config.step.execution.moe.kernel_choice.grouped_matmul == ("auto" if strategy == "dense" else "xla")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +249,7 @@ def test_without_megablox_the_sparse_matmul_is_xlas_and_the_dense_one_stays(word
 )
 def test_each_flag_of_the_matmul_takes_its_kernel_where_it_runs(words, kernels):
     """And a gather's fallback stands beside it: the matmul's kernel leaves the others free."""
-    moe = configured("mixtral-tiny", *words, "ragged_gather_fallback=true").step.model.moe
+    moe = configured("mixtral-tiny", *words, "ragged_gather_fallback=true").step.execution.moe
     assert moe.kernel_choice.grouped_matmul == kernels
     assert moe.kernel_choice.ragged_gather == Directions(forward="xla", backward="auto")
 
@@ -253,7 +257,7 @@ def test_each_flag_of_the_matmul_takes_its_kernel_where_it_runs(words, kernels):
 def test_flags_for_sparse_kernels_beside_a_dense_matmul_change_nothing_and_say_so():
     words = ["sparse_matmul=False", "megablox=True", "use_ragged_sort=true", "ragged_gather_fallback=true"]
     config = configured("mixtral-tiny", *words)
-    assert config.step.model.moe.kernels is None
+    assert config.step.execution.moe.kernels is None
     for word in words[1:]:
         assert any(note.startswith(f"{word}: changes nothing: ") for note in config.notes), word
 
@@ -334,8 +338,8 @@ def test_a_word_whose_number_is_not_maxtexts_says_so(words, note):
 def test_slots_of_a_capacity_factor_can_be_on_several_devices():
     words = ["deepseek-v3-tiny", "expert_parallelism=2", "capacity_factor=1.5", "ragged_buffer_factor=2"]
     config = make_config(parse_settings([*words, "expert_strategy=ring"]), CPU, 2)
-    moe = config.step.model.moe
-    assert (moe.strategy_name, moe.capacity_factor, moe.ragged_buffer_factor) == ("capacity", 1.5, None)
+    assert (strategy_of(config), config.step.model.moe.capacity_factor) == ("capacity", 1.5)
+    assert config.step.execution.moe.ragged_buffer_factor is None
     for word in ("ragged_buffer_factor=2", "expert_strategy=ring"):
         assert any(note.startswith(f"{word}: changes nothing") for note in config.notes)
 
@@ -359,9 +363,9 @@ def test_devices_that_stay_idle_are_mentioned():
 def test_degrees_make_the_plan_and_every_device_brings_its_sequences():
     words = ["deepseek-v3-tiny", "ici_fsdp_parallelism=-1", "tensor_parallelism=2", "per_device_batch_size=3"]
     config = make_config(parse_settings([*words, "gradient_accumulation_steps=2"]), CPU, 8)
-    assert config.plan.degrees == Degrees(fsdp=4, tensor=2)
+    assert config.plan == Plan(fsdp=4, tensor=2)
     assert (config.run.micro_batch_size, config.data.batch_size) == (24, 48)
-    assert config.step.model.moe.strategy_name == "local"
+    assert strategy_of(config) == "local"
 
 
 @pytest.mark.parametrize(
@@ -371,17 +375,17 @@ def test_degrees_make_the_plan_and_every_device_brings_its_sequences():
 def test_experts_on_several_devices_have_a_strategy_and_a_buffer(words, strategy):
     words = ["deepseek-v3-tiny", "expert_parallelism=4", "ragged_buffer_factor=1.5", "token_chunks=2", *words]
     config = make_config(parse_settings(words), CPU, 4)
-    moe = config.step.model.moe
-    assert (moe.strategy_name, moe.ragged_buffer_factor, moe.token_chunks) == (strategy, 1.5, 2)
+    moe = config.step.execution.moe
+    assert (strategy_of(config), moe.ragged_buffer_factor, moe.token_chunks) == (strategy, 1.5, 2)
     assert not any("ragged_buffer_factor" in note for note in config.notes)
-    worst = make_config(parse_settings([*words[:2], "ragged_buffer_factor=-1"]), CPU, 4).step.model.moe
+    worst = make_config(parse_settings([*words[:2], "ragged_buffer_factor=-1"]), CPU, 4).step.execution.moe
     assert worst.ragged_buffer_factor is None
 
 
 def test_without_a_sparse_matmul_every_expert_computes_every_token_on_a_mesh_too():
     words = ["deepseek-v3-tiny", "ici_expert_parallelism=4", "sparse_matmul=False", "use_ring_of_experts=true"]
     config = make_config(parse_settings(words), CPU, 4)
-    assert config.step.model.moe.strategy_name == "dense"
+    assert strategy_of(config) == "dense"
     assert any("use_ring_of_experts=true: changes nothing" in note for note in config.notes)
 
 
@@ -402,8 +406,7 @@ def test_degrees_that_do_not_divide_are_refused_with_what_would(words, message):
 
 def test_a_trained_model_is_one_for_one_device():
     words = ["deepseek-v3-tiny", "expert_parallelism=4", "ragged_buffer_factor=1.5"]
-    model = make_config(parse_settings(words), CPU, 4).step.model
-    assert on_one_device(model).moe == make_config(parse_settings(words[:1]), CPU, 1).step.model.moe
+    assert make_config(parse_settings(words), CPU, 4).step.model == configured(*words[:1]).step.model
 
 
 def test_auto_computes_in_float32_on_a_cpu_and_in_bfloat16_on_a_tpu():
@@ -444,7 +447,7 @@ def test_what_every_maxtext_name_stands_for_is_a_setting_of_ours():
         else:
             pytest.fail(f"{name} does not take {default}")
     for group in GROUPS:
-        assert set(group.meaning({name: defaults()[name] for name in group.names}).settings) <= set(KEYS)
+        assert set(group.translate({name: defaults()[name] for name in group.names}).settings) <= set(KEYS)
 
 
 @pytest.mark.parametrize("name", ["wi_tile_fwd_batch_seq", "wo_tile_drhs_mlp_dim", "goodput_upload_interval_seconds"])
@@ -465,4 +468,4 @@ def test_an_error_names_the_setting_and_leaves_paths_alone():
 def test_only_what_matters_to_the_steps_done_counts_as_changed():
     old = plain(parse_settings(["steps=10", "learning_rate=1e-3", "line_period=3"]).values)
     new = plain(parse_settings(["steps=20", "learning_rate=2e-3", "line_period=4"]).values)
-    assert changed(old, new) == ["learning_rate=0.001 is now 0.002"]
+    assert list_changes(old, new) == ["learning_rate=0.001 is now 0.002"]

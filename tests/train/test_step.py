@@ -10,14 +10,15 @@ import optax
 import pytest
 
 from raggedmoe.models.decoder import decode, mtp_forward, mtp_mask
-from raggedmoe.models.specs import is_trained, param_specs
+from raggedmoe.models.execution import ModelExecution
+from raggedmoe.models.parameters import is_trained, param_specs
 from raggedmoe.moe.config import RouterConfig
 from raggedmoe.train.optimizer import learning_rate_schedule
 from raggedmoe.train.step import StepConfig, batch_gradients
-
-from .small_step import (
+from tests.train.small_step import (
     ADAM,
     BATCH,
+    EINSUM,
     EPS,
     LENGTH,
     MTP_WEIGHT,
@@ -86,7 +87,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(start):
 @pytest.mark.ci
 def test_the_batch_wise_loss_is_that_of_each_micro_batch_and_the_capacity_that_of_each_sequence():
     model = small_model(aux_loss_weight=1.0)
-    moe = dataclasses.replace(model.moe, moe_backend="auto", strategy="capacity", capacity_factor=0.5)
+    moe = dataclasses.replace(model.moe, capacity_factor=0.5)
     model = dataclasses.replace(model, num_layers=1, mtp_layers=0, moe=moe)
     config = StepConfig(model=model, optimizer=ADAM, micro_batches=4)
     params = drawn_params(model)
@@ -108,9 +109,9 @@ def test_the_batch_wise_loss_is_that_of_each_micro_batch_and_the_capacity_that_o
 def test_random_routing_differs_by_step_and_micro_batch():
     """Four micro-batches of the same tokens: a step adds up what each of them gives with the key of its own number."""
     preset = tiny("mixtral-tiny", vocab_size=61, num_layers=1)
-    moe = dataclasses.replace(preset.moe, router=RouterConfig(selection="random"), moe_backend="jax")
+    moe = dataclasses.replace(preset.moe, router=RouterConfig(selection="random"))
     model = dataclasses.replace(preset, moe=moe)
-    config = StepConfig(model=model, optimizer=ADAM, micro_batches=4)
+    config = StepConfig(model=model, execution=EINSUM, optimizer=ADAM, micro_batches=4)
     rows = packed(ROWS[:2], model.vocab_size)
     batch = jax.tree.map(lambda array: np.tile(array, (4, 1)), rows)
     state = dataclasses.replace(first_state(config), step=jnp.asarray(3, jnp.int32))
@@ -118,7 +119,7 @@ def test_random_routing_differs_by_step_and_micro_batch():
     def mean_loss(params, number):
         key = jax.random.fold_in(jax.random.fold_in(state.key, 3), number)
         where = {"mask": rows.segments >= 0, "segments": rows.segments, "positions": rows.positions}
-        out = decode(params, jnp.asarray(rows.ids), model, **jax.tree.map(jnp.asarray, where), key=key)
+        out = decode(params, jnp.asarray(rows.ids), model, EINSUM, **jax.tree.map(jnp.asarray, where), key=key)
         losses = optax.softmax_cross_entropy_with_integer_labels(out.hidden @ params["head"].T, rows.targets)
         return (losses * rows.weights).sum() / rows.weights.sum(), out.experts.load
 
@@ -346,10 +347,9 @@ def test_each_bias_moves_by_the_rate_against_its_own_layers_load(start, whole):
 )
 def test_a_step_that_drops_rows_and_will_be_run_again_changes_nothing(factor):
     preset = tiny("mixtral-tiny", vocab_size=61)
-    moe = dataclasses.replace(preset.moe, strategy="capacity", capacity_factor=factor)
-    config = dataclasses.replace(
-        WHOLE, model=dataclasses.replace(preset, moe=moe, num_layers=1), rerun_on_overflow=True
-    )
+    moe = dataclasses.replace(preset.moe, capacity_factor=factor)
+    model = dataclasses.replace(preset, moe=moe, num_layers=1)
+    config = dataclasses.replace(WHOLE, model=model, execution=ModelExecution(), rerun_on_overflow=True)
     before = first_state(config)
     after, report = step_of(config)(before, BATCH)
     if factor < 1:

@@ -10,11 +10,11 @@ import pytest
 
 from raggedmoe.models.decoder import mtp_mask
 from raggedmoe.train.optimizer import OptimizerConfig
-from raggedmoe.train.step import StepConfig, layers_of_biases, mtp_weights, updated_biases
-
-from .small_step import (
+from raggedmoe.train.step import StepConfig, layers_of_biases, mtp_weights, update_biases
+from tests.train.small_step import (
     ADAM,
     BATCH,
+    EINSUM,
     LENGTH,
     RATE,
     WHOLE,
@@ -98,7 +98,7 @@ def test_biases_of_several_stacks_move_by_their_own_loads():
     rows, experts = len(model.moe_layers) + model.mtp_layers, model.moe.num_experts
     load = np.random.default_rng(0).integers(0, 5, (rows, experts), dtype=np.int32)
     _, biases = sorted_out(drawn_params(model))
-    found = jax.jit(functools.partial(updated_biases, config=config))(biases, load)
+    found = jax.jit(functools.partial(update_biases, config=config))(biases, load)
     assert found.keys() == biases.keys()
     for name, own in layers_of_biases(config).items():
         direction = np.sign(load[own].mean(1, keepdims=True) - load[own]).astype(np.float32)
@@ -109,7 +109,7 @@ def test_biases_of_several_stacks_move_by_their_own_loads():
 def test_a_rate_of_zero_leaves_the_biases():
     config = dataclasses.replace(WHOLE, bias_update_rate=0.0)
     _, biases = sorted_out(drawn_params(WHOLE.model))
-    assert_same_bits(updated_biases(biases, jnp.arange(24).reshape(3, 8), config), biases)
+    assert_same_bits(update_biases(biases, jnp.arange(24).reshape(3, 8), config), biases)
 
 
 # --- bfloat16 compute, no experts, multi-token prediction switched off
@@ -120,7 +120,7 @@ def narrow_steps():
     """The state before and after three steps, and the last report."""
     model = dataclasses.replace(small_model(), num_layers=1, dense_layers=(0,), dtype=jnp.bfloat16)
     adam = OptimizerConfig(steps=40, learning_rate=1e-5, warmup_steps=0)
-    config = StepConfig(model=model, optimizer=adam, mtp_loss_weight=0.0)
+    config = StepConfig(model=model, execution=EINSUM, optimizer=adam, mtp_loss_weight=0.0)
     before = first_state(config)
     ones = jnp.ones_like(before.params["final_norm"])
     before = after = dataclasses.replace(before, params={**before.params, "final_norm": ones})

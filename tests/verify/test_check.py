@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from raggedmoe.kernels.catalog import Operation, operation
+from raggedmoe.kernels.catalog import operation
+from raggedmoe.kernels.registry import OPERATIONS
+from raggedmoe.kernels.value_and_gradients import jitted_value_and_gradients
 from raggedmoe.verify.check import check, runnable
 
 
@@ -19,7 +21,7 @@ def spoiled(name, spoil):
         call = functools.partial(right, *args, implementation="reference")
         return call(**kwargs) if implementation == "reference" else spoil(call, kwargs)
 
-    return Operation(name=name, function=function, specs=operation(name).specs)
+    return dataclasses.replace(operation(name), function=function)
 
 
 def scaled(call, arguments):
@@ -90,3 +92,15 @@ def test_a_check_without_a_number_has_not_passed():
     one = next(check(gather, None, gather.specs[0], "float32"))
     assert one.passed
     assert not dataclasses.replace(one, share=float("nan")).passed
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_bounds_each_quantity_that_its_reference_computes(name):
+    example = operation(name).specs[0].example("float32")
+    options = (*example.options.items(), ("implementation", "reference"))
+    reference = jitted_value_and_gradients(operation(name).function, options, dict(example.arrays), example.cotangent)
+    bounds = operation(name).error_bounds(example, reference)
+    assert {quantity: bound.shape for quantity, bound in bounds.items()} == {
+        quantity: array.shape for quantity, array in reference.items()
+    }
+    assert all((bound >= 0).all() for bound in bounds.values())

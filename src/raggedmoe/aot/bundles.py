@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Predicate(NamedTuple):
-    """When an instruction takes effect."""
+    """The condition under which an instruction takes effect."""
 
     name: str
     negated: bool
@@ -41,7 +41,7 @@ class Branch(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """What a program is called with."""
+    """An array that a program is called with, or writes to."""
 
     name: str
     number: int
@@ -51,7 +51,7 @@ class Operand(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class BundleProgram:
     """One op's bundles."""
 
     num_bundles: int
@@ -73,8 +73,8 @@ _KNOWN_ZERO = re.compile(r"(core id|logical chip id|core index)")
 _IGNORED = re.compile(r"v|sfence|shalt|dma\.done|set|inlined_call_operand|sbr")
 
 
-def read_program(text: str) -> Program:
-    """The program in a dump of `packed-bundles-post-ra`."""
+def read_program(text: str) -> BundleProgram:
+    """Read the program from a dump of `packed-bundles-post-ra`."""
     parts = _BUNDLE.split(text)[1:]
     instructions: dict[int, tuple[Instruction, ...]] = {}
     branches: dict[int, Branch] = {}
@@ -90,7 +90,7 @@ def read_program(text: str) -> Program:
             # A phi names what a register holds as the bundle begins, whatever its place in the text.
             instructions[at] = tuple(sorted(slots, key=lambda slot: slot.opcode != "sphi"))
     num_bundles = int(parts[-2], 16) + 1 if parts else 0
-    return Program(
+    return BundleProgram(
         num_bundles=num_bundles,
         instructions=instructions,
         branches=branches,
@@ -137,14 +137,14 @@ def _value(text: str) -> str | int:
 
 @dataclass(frozen=True, kw_only=True)
 class Utilisation:
-    """How many units of each kind a bundle keeps busy."""
+    """The numbers of units of each kind that each bundle keeps busy."""
 
     capacity: dict[str, int]  # units of a kind in the core
     busy: tuple[dict[str, int], ...]  # by bundle
 
 
 def read_utilisation(text: str) -> Utilisation:
-    """The table in a dump of `hlo-static-per-bundle-utilization`."""
+    """Read the table from a dump of `hlo-static-per-bundle-utilization`."""
     head, _, rows = text.partition("== UTILIZATION:\n")
     lines = head.splitlines()
     names = [name.strip() for name in lines[1].split(",")]
@@ -156,7 +156,7 @@ _ALLOCATION = re.compile(r"space=(\w+), size = (\w+), offset = (\w+), scoped")
 
 
 def scoped_bytes(text: str) -> dict[str, int]:
-    """Bytes of each memory space that a program allocates, from a dump of `post-delay-converter`."""
+    """Read the bytes of each memory space that a program allocates from a dump of `post-delay-converter`."""
     found: dict[str, int] = {}
     for space, size, offset in _ALLOCATION.findall(text):
         found[space] = max(found.get(space, 0), int(size, 0) + int(offset, 0))

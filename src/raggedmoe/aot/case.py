@@ -3,18 +3,19 @@
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from jax.sharding import Mesh
 
-from raggedmoe.aot.compiled import ChosenKernel, Compiled, Cost, Memory
+from raggedmoe.aot.compiled import Compiled, Cost, Memory
 from raggedmoe.aot.overlap import Move, move_from_json
 from raggedmoe.aot.program_text import ProgramCounts, counts_from_json
 from raggedmoe.aot.schedule import Schedule, schedule_from_json, schedule_to_json
+from raggedmoe.kernels.chosen import ChosenKernel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class JitProgram:
     """A function and the arguments that it is compiled for."""
 
     function: Callable[..., Any]
@@ -23,13 +24,21 @@ class Program:
     mesh: Mesh | None = None  # of the topology's devices; None: it is for one of them
 
 
+class Subject(Protocol):
+    """The subject of a case: a frozen dataclass that a worker can import, with fields that JSON can hold."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def program(self) -> JitProgram:
+        """Make the program, with the case's topology as the target."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One compilation."""
 
     title: str
-    build: str  # "package.module:function", which makes the `Program`, with the topology as the target
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of that function, as JSON can hold them
+    subject: Subject
     topology: str
     options: Mapping[str, str] = field(default_factory=dict)  # the compiler's
     scheduled: bool = False  # read the schedule as well
@@ -38,18 +47,30 @@ class Case:
     taken: Mapping[str, float] = field(default_factory=dict)  # share of times that a region is entered
     hlo: str | None = None  # the folder that the lowered and the optimised program are written to, and counted
 
-    def program(self) -> Program:
-        """What `build` makes."""
-        module, _, name = self.build.partition(":")
-        return getattr(importlib.import_module(module), name)(**self.arguments)
+
+def case_to_json(case: Case) -> dict[str, Any]:
+    """Describe a case as JSON can hold it: its subject by the class, ``package.module:Class``, and its fields."""
+    kind = type(case.subject)
+    subject = {"build": f"{kind.__module__}:{kind.__qualname__}", "arguments": asdict(case.subject)}
+    plain = {name: value for name, value in vars(case).items() if name != "subject"}
+    return {"title": case.title, **subject, **plain}
+
+
+def case_from_json(plain: Mapping[str, Any]) -> Case:
+    """Make the case that `case_to_json` described."""
+    module, _, name = plain["build"].partition(":")
+    # JSON has made lists of tuples.
+    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in plain["arguments"].items()}
+    subject = getattr(importlib.import_module(module), name)(**arguments)
+    return Case(subject=subject, **{key: value for key, value in plain.items() if key not in ("build", "arguments")})
 
 
 PASSED, REFUSED, NO_FIT, FAILED, CRASHED, TIMED_OUT = "pass", "refused", "no fit", "fail", "crash", "time-out"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What came of a case."""
+class CompileOutcome:
+    """The outcome of a case: whether it compiled, and what the compiler said of it."""
 
     case: Case
     verdict: str  # PASSED; or REFUSED by the library, NO_FIT in HBM, FAILED by an error, CRASHED, TIMED_OUT
@@ -67,15 +88,15 @@ class Outcome:
         return self.verdict == PASSED
 
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
-    """An outcome as JSON can hold it, without the executable."""
+def outcome_to_json(outcome: CompileOutcome) -> dict[str, Any]:
+    """Describe an outcome as JSON can hold it, without the executable."""
     compiled = outcome.compiled
     schedule = None if outcome.schedule is None else schedule_to_json(outcome.schedule)
     moves = None if outcome.moves is None else [asdict(move) for move in outcome.moves]
     counts = None if outcome.counts is None else asdict(outcome.counts)
     plain = {
         **vars(outcome),
-        "case": asdict(outcome.case),
+        "case": case_to_json(outcome.case),
         "compiled": None,
         "schedule": schedule,
         "moves": moves,
@@ -93,8 +114,8 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     return plain
 
 
-def from_json(plain: Mapping[str, Any]) -> Outcome:
-    """The outcome that `as_json` described."""
+def outcome_from_json(plain: Mapping[str, Any]) -> CompileOutcome:
+    """Make the outcome that `outcome_to_json` described."""
     compiled = None
     if plain["compiled"] is not None:
         found = plain["compiled"]
@@ -110,10 +131,10 @@ def from_json(plain: Mapping[str, Any]) -> Outcome:
     moves = None if plain["moves"] is None else tuple(move_from_json(move) for move in plain["moves"])
     counts = None if plain["counts"] is None else counts_from_json(plain["counts"])
     found = {
-        "case": Case(**plain["case"]),
+        "case": case_from_json(plain["case"]),
         "compiled": compiled,
         "schedule": schedule,
         "moves": moves,
         "counts": counts,
     }
-    return Outcome(**{**plain, **found})
+    return CompileOutcome(**{**plain, **found})

@@ -15,7 +15,7 @@ class Clock:
     branch_delay: int  # bundles after a branch that still run
 
     def of_peak(self, macs: int, cycles: int) -> float:
-        """Useful multiply-adds in so many cycles, as a share of what the matrix units could do."""
+        """Divide the useful multiply-adds in so many cycles by those that the matrix units could do."""
         return macs / self.macs / max(cycles, 1)
 
 
@@ -26,7 +26,7 @@ _BRANCH_DELAY = {"v4": 4, "v5e": 4, "v5p": 4, "v6e": 4, "tpu7x": 6}
 
 
 def clock_of(hardware: Hardware) -> Clock:
-    """The pace of a chip's TensorCore: the clock follows from its published peak."""
+    """Derive the pace of a chip's TensorCore: the clock follows from its published peak."""
     if hardware.name not in _MACS or hardware.bf16_flops is None or hardware.hbm_bandwidth is None:
         raise ValueError(f"no schedule is known for {hardware.name}; expected one of {', '.join(_MACS)}")
     macs = _MACS[hardware.name]

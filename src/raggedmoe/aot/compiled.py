@@ -9,13 +9,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from raggedmoe.aot.topology import Topology, targeting
-from raggedmoe.kernels.registry import Selection, recorded_selections
+from raggedmoe.aot.topology import Topology, target_topology
+from raggedmoe.kernels.chosen import ChosenKernel, chosen_kernels
+from raggedmoe.kernels.registry import record_selections
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one device's HBM that a program needs, by the compiler."""
+    """The bytes of one device's HBM that a program needs, by the compiler."""
 
     arguments: int
     outputs: int
@@ -37,19 +38,8 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChosenKernel:
-    """An implementation in the program."""
-
-    operation: str
-    direction: str
-    name: str
-    level: str  # how far it is proven there
-    note: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the compiler made of a function."""
+    """A function as the compiler made it."""
 
     topology: str
     trace_seconds: float
@@ -62,7 +52,7 @@ class Compiled:
     lowered: Any = field(default=None, repr=False, compare=False)  # and as StableHLO
 
     def hlo(self) -> str:
-        """The optimised program as text."""
+        """Return the optimised program as text."""
         if self.executable is None:
             raise ValueError("the program was compiled in another process, which has ended; compile it in this one")
         return self.executable.as_text() or ""
@@ -97,15 +87,15 @@ def compile_for(
     """
     whole = SingleDeviceSharding(topology.devices[0]) if mesh is None else NamedSharding(mesh, PartitionSpec())
 
-    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+    def with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
         # A concrete array's sharding says where it lies on this machine.
         given = getattr(leaf, "sharding", None) if isinstance(leaf, jax.ShapeDtypeStruct) else None
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=given or whole)
 
     start = time.perf_counter()
-    with targeting(topology, mesh), recorded_selections() as selections:
+    with target_topology(topology, mesh), record_selections() as selections:
         jitted = jax.jit(function, donate_argnums=donate)
-        traced = jitted.trace(*jax.tree.map(placed, args))
+        traced = jitted.trace(*jax.tree.map(with_sharding, args))
         lowered = traced.lower(lowering_platforms=("tpu",))
     lowered_at = time.perf_counter()
     try:
@@ -126,7 +116,7 @@ def compile_for(
 
 
 def memory_of(executable: jax.stages.Compiled) -> Memory:
-    """What the compiler says that the program needs."""
+    """Read the memory that a program needs from its compiler."""
     found: Any = executable.memory_analysis()
     return Memory(
         arguments=found.argument_size_in_bytes,
@@ -138,25 +128,9 @@ def memory_of(executable: jax.stages.Compiled) -> Memory:
 
 
 def cost_of(executable: jax.stages.Compiled) -> Cost:
-    """What the compiler says that it costs. A loop's body is counted once."""
+    """Read the cost of a program from its compiler, which counts a loop's body once."""
     found: Any = executable.cost_analysis()
     return Cost(flops=found.get("flops", 0.0), bytes_accessed=found.get("bytes accessed", 0.0))
-
-
-def chosen_kernels(selections: list[Selection]) -> tuple[ChosenKernel, ...]:
-    """Each distinct implementation that was taken, in the order in which they were first taken."""
-    found: dict[ChosenKernel, None] = {}
-    for selection in selections:
-        taken = next(c for c in selection.candidates if c.implementation is selection.chosen)
-        kernel = ChosenKernel(
-            operation=selection.call.operation,
-            direction=selection.call.direction,
-            name=selection.chosen.name,
-            level=taken.level.name.lower(),
-            note=taken.note,
-        )
-        found.setdefault(kernel)
-    return tuple(found)
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

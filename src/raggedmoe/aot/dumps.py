@@ -9,10 +9,10 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
-from raggedmoe.aot.bundles import Program, read_program, read_utilisation, scoped_bytes
+from raggedmoe.aot.bundles import BundleProgram, read_program, read_utilisation, scoped_bytes
 from raggedmoe.aot.clock import Clock, clock_of
 from raggedmoe.aot.known_values import CustomCalls, KernelCall, Values, kernel_calls
-from raggedmoe.aot.scalar_run import Run, run_program
+from raggedmoe.aot.scalar_run import Execution, run_program
 from raggedmoe.aot.schedule import OpSchedule, Schedule, op_schedule
 from raggedmoe.aot.sparsecore_schedule import read_sparse_core
 from raggedmoe.hardware import Hardware
@@ -27,7 +27,7 @@ _FILE = re.compile(rf"(\d+)-(.+)-\d\d-({BUNDLES}|{UTILISATION}|{REGIONS})\.txt")
 
 
 def dump_flags(folder: Path) -> tuple[str, ...]:
-    """For LIBTPU_INIT_ARGS. The folder is made, as the SparseCore's compiler wants it to be there."""
+    """Make the folder, which the SparseCore's compiler wants to be there, and the flags for LIBTPU_INIT_ARGS."""
     sparse_core = folder / "sparse_core"
     sparse_core.mkdir(parents=True, exist_ok=True)
     return (
@@ -39,7 +39,7 @@ def dump_flags(folder: Path) -> tuple[str, ...]:
 
 
 def clear_dumps(folder: Path) -> None:
-    """Forget what an earlier compilation wrote."""
+    """Remove what an earlier compilation wrote."""
     for path in folder.iterdir():
         if path.is_file():
             path.unlink()
@@ -49,7 +49,7 @@ def clear_dumps(folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Steering:
-    """What decides branches that a program's own constants do not."""
+    """The caller's decisions for branches that a program's own constants do not decide."""
 
     trips: Mapping[int, int]
     taken: Mapping[int, float]
@@ -68,36 +68,36 @@ class _Ops:
             if found and found[2] != "TLP" and not found[2].startswith("<"):
                 self._files.setdefault(found[2], {})[found[3]] = path
         self._clock, self._calls, self._steering = clock, list(calls), steering
-        self._programs: dict[str, Program] = {}
-        self._runs: dict[str, Run] = {}
+        self._programs: dict[str, BundleProgram] = {}
+        self._executions: dict[str, Execution] = {}
         hlo = "".join(path.read_text() for path in sorted(folder.glob("*-TLP-hlo.txt")))
-        self._custom_calls = CustomCalls(hlo, arguments, lambda name: self.run(name).outputs)
+        self._custom_calls = CustomCalls(hlo, arguments, lambda name: self.execution(name).outputs)
 
     @property
     def names(self) -> list[str]:
         return [name for name, files in self._files.items() if {BUNDLES, UTILISATION, REGIONS} <= files.keys()]
 
-    def program(self, name: str) -> Program:
+    def program(self, name: str) -> BundleProgram:
         if name not in self._programs:
             self._programs[name] = read_program(self._files[name][BUNDLES].read_text())
         return self._programs[name]
 
-    def run(self, name: str) -> Run:
+    def execution(self, name: str) -> Execution:
         if name not in self._files:
-            return Run(counts=(), transfers=(), assumed=frozenset(), outputs={})
-        if name not in self._runs:
+            return Execution(counts=(), transfers=(), assumed=frozenset(), outputs={})
+        if name not in self._executions:
             program = self.program(name)
-            self._runs[name] = run_program(
+            self._executions[name] = run_program(
                 program,
                 delay=self._clock.branch_delay,
-                operands={**self._custom_calls.operands(name), **self._of_kernel(name, program)},
+                operands={**self._custom_calls.operands(name), **self._kernel_operands(name, program)},
                 trips=self._steering.trips,
                 taken=self._steering.taken,
             )
-        return self._runs[name]
+        return self._executions[name]
 
-    def _of_kernel(self, name: str, program: Program) -> Mapping[int, Values]:
-        """The known operands of the first kernel call left whose shapes are this program's, if it is a kernel's."""
+    def _kernel_operands(self, name: str, program: BundleProgram) -> Mapping[int, Values]:
+        """Take the known operands of the first kernel call left that has this program's shapes, if it is a kernel's."""
         if name not in self._custom_calls:
             return {}
         outputs = [operand.number for operand in program.operands if operand.is_output]
@@ -114,13 +114,13 @@ class _Ops:
             name,
             self.program(name),
             read_utilisation(files[UTILISATION].read_text()),
-            self.run(name),
+            self.execution(name),
             scoped_bytes(files[REGIONS].read_text()),
             self._clock.branch_delay,
         )
 
 
-def _same_shapes(program: Program, call: KernelCall) -> bool:
+def _same_shapes(program: BundleProgram, call: KernelCall) -> bool:
     shapes = {operand.number: operand.shape for operand in program.operands if not operand.is_output}
     # A scalar operand of the kernel is an array of one in the compiled program.
     return all(shape == call.shapes[n] or (shape == (1,) and call.shapes[n] == ()) for n, shape in shapes.items())
@@ -134,7 +134,7 @@ def read_schedule(
     arguments: Sequence[Any] = (),
     steering: Steering | None = None,
 ) -> Schedule:
-    """The schedule of the one program whose dumps are in a folder.
+    """Read the schedule of the one program whose dumps are in a folder.
 
     Args:
       folder: given to `dump_flags`.

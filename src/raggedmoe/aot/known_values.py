@@ -34,7 +34,7 @@ class KernelCall:
 
 
 def kernel_calls(traced: ClosedJaxpr, arguments: Sequence[Any]) -> list[KernelCall]:
-    """The kernels of a traced program (Pallas calls, ragged dots), in order. Arguments that are shapes are unknown."""
+    """List the kernels of a traced program (Pallas calls, ragged dots). Arguments that are shapes are unknown."""
     found: list[KernelCall] = []
     known = [np.asarray(a) if isinstance(a, jax.Array | np.ndarray) else None for a in arguments]
     _evaluate(traced.jaxpr, traced.consts, known, found)
@@ -115,7 +115,7 @@ class CustomCalls:
         return name in self._lines and self._lines[name][1] == "custom-call"
 
     def operands(self, name: str) -> dict[int, Values]:
-        """The known operands of one call, by number."""
+        """Return the known operands of one call, by number."""
         operands = self._lines[name][2] if name in self else []
         found = {number: self._values(operand) for number, operand in enumerate(operands)}
         return {number: value for number, value in found.items() if value is not None}

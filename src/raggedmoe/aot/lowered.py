@@ -14,14 +14,15 @@ from typing import Any
 import jax
 
 from raggedmoe.aot.case import Case
-from raggedmoe.aot.compiled import ChosenKernel, Cost, Memory, chosen_kernels, cost_of, memory_of
+from raggedmoe.aot.compiled import Cost, Memory, cost_of, memory_of
 from raggedmoe.aot.program_text import ProgramCounts, counts_of, write_programs
-from raggedmoe.kernels.registry import recorded_selections
+from raggedmoe.kernels.chosen import ChosenKernel, chosen_kernels
+from raggedmoe.kernels.registry import record_selections
 
 
 @dataclass(frozen=True, kw_only=True)
 class Products:
-    """Matrix products of a program, or of a part of it."""
+    """The matrix products of a program, or of a part of it."""
 
     written: int = 0  # in the text
     executed: int = 0  # with the loops that are known
@@ -41,7 +42,7 @@ class Products:
 
 @dataclass(frozen=True, kw_only=True)
 class Lowered:
-    """What lowering a program says."""
+    """A program as it was lowered: its sizes, products and kernels."""
 
     seconds: float
     argument_bytes: int
@@ -53,7 +54,7 @@ class Lowered:
 
 @dataclass(frozen=True, kw_only=True)
 class HostProgram:
-    """What this machine's compiler made of it."""
+    """A program as this machine's compiler made it."""
 
     compile_seconds: float
     memory: Memory
@@ -67,9 +68,9 @@ def lower_here(case: Case) -> Lowered:
     Where the case names a folder it is compiled as well, and both programs are written there.
     """
     start = time.perf_counter()
-    program = case.program()
+    program = case.subject.program()
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), program.args)
-    with recorded_selections() as selections:
+    with record_selections() as selections:
         traced = jax.jit(program.function, donate_argnums=program.donate).trace(*args)
         lowered = traced.lower()
     seconds = time.perf_counter() - start
@@ -79,11 +80,11 @@ def lower_here(case: Case) -> Lowered:
         output_bytes=_num_bytes(traced.jaxpr.out_avals),
         products=count_products(lowered.compiler_ir(dialect="stablehlo")),
         kernels=chosen_kernels(selections),
-        compiled=None if case.hlo is None else _compiled(lowered, Path(case.hlo)),
+        compiled=None if case.hlo is None else _compile(lowered, Path(case.hlo)),
     )
 
 
-def _compiled(lowered: jax.stages.Lowered, folder: Path) -> HostProgram:
+def _compile(lowered: jax.stages.Lowered, folder: Path) -> HostProgram:
     start = time.perf_counter()
     executable = lowered.compile()
     seconds = time.perf_counter() - start
@@ -99,53 +100,53 @@ def _num_bytes(tree: Any) -> int:
 
 
 def count_products(module: Any) -> Products:
-    """The products of a StableHLO module, from its function `main` on."""
+    """Count the products of a StableHLO module, from its function `main` on."""
     functions = {operation.attributes["sym_name"].value: operation for operation in module.body.operations}
     known: dict[str, Products] = {}
 
-    def of_function(name: str) -> Products:
+    def count_function(name: str) -> Products:
         if name not in known:
-            known[name] = of_block(functions[name].regions[0].blocks[0])
+            known[name] = count_block(functions[name].regions[0].blocks[0])
         return known[name]
 
-    def of_block(block: Any) -> Products:
+    def count_block(block: Any) -> Products:
         total = Products()
         for operation in block.operations:
-            total = total.plus(*of_operation(operation.operation))
+            total = total.plus(*count_operation(operation.operation))
         return total
 
-    def of_operation(operation: Any) -> tuple[Products, int]:
+    def count_operation(operation: Any) -> tuple[Products, int]:
         if operation.name == "stablehlo.dot_general":
             return _dot(operation), 1
         if operation.name == "chlo.ragged_dot":
             return _ragged_dot(operation), 1
         if operation.name == "func.call":
-            return of_function(operation.attributes["callee"].value), 1
+            return count_function(operation.attributes["callee"].value), 1
         if operation.name == "stablehlo.while":
-            body, trips = of_block(operation.regions[1].blocks[0]), _trips(operation)
+            body, trips = count_block(operation.regions[1].blocks[0]), _trips(operation)
             return (body, trips) if trips is not None else (body.plus(Products(open_loops=1)), 1)
         if operation.name in ("stablehlo.case", "stablehlo.if"):
-            branches = [of_block(region.blocks[0]) for region in operation.regions]
+            branches = [count_block(region.blocks[0]) for region in operation.regions]
             costliest = max(branches, key=lambda branch: branch.flops)
             written = sum(branch.written for branch in branches)
             return Products(**{**vars(costliest), "written": written}), 1
         return Products(), 1
 
-    return of_function("main")
+    return count_function("main")
 
 
 def _dot(operation: Any) -> Products:
     lhs, rhs = operation.operands[0].type, operation.operands[1].type
     numbers = operation.attributes["dot_dimension_numbers"]
-    contracted = _contracted(str(numbers))
+    contracted = _contracted_dims(str(numbers))
     out = operation.results[0].type
     return _product(2 * math.prod(out.shape) * math.prod(lhs.shape[d] for d in contracted), (lhs, rhs, out))
 
 
 def _ragged_dot(operation: Any) -> Products:
-    """Each row with its own group's matrix only; what a backend makes of it may be more."""
+    """Count each row with its own group's matrix only; what a backend makes of it may be more."""
     lhs, rhs, out = operation.operands[0].type, operation.operands[1].type, operation.results[0].type
-    contracted = _contracted(str(operation.attributes["ragged_dot_dimension_numbers"]))
+    contracted = _contracted_dims(str(operation.attributes["ragged_dot_dimension_numbers"]))
     if out.rank == 3:  # a group's own rows are summed over: the rows are contracted, and shared by the groups
         flops = 2 * math.prod(out.shape[1:]) * lhs.shape[contracted[0]]
     else:
@@ -153,8 +154,8 @@ def _ragged_dot(operation: Any) -> Products:
     return _product(flops, (lhs, rhs, out))
 
 
-def _contracted(numbers: str) -> list[int]:
-    """The left side's contracted dimensions, from the printed attribute."""
+def _contracted_dims(numbers: str) -> list[int]:
+    """Read the left side's contracted dimensions from the printed attribute."""
     text = numbers.partition("lhs_contracting_dimensions = [")[2].partition("]")[0]
     return [int(d) for d in text.split(",") if d.strip()]
 
@@ -169,7 +170,7 @@ def _type_bytes(tensor: Any) -> int:
 
 
 def _trips(loop: Any) -> int | None:
-    """How often a loop runs that counts by a constant from a constant to a constant, as a scan does."""
+    """Count the turns of a loop that counts by a constant from a constant to a constant, as a scan does."""
     condition, body = loop.regions[0].blocks[0], loop.regions[1].blocks[0]
     test = condition.operations[len(condition.operations) - 1].operands[0].owner
     if getattr(test, "name", "") != "stablehlo.compare" or "LT" not in str(test.attributes["comparison_direction"]):
@@ -180,7 +181,7 @@ def _trips(loop: Any) -> int | None:
         return None
     end = _constant(limit)
     if end is None and (other := _argument_number(limit, condition)) is not None:
-        end = _constant(loop.operands[other]) if _unchanged(body, other) else None
+        end = _constant(loop.operands[other]) if _is_unchanged(body, other) else None
     start, step = _constant(loop.operands[number]), _step(body, number)
     if start is None or end is None or not step:
         return None
@@ -195,12 +196,12 @@ def _result(body: Any, number: int) -> Any:
     return body.operations[len(body.operations) - 1].operands[number]
 
 
-def _unchanged(body: Any, number: int) -> bool:
+def _is_unchanged(body: Any, number: int) -> bool:
     return _result(body, number) == body.arguments[number]
 
 
 def _step(body: Any, number: int) -> int | None:
-    """What is added to a counter in each turn."""
+    """Read the constant that is added to a counter in each turn."""
     added: Any = getattr(_result(body, number), "owner", None)
     if getattr(added, "name", "") != "stablehlo.add" or added.operands[0] != body.arguments[number]:
         return None

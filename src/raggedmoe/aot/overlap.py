@@ -53,19 +53,19 @@ class _Instruction:
 
 
 def move_from_json(plain: Mapping[str, Any]) -> Move:
-    """The move whose fields JSON has made lists."""
+    """Make the move that `dataclasses.asdict` described."""
     fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
     return Move(**fields)
 
 
 def moves(hlo: str) -> list[Move]:
-    """Every move of an optimised program."""
+    """List every move of an optimised program, in the order of its schedule."""
     called = set(re.findall(r" (?:call|async)-start\(.*?(?:to_apply|calls)=%([\w.\-]+)", hlo))
     return [move for name, body in _computations(hlo) if name not in called for move in _moves_of(body)]
 
 
 def _computations(hlo: str) -> Iterator[tuple[str, list[_Instruction]]]:
-    """The name and the instructions of each computation, in the order of the schedule."""
+    """Split a program into computations: the name and the instructions of each, in the order of the schedule."""
     name, body = "", list[_Instruction]()
     for line in hlo.splitlines():
         found = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = .*?\s([\w\-]+)\(([^)]*)\)(.*)", line)

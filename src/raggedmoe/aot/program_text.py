@@ -29,7 +29,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramCounts:
-    """What is in a program, or in a part of it."""
+    """The counts of what is in a program, or in a part of it."""
 
     written: int = 0  # matrix products in the text
     executed: int = 0  # with the loops that are known
@@ -62,7 +62,7 @@ class _Line:
 
 
 def counts_of(hlo: str) -> ProgramCounts:
-    """The counts of an optimised program, as its executable prints it."""
+    """Count what is in an optimised program, as its executable prints it."""
     computations, entry = _computations(hlo)
     often = _how_often(computations, entry)
     found = [(line, often.get(name, 0)) for name, lines in computations.items() for line in lines]
@@ -81,13 +81,13 @@ def counts_of(hlo: str) -> ProgramCounts:
 
 
 def counts_from_json(plain: Mapping[str, Any]) -> ProgramCounts:
-    """The counts that `dataclasses.asdict` described."""
+    """Make the counts that `dataclasses.asdict` described."""
     traffic = {kind: Traffic(**each) for kind, each in plain["collectives"].items()}
     return ProgramCounts(**{**plain, "collectives": traffic})
 
 
 def write_programs(folder: Path, lowered: str, optimized: str) -> tuple[Path, Path]:
-    """Both texts as files of a folder, which is made."""
+    """Write both texts as files of a folder, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
     places = folder / LOWERED, folder / OPTIMIZED
     for place, text in zip(places, (lowered, optimized)):
@@ -117,7 +117,7 @@ def _computations(hlo: str) -> tuple[dict[str, list[_Line]], str]:
 
 
 def _how_often(computations: dict[str, list[_Line]], entry: str) -> dict[str, int]:
-    """How often each computation is run."""
+    """Count how often each computation is run."""
     often = dict.fromkeys(computations, 0)
     often[entry] = 1
     for name in reversed(computations):  # callers stand after what they call: all of one's callers come before it
@@ -153,7 +153,7 @@ def _moved_bytes(line: _Line, kind: str) -> int:
 
 
 def _group_size(rest: str) -> int:
-    """Devices that take part in a collective together; of a permutation, any number above one."""
+    """Read how many devices take part in a collective together; for a permutation, any number above one."""
     groups = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]|mesh\[(.*?)\] \{(.*?)\})", rest)
     if groups is None:
         return 2 if "source_target_pairs" in rest else 1
@@ -173,12 +173,12 @@ def _dot_flops(line: _Line) -> int:
 
 
 def array_bytes(text: str) -> int:
-    """The bytes of all arrays that a type names."""
+    """Sum the bytes of all arrays that a type names."""
     return sum(bits * math.prod(shape) for bits, shape in _arrays(text)) // 8
 
 
 def _arrays(text: str) -> Iterator[tuple[int, list[int]]]:
-    """Bits of an element, and the shape, of each."""
+    """Read the bits of an element, and the shape, of each array that a type names."""
     for dtype, sizes in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", text):
         digits = re.search(r"\d+", dtype)
         bits = _BITS.get(dtype) or (int(digits[0]) if digits else 0)  # s32, u8, s4, f8e4m3fn

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from raggedmoe.aot.bundles import Branch, Instruction, Predicate, Program
+from raggedmoe.aot.bundles import Branch, BundleProgram, Instruction, Predicate
 
 WORD = 2**32
 # Addresses are integers far above all 32-bit values: an allocation's number times this, plus an offset.
@@ -26,7 +26,7 @@ def _signed(value: int) -> int:
     return value - WORD if WORD > value >= WORD // 2 else value
 
 
-def _wrapped(value: int) -> int:
+def _wrap(value: int) -> int:
     return value % WORD if abs(value) < ALLOCATION_STRIDE // 2 else value
 
 
@@ -72,7 +72,7 @@ LOGIC: dict[str, Callable[..., bool]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """DMAs of one instruction."""
+    """The DMAs of one kind and size."""
 
     kind: str  # "hbm_to_vmem", "vmem_to_hbm", …
     num_bytes: int | None  # of one; None: known at run time only
@@ -80,7 +80,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Execution:
     """One execution of a program."""
 
     counts: tuple[int, ...]  # how often each bundle ran
@@ -91,7 +91,7 @@ class Run:
 
 @dataclass
 class _Machine:
-    program: Program
+    program: BundleProgram
     delay: int
     trips: Mapping[int, int]
     taken: Mapping[int, float]
@@ -126,7 +126,7 @@ class _Machine:
         self.written[name] = self.step
 
     def execute(self, slots: tuple[Instruction, ...]) -> None:
-        """One bundle: what is read is read before anything is stored."""
+        """Execute one bundle: what is read is read before anything is stored."""
         stores: list[tuple[int, Value]] = []
         for slot in slots:
             holds = self.holds(slot.predicate)
@@ -171,15 +171,15 @@ class _Machine:
             return signed[0] if name == "smin" else signed[-1]
         if name == "scalar_lea":
             return sum(v for v in operands[:2] if v is not None)
-        return _wrapped(ARITHMETIC[name](*operands)) if name in ARITHMETIC else None
+        return _wrap(ARITHMETIC[name](*operands)) if name in ARITHMETIC else None
 
     def address(self, parts: Sequence[str | int]) -> int:
-        """The address of a place in SMEM; -1 where it is not known."""
+        """Compute an address in SMEM; -1 where it is not known."""
         values = [self.value(part) for part in parts]
         return -1 if None in values else sum(v for v in values if v is not None)
 
     def copy(self, slot: Instruction) -> None:
-        """A DMA: counted, and between an operand and SMEM also done."""
+        """Count a DMA; one between an operand and SMEM is also done."""
         kind = slot.opcode.removeprefix("dma.")
         source, size, target = (*(self.value(operand) for operand in slot.operands[:3]), None, None, None)[:3]
         num_bytes = None if size is None else size * GRANULE_BYTES
@@ -196,7 +196,7 @@ class _Machine:
             kept.update({i: self.memory.get(source + i) for i in words})
 
     def jumps(self, branch: Branch) -> bool:
-        """Whether a branch is taken: as the caller says, as the program computes, or as assumed."""
+        """Decide whether a branch is taken: as the caller says, as the program computes, or as assumed."""
         times = self.entered.get(branch.region, 0)
         if branch.repeats and branch.region in self.trips:
             again = times + 1 < self.trips[branch.region]
@@ -214,7 +214,7 @@ class _Machine:
 
 
 def _logic(name: str, operands: list[Value]) -> Value:
-    """The result of logic on predicates: what is known of it even if one of them is not."""
+    """Compute the logic of predicates, as far as it is known even if one of them is not."""
     unknown_as = [[bool(v)] if v is not None else [False, True] for v in operands]
     if len(unknown_as) == 1:
         found = {LOGIC[name](a) for a in unknown_as[0]}
@@ -228,13 +228,13 @@ def _value(text: str) -> str | int:
 
 
 def run_program(
-    program: Program,
+    program: BundleProgram,
     *,
     delay: int,
     operands: Mapping[int, Sequence[Value]] | None = None,
     trips: Mapping[int, int] | None = None,
     taken: Mapping[int, float] | None = None,
-) -> Run:
+) -> Execution:
     """Execute a program's scalar unit.
 
     Args:
@@ -256,8 +256,8 @@ def run_program(
             machine.values[operand.name] = None if given is None else machine.sources[address][0]
         if operand.is_output:
             machine.output_at[address] = operand.number
-    counts = _counted(machine)
-    return Run(
+    counts = _count_bundles(machine)
+    return Execution(
         counts=tuple(counts),
         transfers=tuple(
             Transfer(kind=kind, num_bytes=num_bytes, runs=runs) for (kind, num_bytes), runs in machine.dmas.items()
@@ -271,8 +271,8 @@ def run_program(
     )
 
 
-def _counted(machine: _Machine) -> list[int]:
-    """Follow the program from its first bundle to its last; how often each ran."""
+def _count_bundles(machine: _Machine) -> list[int]:
+    """Follow the program from its first bundle to its last, and count how often each ran."""
     program = machine.program
     stops = sorted(set(program.instructions) | set(program.branches))
     next_stop = _next_stops(stops, program.num_bundles)
@@ -308,7 +308,7 @@ def _counted(machine: _Machine) -> list[int]:
 
 
 def _next_stops(stops: list[int], end: int) -> list[int]:
-    """For each bundle, the first from it on at which something is to be done."""
+    """Find for each bundle the first from it on at which something is to be done."""
     following = [end] * (end + 2)
     wanted = set(stops)
     for at in range(end - 1, -1, -1):

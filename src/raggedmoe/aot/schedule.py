@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raggedmoe.aot.bundles import Program, Utilisation
+from raggedmoe.aot.bundles import BundleProgram, Utilisation
 from raggedmoe.aot.clock import Clock
-from raggedmoe.aot.scalar_run import Run, Transfer
+from raggedmoe.aot.scalar_run import Execution, Transfer
 from raggedmoe.aot.sparsecore_schedule import SparseCoreProgram, sparse_core_from_json
 
 MATMUL = ("MATMUL", "MXU")  # how older and newer compilers name the matrix units
@@ -76,7 +76,7 @@ class OpSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """All ops of a compiled program."""
+    """The schedule of all ops of a compiled program."""
 
     ops: tuple[OpSchedule, ...]
     sparse_core: tuple[SparseCoreProgram, ...]
@@ -109,7 +109,7 @@ class Schedule:
         return max(self.ops, key=lambda op: op.issue, default=None)
 
     def op(self, name: str) -> OpSchedule:
-        """The one op whose name begins so."""
+        """Find the one op whose name begins so."""
         found = [op for op in self.ops if op.name.startswith(name)]
         if len(found) != 1:
             raise ValueError(f"expected one op named {name}…, found {[op.name for op in self.ops]}")
@@ -117,19 +117,24 @@ class Schedule:
 
 
 def op_schedule(
-    name: str, program: Program, utilisation: Utilisation, run: Run, scoped: Mapping[str, int], delay: int
+    name: str,
+    program: BundleProgram,
+    utilisation: Utilisation,
+    execution: Execution,
+    scoped: Mapping[str, int],
+    delay: int,
 ) -> OpSchedule:
-    """The figures of one op from its bundles, what they keep busy, and how often each ran."""
+    """Sum up one op from its bundles, what they keep busy, and how often each ran."""
     if program.num_bundles != len(utilisation.busy):
         raise ValueError(
             f"{name}: {program.num_bundles} bundles, but {len(utilisation.busy)} lines of utilisation; this libtpu "
             "writes its dumps in another form than those that this library knows"
         )
     matmul = next(unit for unit in MATMUL if unit in utilisation.capacity)
-    issue = sum(run.counts)
+    issue = sum(execution.counts)
 
     def total(unit: str) -> int:
-        return sum(count * busy[unit] for count, busy in zip(run.counts, utilisation.busy))
+        return sum(count * busy[unit] for count, busy in zip(execution.counts, utilisation.busy))
 
     return OpSchedule(
         name=name,
@@ -140,14 +145,16 @@ def op_schedule(
         smem_bytes=scoped.get("smem", 0),
         fills=total(FILL),
         spills=total(SPILL),
-        transfers=run.transfers,
-        sections=tuple(_sections(program, utilisation, run, matmul, delay)),
-        assumed=tuple(sorted(run.assumed)),
+        transfers=execution.transfers,
+        sections=tuple(_sections(program, utilisation, execution, matmul, delay)),
+        assumed=tuple(sorted(execution.assumed)),
     )
 
 
-def _sections(program: Program, utilisation: Utilisation, run: Run, matmul: str, delay: int) -> list[Section]:
-    """The program cut at its branches, outermost first."""
+def _sections(
+    program: BundleProgram, utilisation: Utilisation, execution: Execution, matmul: str, delay: int
+) -> list[Section]:
+    """Cut the program at its branches, outermost first."""
     spans = [("top", 0, 0, program.num_bundles)]
     for branch in program.branches.values():
         after = branch.at + 1 + delay
@@ -162,10 +169,10 @@ def _sections(program: Program, utilisation: Utilisation, run: Run, matmul: str,
         own[inside].append(at)
     sections = []
     for (kind, region, begin, end), bundles in zip(spans, own):
-        cycles = sum(run.counts[at] for at in bundles)
+        cycles = sum(execution.counts[at] for at in bundles)
 
         def share(unit: str, bundles: list[int] = bundles, cycles: int = cycles) -> float:
-            used = sum(run.counts[at] * utilisation.busy[at][unit] for at in bundles)
+            used = sum(execution.counts[at] * utilisation.busy[at][unit] for at in bundles)
             return used / utilisation.capacity[unit] / max(cycles, 1)
 
         sections.append(
@@ -175,7 +182,7 @@ def _sections(program: Program, utilisation: Utilisation, run: Run, matmul: str,
                 begin=begin,
                 end=end,
                 depth=sum(b <= begin and end <= e and (b, e) != (begin, end) for _, _, b, e in spans),
-                runs=run.counts[begin] if begin < len(run.counts) else 0,
+                runs=execution.counts[begin] if begin < len(execution.counts) else 0,
                 bundles=len(bundles),
                 cycles=cycles,
                 mxu=share(matmul),
@@ -183,19 +190,19 @@ def _sections(program: Program, utilisation: Utilisation, run: Run, matmul: str,
                 stores=share(STORE),
                 fills=sum(utilisation.busy[at][FILL] for at in bundles),
                 spills=sum(utilisation.busy[at][SPILL] for at in bundles),
-                assumed=region in run.assumed,
+                assumed=region in execution.assumed,
             )
         )
     return sections
 
 
 def schedule_to_json(schedule: Schedule) -> dict[str, Any]:
-    """A schedule as JSON can hold it."""
+    """Describe a schedule as JSON can hold it."""
     return asdict(schedule)
 
 
 def schedule_from_json(plain: Mapping[str, Any]) -> Schedule:
-    """The schedule that `schedule_to_json` described."""
+    """Make the schedule that `schedule_to_json` described."""
     ops = []
     for op in plain["ops"]:
         transfers = tuple(Transfer(**transfer) for transfer in op["transfers"])

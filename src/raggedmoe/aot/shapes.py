@@ -50,8 +50,8 @@ class Sizes:
             raise ValueError(f"{self._form}; got {', '.join(self._parts)} as well, which mean nothing here")
 
 
-def group_sizes(sizes: Sizes, num_rows: int, num_groups: int) -> np.ndarray:
-    """Even, skewed, or as listed: ``sizes=202/0/1943``."""
+def read_group_sizes(sizes: Sizes, num_rows: int, num_groups: int) -> np.ndarray:
+    """Read the rows of each group: even, skewed, or listed as in ``sizes=202/0/1943``."""
     text = sizes.word("sizes", "even")
     if text == "even":
         bounds = np.arange(num_groups + 1) * num_rows // num_groups
@@ -75,7 +75,7 @@ def _array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
 def _grouped_matmul(sizes: Sizes, dtype: str) -> Example:
     rows, inner, out, groups = (sizes.number(letter) for letter in "RIOG")
     transpose = sizes.flag("transpose_rhs", False)
-    per_group = group_sizes(sizes, rows, groups)
+    per_group = read_group_sizes(sizes, rows, groups)
     arrays = {
         "lhs": _array(dtype, rows, inner),
         "rhs": _array(dtype, groups, *((out, inner) if transpose else (inner, out))),
@@ -90,7 +90,7 @@ def _expert_ffn(sizes: Sizes, dtype: str) -> Example:
     activation = sizes.word("activation", "silu")
     if activation not in ACTIVATIONS:
         raise unknown("activation", activation, ACTIVATIONS)
-    per_group = group_sizes(sizes, rows, groups)
+    per_group = read_group_sizes(sizes, rows, groups)
     weights = {name: _array(dtype, groups, hidden, width) for name in ("wi_0", "wi_1", "wo")}
     return Example(
         arrays={"rows": _array(dtype, rows, width), **weights, "group_sizes": per_group},
@@ -100,8 +100,8 @@ def _expert_ffn(sizes: Sizes, dtype: str) -> Example:
     )
 
 
-def _routed(sizes: Sizes) -> tuple[int, int, int, np.ndarray]:
-    """T, K, D, and for each sorted row the slot t·K + k that it serves."""
+def _read_routing(sizes: Sizes) -> tuple[int, int, int, np.ndarray]:
+    """Read T, K and D, and draw for each sorted row the slot t·K + k that it serves."""
     tokens, per_token, width = (sizes.number(letter) for letter in "TKD")
     experts = sizes.number("E", 64)
     if per_token > experts:
@@ -111,7 +111,7 @@ def _routed(sizes: Sizes) -> tuple[int, int, int, np.ndarray]:
 
 
 def _ragged_gather(sizes: Sizes, dtype: str) -> Example:
-    tokens, per_token, width, slots = _routed(sizes)
+    tokens, per_token, width, slots = _read_routing(sizes)
     arrays: dict[str, Any] = {"x": _array(dtype, tokens, width), "indices": slots // np.int32(per_token)}
     if sizes.flag("weights", False):
         arrays["weights"] = _array("float32", slots.size)
@@ -121,7 +121,7 @@ def _ragged_gather(sizes: Sizes, dtype: str) -> Example:
 
 
 def _ragged_gather_reduce(sizes: Sizes, dtype: str) -> Example:
-    tokens, per_token, width, slots = _routed(sizes)
+    tokens, per_token, width, slots = _read_routing(sizes)
     inverse = np.argsort(slots).reshape(tokens, per_token).astype(np.int32)
     arrays: dict[str, Any] = {"rows": _array(dtype, slots.size, width), "indices": inverse}
     if sizes.flag("weights", True):
@@ -150,7 +150,7 @@ FORMS: dict[str, tuple[str, Callable[[Sizes, str], Example]]] = {
 
 
 def example_of_shape(operation: str, text: str, dtype: str) -> Example:
-    """The call with those sizes. Floating arrays are shapes alone; integers have values, as they steer kernels."""
+    """Make the call with those sizes. Floating arrays are shapes alone; integers have values, as they steer kernels."""
     form, make = FORMS[operation]
     sizes = Sizes(operation, text, form)
     example = make(sizes, dtype)

@@ -42,7 +42,7 @@ class SparseCoreLoop:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseCoreProgram:
-    """What one unit runs."""
+    """The program of one unit of a SparseCore."""
 
     name: str
     unit: str  # of UNITS
@@ -75,7 +75,7 @@ _STREAM = re.compile(r"=\t(stream\.[\w.]+)(?: @!?p\d+)? \[.*?\](?:, \[[^\]]*\])*
 
 
 def read_sparse_core(name: str, text: str) -> list[SparseCoreProgram]:
-    """The units' programs in a dump of SparseCore bundles."""
+    """Read the units' programs from a dump of SparseCore bundles."""
     units = "|".join(UNITS)
     found = re.findall(rf"(?ms)^({units})\n(.*?)(?=^(?:{units})\n|\Z)", text)
     return [_program(name, unit, body) for unit, body in found]
@@ -101,11 +101,11 @@ def _program(name: str, unit: str, text: str) -> SparseCoreProgram:
         name=name,
         unit=unit,
         cycles=sum(bundle.cycles for bundle in bundles),
-        loops=tuple(_described(loop, nested, bundles) for loop in nested),
+        loops=tuple(_describe_loop(loop, nested, bundles) for loop in nested),
     )
 
 
-def _described(loop: _Loop, loops: list[_Loop], bundles: list[_Bundle]) -> SparseCoreLoop:
+def _describe_loop(loop: _Loop, loops: list[_Loop], bundles: list[_Bundle]) -> SparseCoreLoop:
     inner = [other for other in loops if other != loop and loop.begin <= other.begin and other.end <= loop.end]
     own = [
         bundle
@@ -131,7 +131,7 @@ def _streams(bundles: list[_Bundle]) -> Iterator[tuple[str, int]]:
 
 
 def _counter(loop: _Loop, own: list[_Bundle]) -> tuple[int | None, int | None]:
-    """The constant that the loop's test compares its counter with, and what is added to it."""
+    """Read the constant that the loop's test compares its counter with, and what is added to it."""
     if loop.predicate is None:
         return None, None
     text = "\n".join(bundle.text for bundle in own)
@@ -144,7 +144,7 @@ def _counter(loop: _Loop, own: list[_Bundle]) -> tuple[int | None, int | None]:
 
 
 def program_cycles(program: SparseCoreProgram, trips: Mapping[str, int]) -> int:
-    """Cycles of all loops with so many iterations of each, by label; of the rest of the code, each bundle once."""
+    """Sum the cycles of all loops, with so many iterations by label, and each bundle of the rest of the code once."""
     total, around = 0, [1]
     for loop in program.loops:
         if loop.label not in trips:
@@ -156,7 +156,7 @@ def program_cycles(program: SparseCoreProgram, trips: Mapping[str, int]) -> int:
 
 
 def sparse_core_from_json(plain: Mapping[str, Any]) -> SparseCoreProgram:
-    """The program that `dataclasses.asdict` described."""
+    """Make the program that `dataclasses.asdict` described."""
     loops = tuple(
         SparseCoreLoop(**{**loop, "streams": tuple(Stream(**stream) for stream in loop["streams"])})
         for loop in plain["loops"]

@@ -36,7 +36,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Chips of one kind and how they are laid out."""
+    """A number of chips of one kind, and how they are laid out."""
 
     name: str
     hardware: Hardware
@@ -55,7 +55,7 @@ class Topology:
         return AbstractDevice(device_kind=device.device_kind, num_cores=device.num_cores, platform=device.platform)
 
     def mesh(self, **axes: int) -> Mesh:
-        """All its devices as a mesh with these axes, ``topology.mesh(data=2, expert=4)``."""
+        """Arrange all its devices as a mesh with these axes, ``topology.mesh(data=2, expert=4)``."""
         if math.prod(axes.values()) != len(self.devices):
             raise ValueError(f"expected axes whose sizes multiply to the {len(self.devices)} devices, got {axes}")
         devices = np.array(self.devices).reshape(tuple(axes.values()))
@@ -88,7 +88,7 @@ def check_compiler() -> None:
 
 
 def _wanted_libtpu() -> str:
-    """The versions of libtpu that the installed JAX names for its extra `tpu`; empty: none."""
+    """Read the versions of libtpu that the installed JAX names for its extra `tpu`; empty: none."""
     for line in importlib.metadata.requires("jax") or ():
         requirement = Requirement(line)
         if requirement.name == "libtpu" and requirement.marker and requirement.marker.evaluate({"extra": "tpu"}):
@@ -97,7 +97,7 @@ def _wanted_libtpu() -> str:
 
 
 def find_topology(name: str) -> Topology:
-    """The topology with that name. Loads the compiler into this process; `raggedmoe.aot.worker` uses another."""
+    """Look a topology up, which loads the compiler into this process; `raggedmoe.aot.worker` uses another."""
     check_topology_name(name)
     check_compiler()
     for variable, value in ENVIRONMENT.items():
@@ -113,8 +113,8 @@ def find_topology(name: str) -> Topology:
 
 
 @contextlib.contextmanager
-def targeting(topology: Topology, mesh: Mesh | None = None) -> Iterator[None]:
-    """What is traced inside is for that topology: for one device of it, or for the mesh given.
+def target_topology(topology: Topology, mesh: Mesh | None = None) -> Iterator[None]:
+    """Make what is traced inside be for that topology: for one device of it, or for the mesh given.
 
     `target_hardware` and Pallas's `get_tpu_info` then answer for its chip.
     """
@@ -123,7 +123,7 @@ def targeting(topology: Topology, mesh: Mesh | None = None) -> Iterator[None]:
         yield
 
 
-def chip_named(topology: str) -> Hardware:
-    """The chip of a topology's name, without the compiler."""
+def find_chip(topology: str) -> Hardware:
+    """Look up the chip that a topology's name begins with, without the compiler."""
     check_topology_name(topology)
     return HARDWARE[topology.partition(":")[0]]

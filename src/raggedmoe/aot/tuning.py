@@ -6,17 +6,17 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from raggedmoe.aot.case import Case, Outcome, Program
-from raggedmoe.aot.subjects import example_named, with_integers
-from raggedmoe.aot.topology import chip_named
+from raggedmoe.aot.case import Case, CompileOutcome, JitProgram
+from raggedmoe.aot.subjects import find_example, with_integers
+from raggedmoe.aot.topology import find_chip
 from raggedmoe.aot.worker import compile_cases
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.grouped_matmul import pallas_tpu
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
 from raggedmoe.kernels.grouped_matmul.tiles import (
     Bucket,
-    Choice,
     Problem,
+    TileChoice,
     bucket,
     choice_of,
     output_widths,
@@ -28,12 +28,12 @@ OPERATION = "grouped_matmul"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class TileTrial:
     """One choice of tiles and what the compiler makes of it."""
 
-    choice: Choice
+    choice: TileChoice
     is_rule: bool  # what the rule takes
-    outcome: Outcome
+    outcome: CompileOutcome
 
     @property
     def cycles(self) -> float:
@@ -46,20 +46,33 @@ class Tried:
         return float("inf") if self.outcome.schedule is None else self.outcome.schedule.issue
 
 
-def tiled_call(*, call: str, dtype: str, choice: list[Any]) -> Program:
-    """The kernel on an example call, with these tiles."""
-    example = example_named(OPERATION, call, dtype)
-    arrays, transpose = with_integers(dict(example.arrays)), example.options["transpose_rhs"]
+@dataclass(frozen=True, kw_only=True)
+class TiledCall:
+    """Our kernel on an example call of `grouped_matmul`, with the tiles of one choice."""
 
-    def function(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
-        hardware = target_hardware()
-        tiles = tiles_of_choice(_problem(example), hardware, Choice(*choice))
-        bounds = group_bounds(group_sizes, rhs.shape[0], lhs.shape[0])
-        return pallas_tpu.forward(
-            lhs, rhs, bounds, transpose_rhs=transpose, out_dtype=lhs.dtype, hardware=hardware, tiles=tiles
-        )
+    call: str
+    dtype: str
+    rows: int  # this and what follows: the fields of a `TileChoice`
+    step: int
+    out: int
+    inner: int
+    paired: bool
 
-    return Program(function=lambda arrays: function(**arrays), args=(arrays,))
+    def program(self) -> JitProgram:
+        """Make the kernel's program."""
+        example = find_example(OPERATION, self.call, self.dtype)
+        arrays, transpose = with_integers(dict(example.arrays)), example.options["transpose_rhs"]
+        choice = TileChoice(rows=self.rows, step=self.step, out=self.out, inner=self.inner, paired=self.paired)
+
+        def function(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
+            hardware = target_hardware()
+            tiles = tiles_of_choice(_problem(example), hardware, choice)
+            bounds = group_bounds(group_sizes, rhs.shape[0], lhs.shape[0])
+            return pallas_tpu.forward(
+                lhs, rhs, bounds, transpose_rhs=transpose, out_dtype=lhs.dtype, hardware=hardware, tiles=tiles
+            )
+
+        return JitProgram(function=lambda arrays: function(**arrays), args=(arrays,))
 
 
 def _problem(example: Any) -> Problem:
@@ -71,8 +84,8 @@ def _problem(example: Any) -> Problem:
     )
 
 
-def choices(problem: Problem, hardware: Hardware) -> Iterator[Choice]:
-    """The rule's tiles first, then its neighbours: other rows, steps, columns, parts of I, alone or in pairs."""
+def choices(problem: Problem, hardware: Hardware) -> Iterator[TileChoice]:
+    """Yield the rule's tiles, then its neighbours: other rows, steps, columns, parts of I, alone or in pairs."""
     tiles = tiles_for(problem, hardware)
     if tiles is None:
         raise ValueError(f"no tiles of {problem} fit the VMEM of a {hardware.name}; pad O to a multiple of 128")
@@ -97,29 +110,28 @@ def choices(problem: Problem, hardware: Hardware) -> Iterator[Choice]:
             yield choice
 
 
-def choices_for(call: str, dtype: str, topology: str) -> list[Choice]:
-    """Those that `tune` will try."""
-    return list(choices(_problem(example_named(OPERATION, call, dtype)), chip_named(topology)))
+def choices_for(call: str, dtype: str, topology: str) -> list[TileChoice]:
+    """List the choices that `tune` will try."""
+    return list(choices(_problem(find_example(OPERATION, call, dtype)), find_chip(topology)))
 
 
-def tune(call: str, dtype: str, topology: str, timeout: float = 1800.0) -> Iterator[Tried]:
-    """Each choice with its schedule, as they come."""
+def tune(call: str, dtype: str, topology: str, timeout: float = 1800.0) -> Iterator[TileTrial]:
+    """Compile each choice, and yield it with its schedule."""
     tried = choices_for(call, dtype, topology)
     cases = [
         Case(
             title=str(choice),
-            build=f"{__name__}:tiled_call",
-            arguments={"call": call, "dtype": dtype, "choice": list(vars(choice).values())},
+            subject=TiledCall(call=call, dtype=dtype, **vars(choice)),
             topology=topology,
             scheduled=True,
         )
         for choice in tried
     ]
     for choice, outcome in zip(tried, compile_cases(cases, timeout=timeout)):
-        yield Tried(choice=choice, is_rule=choice == tried[0], outcome=outcome)
+        yield TileTrial(choice=choice, is_rule=choice == tried[0], outcome=outcome)
 
 
-def table_line(call: str, dtype: str, topology: str, choice: Choice) -> str:
-    """A line for the table of tuned tiles."""
-    found: Bucket = bucket(_problem(example_named(OPERATION, call, dtype)), chip_named(topology))
+def table_line(call: str, dtype: str, topology: str, choice: TileChoice) -> str:
+    """Write a line for the table of tuned tiles."""
+    found: Bucket = bucket(_problem(find_example(OPERATION, call, dtype)), find_chip(topology))
     return f"    {found!r}: {choice!r},"

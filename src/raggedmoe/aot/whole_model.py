@@ -7,17 +7,20 @@ alike: by what one layer more made of them. Dense layers, which need less than t
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from raggedmoe.aot.case import Outcome
-from raggedmoe.aot.subjects import with_layers
-from raggedmoe.aot.topology import chip_named
+from raggedmoe.aot.case import CompileOutcome
+from raggedmoe.aot.subjects import TrainingStep, with_layers
+from raggedmoe.aot.topology import find_chip
 from raggedmoe.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from raggedmoe.train.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeModel:
-    """Bytes of one device."""
+    """The bytes of one device that a whole model needs."""
 
     num_layers: int
     compiled_layers: int
@@ -31,14 +34,14 @@ class WholeModel:
         return self.arguments + self.rest + (self.num_layers - self.compiled_layers) * self.rest_per_layer
 
 
-def config_on(words: Sequence[str], topology: str) -> Any:
-    """The configuration of `raggedmoe train WORDS` on a topology's devices, found without its compiler."""
+def config_on(words: Sequence[str], topology: str) -> "TrainConfig":
+    """Make the configuration of `raggedmoe train WORDS` on a topology's devices, without its compiler."""
     try:
         from raggedmoe.train.config import make_config
         from raggedmoe.train.settings import in_keys, parse_settings
     except ImportError as error:
         raise ValueError(f"a whole model needs more packages ({error}): pip install 'raggedmoe[train]'") from None
-    chip = chip_named(topology)
+    chip = find_chip(topology)
     num_chips = math.prod(int(size) for size in topology.partition(":")[2].split("x"))
     try:
         return make_config(parse_settings(words), chip, num_chips * chip.devices_per_chip)
@@ -46,8 +49,8 @@ def config_on(words: Sequence[str], topology: str) -> Any:
         raise ValueError(in_keys(str(error))) from error
 
 
-def tells_of_more(model: ModelConfig, num_layers: int) -> bool:
-    """Whether so many layers, and one fewer, differ by one turn of a loop, as the whole model's do.
+def can_extrapolate(model: ModelConfig, num_layers: int) -> bool:
+    """Say whether so many layers and one fewer differ by one turn of a loop, as the whole model's do.
 
     A loop of one turn is none: with DeepSeek-V3 on 512 devices (JAX 0.12), two layers with experts take 5.90 GiB more
     than one, the weights that are gathered for the next turn, and three 0.13 GiB more than two.
@@ -59,18 +62,18 @@ def tells_of_more(model: ModelConfig, num_layers: int) -> bool:
     return alike and smaller[-1].repeats > 1
 
 
-def whole_model(outcomes: Sequence[Outcome]) -> WholeModel | None:
-    """From the outcomes of some layers of a model and of one fewer; None: these are something else."""
-    layers = [outcome.case.arguments.get("num_layers") or 0 for outcome in outcomes]
-    if len(outcomes) != 2 or 0 in layers or layers[0] != layers[1] + 1:
+def whole_model(outcomes: Sequence[CompileOutcome]) -> WholeModel | None:
+    """Infer a model's needs from the outcomes of some layers and of one fewer; None: these are something else."""
+    steps = [outcome.case.subject for outcome in outcomes if isinstance(outcome.case.subject, TrainingStep)]
+    layers = [step.num_layers or 0 for step in steps]
+    if len(outcomes) != 2 or len(steps) != 2 or 0 in layers or layers[0] != layers[1] + 1:
         return None
     larger, smaller = (outcome.compiled for outcome in outcomes)
     if larger is None or smaller is None or outcomes[0].available is None:
         return None
     from raggedmoe.train.fit import state_bytes
 
-    case = outcomes[0].case
-    config = config_on(case.arguments["words"], case.topology)
+    config = config_on(steps[0].words, outcomes[0].case.topology)
     whole, cut = (
         state_bytes(model, config.plan) for model in (config.step.model, with_layers(config.step.model, layers[0]))
     )

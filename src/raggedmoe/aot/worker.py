@@ -17,9 +17,8 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import jax
 
@@ -31,25 +30,28 @@ from raggedmoe.aot.case import (
     REFUSED,
     TIMED_OUT,
     Case,
-    Outcome,
-    Program,
-    as_json,
-    from_json,
+    CompileOutcome,
+    JitProgram,
+    Subject,
+    case_from_json,
+    case_to_json,
+    outcome_from_json,
+    outcome_to_json,
 )
 from raggedmoe.aot.compiled import Compiled, OutOfHBMError, compile_for
 from raggedmoe.aot.dumps import Steering, clear_dumps, dump_flags, read_schedule
 from raggedmoe.aot.overlap import moves
 from raggedmoe.aot.program_text import counts_of, write_programs
 from raggedmoe.aot.schedule import Schedule
-from raggedmoe.aot.topology import ENVIRONMENT, check_compiler, check_topology_name, find_topology, targeting
+from raggedmoe.aot.topology import ENVIRONMENT, check_compiler, check_topology_name, find_topology, target_topology
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.registry import CannotRunError, implementations
 
 DUMP_FOLDER = "RAGGEDMOE_DUMP_FOLDER"  # where the compiler writes its schedules, for a worker that reads them
 
 
-def compile_cases(cases: Iterable[Case], *, timeout: float = 900.0) -> Iterator[Outcome]:
-    """The outcome of each case, in order, as they come. A mistake in a case's names is an error before any is tried.
+def compile_cases(cases: Iterable[Case], *, timeout: float = 900.0) -> Iterator[CompileOutcome]:
+    """Compile the cases, in order, and yield each outcome. A mistake in a name is an error before any is tried.
 
     Args:
       cases: which; all with a schedule, or none, share a worker.
@@ -77,22 +79,21 @@ def compile_cases(cases: Iterable[Case], *, timeout: float = 900.0) -> Iterator[
 
 
 def schedule(
-    build: str,
-    arguments: Mapping[str, Any],
+    subject: Subject,
     topology: str,
     *,
     trips: Mapping[int, int] | None = None,
     taken: Mapping[int, float] | None = None,
 ) -> Schedule:
-    """The schedule of one program, `Case` says what of; its own integers steer it, and where they cannot the caller's.
+    """Compile a subject and read its schedule; its own integers steer it, and where they cannot the caller's.
 
     ``trips``: how often a loop's body runs each time it is entered. ``taken``: the share of times that a region is
     entered. Both by the compiler's number of the region, which a schedule's sections have.
     """
+    title = type(subject).__name__
     case = Case(
-        title=build,
-        build=build,
-        arguments=arguments,
+        title=title,
+        subject=subject,
         topology=topology,
         scheduled=True,
         trips={str(region): count for region, count in (trips or {}).items()},
@@ -100,7 +101,7 @@ def schedule(
     )
     (outcome,) = compile_cases([case])
     if outcome.schedule is None:
-        raise ValueError(f"{build} on {topology}: {outcome.verdict}: {outcome.error}")
+        raise ValueError(f"{title} on {topology}: {outcome.verdict}: {outcome.error}")
     return outcome.schedule
 
 
@@ -132,35 +133,35 @@ class _Worker:
                 start_new_session=True,  # so that a Ctrl-C is ours to handle, and stopping ends its children too
             )
 
-    def outcome(self, case: Case, timeout: float) -> Outcome:
-        """What comes of a case, or that it ended the worker."""
+    def outcome(self, case: Case, timeout: float) -> CompileOutcome:
+        """Have a case compiled; that it ended the worker is an outcome too."""
         assert self._process.stdin is not None
         said = self._log.stat().st_size
         try:
-            self._process.stdin.write(json.dumps(asdict(case)).encode() + b"\n")
+            self._process.stdin.write(json.dumps(case_to_json(case)).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:  # it died between two cases
             return self._death(case, said)
         line = self._line(timeout)
         if line is None:
             error = f"not compiled after {timeout:g} seconds"
-            return Outcome(case=case, verdict=TIMED_OUT, error=error)
-        return from_json(json.loads(line)) if line.endswith(b"\n") else self._death(case, said)
+            return CompileOutcome(case=case, verdict=TIMED_OUT, error=error)
+        return outcome_from_json(json.loads(line)) if line.endswith(b"\n") else self._death(case, said)
 
     def _line(self, timeout: float) -> bytes | None:
-        """The next line of its answers; an unfinished one if it died; None if it takes too long."""
+        """Read the next line of its answers; an unfinished one if it died; None if it takes too long."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             return self._process.stdout.readline() if selector.select(timeout) else None
 
-    def _death(self, case: Case, said: int) -> Outcome:
+    def _death(self, case: Case, said: int) -> CompileOutcome:
         code = self._process.wait()
         with self._log.open("rb") as log:
             log.seek(said)
             detail = log.read().decode(errors="replace")
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return Outcome(case=case, verdict=CRASHED, error=f"{first_error(detail)} ({how})", detail=detail)
+        return CompileOutcome(case=case, verdict=CRASHED, error=f"{first_error(detail)} ({how})", detail=detail)
 
     def stop(self) -> None:
         """End it and remove what it wrote."""
@@ -174,7 +175,7 @@ class _Worker:
 
 
 def first_error(text: str) -> str:
-    """The first line that a compiler wrote of what ended it: fatal, a failed check, an exception; else the last."""
+    """Find the first line of what ended a compiler: fatal, a failed check, an exception; else the last line."""
     lines = [line for line in text.splitlines() if line.strip()]
     for pattern in (r"F\d{4} ", r".*Check fail", r"\w+(\.\w+)*(Error|Exception)\b"):
         for line in lines:
@@ -183,15 +184,15 @@ def first_error(text: str) -> str:
     return lines[-1].strip() if lines else "no message"
 
 
-def compiled_here(case: Case) -> Outcome:
-    """The outcome of a case in this process."""
+def compile_here(case: Case) -> CompileOutcome:
+    """Compile a case in this process."""
     implementations.cache_clear()  # an earlier case may have lifted one's guard
     try:
         if case.scheduled:
             clear_dumps(Path(os.environ[DUMP_FOLDER]))
         topology = find_topology(case.topology)
-        with targeting(topology):
-            program = case.program()
+        with target_topology(topology):
+            program = case.subject.program()
         compiled = compile_for(
             program.function,
             program.args,
@@ -204,13 +205,13 @@ def compiled_here(case: Case) -> Outcome:
         if case.hlo is not None:
             write_programs(Path(case.hlo), compiled.lowered.as_text(), compiled.hlo())
     except CannotRunError as error:
-        return _unsuccessful(case, REFUSED, error)
+        return _failure(case, REFUSED, error)
     except OutOfHBMError as error:
-        outcome = _unsuccessful(case, NO_FIT, error)
-        return Outcome(**{**vars(outcome), "needed": error.needed, "available": error.available})
+        outcome = _failure(case, NO_FIT, error)
+        return CompileOutcome(**{**vars(outcome), "needed": error.needed, "available": error.available})
     except Exception as error:  # of whatever kind: it is this case's outcome, and the others are still to be tried
-        return _unsuccessful(case, FAILED, error)
-    return Outcome(
+        return _failure(case, FAILED, error)
+    return CompileOutcome(
         case=case,
         verdict=PASSED,
         compiled=compiled,
@@ -222,7 +223,7 @@ def compiled_here(case: Case) -> Outcome:
     )
 
 
-def _schedule(case: Case, hardware: Hardware, program: Program, compiled: Compiled) -> Schedule:
+def _schedule(case: Case, hardware: Hardware, program: JitProgram, compiled: Compiled) -> Schedule:
     return read_schedule(
         Path(os.environ[DUMP_FOLDER]),
         hardware,
@@ -235,18 +236,18 @@ def _schedule(case: Case, hardware: Hardware, program: Program, compiled: Compil
     )
 
 
-def _unsuccessful(case: Case, verdict: str, error: Exception) -> Outcome:
+def _failure(case: Case, verdict: str, error: Exception) -> CompileOutcome:
     text = str(error).strip() or type(error).__name__
     first = text.splitlines()[0] if verdict != REFUSED else " ".join(text.split())
     named = first if isinstance(error, ValueError | CannotRunError) else f"{type(error).__name__}: {first}"
-    return Outcome(case=case, verdict=verdict, error=named, detail="".join(traceback.format_exception(error)))
+    return CompileOutcome(case=case, verdict=verdict, error=named, detail="".join(traceback.format_exception(error)))
 
 
 def serve(cases: IO[str], outcomes: IO[str]) -> None:
-    """Answer each line."""
+    """Compile the case of each line, and write its outcome as a line."""
     for line in cases:
-        outcome = compiled_here(Case(**json.loads(line)))
-        outcomes.write(json.dumps(as_json(outcome)) + "\n")
+        outcome = compile_here(case_from_json(json.loads(line)))
+        outcomes.write(json.dumps(outcome_to_json(outcome)) + "\n")
         outcomes.flush()
 
 

@@ -13,11 +13,12 @@ import numpy as np
 from raggedmoe.bench.measure import best_seconds
 from raggedmoe.kernels.catalog import operation
 from raggedmoe.kernels.example import Example, normal
+from raggedmoe.kernels.value_and_gradients import value_and_gradients, value_and_pullback
 from raggedmoe.moe.config import MoEConfig
+from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.moe.records import MoEParams
 from raggedmoe.params import init_params
-from raggedmoe.verify.check import runnable, value_and_gradients
+from raggedmoe.verify.check import runnable
 
 LIMIT = "limit"
 MOVES = ("ragged_gather", "ragged_gather_reduce")  # of rows; the other operations are matmuls
@@ -77,10 +78,10 @@ def operation_timings(name: str, dtype: str, rounds: int = 7, only: str = "") ->
 
 def _call(function: Any, implementation: str, example: Example, backward: bool) -> Callable[[], Any]:
     bound = functools.partial(function, **example.options, implementation=implementation)
-    return _compiled(bound, dict(example.arrays), example.cotangent, backward)
+    return _compile(bound, dict(example.arrays), example.cotangent, backward)
 
 
-def _compiled(function: Any, arrays: dict[str, Any], cotangent: Any, backward: bool) -> Callable[[], Any]:
+def _compile(function: Any, arrays: dict[str, Any], cotangent: Any, backward: bool) -> Callable[[], Any]:
     if backward:
         both = jax.jit(lambda arrays, cotangent: value_and_gradients(function, arrays, cotangent))
         return lambda: both(arrays, cotangent)
@@ -144,7 +145,7 @@ def _peers(name: str, example: Example, backward: bool) -> dict[str, Callable[[]
         import tokamax
 
         peers["tokamax.ragged_dot"] = tokamax.ragged_dot
-    return {peer: _compiled(f, arrays, example.cotangent, backward) for peer, f in peers.items()}
+    return {peer: _compile(f, arrays, example.cotangent, backward) for peer, f in peers.items()}
 
 
 def _attention_peers(example: Example, backward: bool) -> dict[str, Callable[[], Any]]:
@@ -153,7 +154,7 @@ def _attention_peers(example: Example, backward: bool) -> dict[str, Callable[[],
     if arrays.keys() != {"query", "key", "value"} or arrays["query"].shape[3] != arrays["value"].shape[3]:
         return {}
     peer = functools.partial(jax.nn.dot_product_attention, is_causal=True)
-    return {"jax.nn.dot_product_attention": _compiled(peer, arrays, example.cotangent, backward)}
+    return {"jax.nn.dot_product_attention": _compile(peer, arrays, example.cotangent, backward)}
 
 
 def layer_timings(dtype: str, rounds: int = 7, only: str = "") -> Iterator[list[Timing]]:
@@ -180,20 +181,19 @@ def _layer(sizes: dict[str, int], backend: str, x: Any, dtype: str, backward: bo
         experts_per_token=sizes["K"],
         model_dim=sizes["D"],
         expert_dim=sizes["F"],
-        moe_backend=backend,
         param_dtype=jnp.dtype(dtype),
     )
-    params = MoEParams.from_flat(init_params(config.param_specs(), jax.random.key(0)))
+    execution = MoEExecution(moe_backend=backend)
+    params = init_params(config.param_specs(), jax.random.key(0))
+
+    def layer(x: Any, params: Any) -> Any:
+        return moe_route_and_compute(x, params, config, execution).output
+
     if not backward:
-        forward = jax.jit(lambda x, params: moe_route_and_compute(x, params, config).output)
+        forward = jax.jit(layer)
         return lambda: forward(x, params)
-
-    @jax.jit
-    def both(x: Any, params: Any, cotangent: Any) -> Any:
-        value, vjp = jax.vjp(lambda x, params: moe_route_and_compute(x, params, config).output, x, params)
-        return value, vjp(cotangent)
-
-    return lambda: both(x, params, x)
+    both = jax.jit(functools.partial(value_and_pullback, layer))
+    return lambda: both((x, params), x)
 
 
 def sweep_timings(dtype: str, rounds: int = 5, only: str = "") -> Iterator[list[Timing]]:

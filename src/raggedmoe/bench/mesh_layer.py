@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from raggedmoe.aot.case import Program
+from raggedmoe.aot.case import JitProgram
 from raggedmoe.aot.compiled import cost_of, memory_of
 from raggedmoe.aot.program_text import ProgramCounts, counts_of
 from raggedmoe.aot.subjects import layer_on_devices
@@ -40,7 +40,7 @@ def layer_programs(
         program = layer_on_devices(words, devices, tokens=tokens, dtype=dtype, forward=forward)
         executable = jax.jit(program.function).lower(*program.args).compile()
         figures[case] = figures_of(executable)
-        runs[case] = functools.partial(executable, *_drawn(program))
+        runs[case] = functools.partial(executable, *_draw_arguments(program))
     best = best_seconds(runs, rounds)
     return [LayerProgram(case=case, dtype=dtype, seconds=best[case], figures=figures[case]) for case in PASSES]
 
@@ -57,16 +57,16 @@ def figures_of(executable: jax.stages.Compiled) -> dict[str, int]:
         "argument bytes": memory.arguments,
         "output bytes": memory.outputs,
         "temporary bytes": memory.temporaries,
-        **_exchanged(counts),
+        **_exchange_bytes(counts),
     }
 
 
-def _exchanged(counts: ProgramCounts) -> dict[str, int]:
+def _exchange_bytes(counts: ProgramCounts) -> dict[str, int]:
     found = {f"{kind} bytes": traffic.num_bytes for kind, traffic in sorted(counts.collectives.items())}
     return {**found, "collective bytes": sum(found.values())}
 
 
-def _drawn(program: Program) -> tuple[Any, ...]:
+def _draw_arguments(program: JitProgram) -> tuple[Any, ...]:
     """Arrays for the arguments, each made where it lies, small enough that no activation is extreme."""
     leaves, tree = jax.tree.flatten(program.args)
     keys = jax.random.split(jax.random.key(0), len(leaves))
@@ -82,7 +82,7 @@ def _drawn(program: Program) -> tuple[Any, ...]:
 
 
 def as_json(title: str, words: Sequence[str], tokens: int, found: Sequence[LayerProgram]) -> dict[str, Any]:
-    """A measurement as a file keeps it, for `against`."""
+    """A measurement as a file keeps it, for `earlier_figures`."""
     return {
         "title": title,
         "settings": list(words),

@@ -15,14 +15,14 @@ from rich.console import Console
 from raggedmoe import compat
 from raggedmoe.bench.cases import Timing, layer_timings, operation_timings, sweep_timings
 from raggedmoe.bench.training import train_timings
-from raggedmoe.cli.train import start_with_host_devices
+from raggedmoe.cli.train import start_with_cpu_devices
 from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.registry import OPERATIONS
-from raggedmoe.mesh import AXES
 from raggedmoe.models.presets import ALIASES
 from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.names import unknown
+from raggedmoe.sharding.axes import AXES
 from raggedmoe.train.settings import in_keys, parse_settings
 
 SUBJECTS = (*OPERATIONS, "layer", "sweep", "train")
@@ -80,7 +80,7 @@ def bench(
     console.print(f"[bold]{title}[/]; best of {rounds} interleaved rounds")
     console.print(f"[dim]{'':2}{'contender':<28} {'ms':>10} {'GFLOP/s':>8} {'of limit':>9}[/]")
     found: list[Timing] = []
-    for group in _measured(subjects, dtypes, rounds, case):
+    for group in _measure(subjects, dtypes, rounds, case):
         found.extend(group)
         console.print(f"[bold]{group[0].case}, {group[0].dtype}[/]", highlight=False)
         for t in group:
@@ -108,7 +108,7 @@ def _check(dtypes: tuple[str, ...], rounds: int) -> None:
 
 
 def _settings_of(subjects: tuple[str, ...], devices: int | None, compare: Path | None) -> tuple[str, ...] | None:
-    """The settings of the layer that is asked for; None: something else is."""
+    """Read the settings of the layer that is asked for; None: something else is."""
     rest = subjects[1:]
     is_layer = subjects[:1] == ("layer",)
     if is_layer and (devices or compare or any("=" in word or word in (*MODELS, *ALIASES) for word in rest)):
@@ -132,7 +132,7 @@ def _layer_on_devices(
 
     if tokens < 1:
         raise ValueError(f"expected --tokens >= 1, got {tokens}")
-    earlier = {} if compare is None else earlier_figures(_read(compare), str(compare))
+    earlier = {} if compare is None else earlier_figures(_read_json(compare), str(compare))
     words = _on_all_devices(words)
     found_devices = _devices(words, devices)
     title = f"{target_hardware().name}, {os.cpu_count()} cores, JAX {compat.JAX_VERSION}"
@@ -167,7 +167,7 @@ def _on_all_devices(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _devices(words: tuple[str, ...], wanted: int | None) -> Sequence[jax.Device]:
-    """So many, or as many as the degrees ask for, which must use them all."""
+    """Take so many devices, or as many as the degrees ask for, which must use them all."""
     degrees = [parse_settings(words).values[f"{axis}_parallelism"] for axis in AXES]
     used = None if -1 in degrees else math.prod(degrees)
     if wanted is None and used is None:
@@ -175,13 +175,13 @@ def _devices(words: tuple[str, ...], wanted: int | None) -> Sequence[jax.Device]
     if wanted is not None and (wanted < 1 or used not in (None, wanted)):
         raise ValueError(f"expected degrees that use all of --devices {wanted}, got {used}; set one to -1")
     number = wanted or used or 1
-    start_with_host_devices(number)
+    start_with_cpu_devices(number)
     if jax.device_count() < number:
         raise ValueError(f"expected {number} devices, found {jax.device_count()} of {target_hardware().name}")
     return jax.devices()[:number]
 
 
-def _read(place: Path) -> object:
+def _read_json(place: Path) -> object:
     try:
         return loads(place.read_text())
     except (OSError, JSONDecodeError) as error:
@@ -189,7 +189,7 @@ def _read(place: Path) -> object:
 
 
 def _figure_lines(now: dict[str, Any], earlier: dict[str, Any] | None) -> Iterator[str]:
-    """Each figure; where there is an earlier one, beside it and with the ratio."""
+    """Write each figure; where there is an earlier one, beside it and with the ratio."""
     for name in dict.fromkeys((*now, *(earlier or ()))):
         value = now.get(name, 0)
         line = f"  {name:<28} {_figure(name, value):>20}"
@@ -204,7 +204,7 @@ def _figure(name: str, value: Any) -> str:
     return f"{value:,.2f}" if name == "ms" else f"{value:,.0f}"
 
 
-def _measured(subjects: tuple[str, ...], dtypes: tuple[str, ...], rounds: int, case: str) -> Iterator[list[Timing]]:
+def _measure(subjects: tuple[str, ...], dtypes: tuple[str, ...], rounds: int, case: str) -> Iterator[list[Timing]]:
     for subject in subjects:
         for dtype in dtypes:
             if subject == "layer":

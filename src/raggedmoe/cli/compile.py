@@ -14,13 +14,22 @@ from rich.console import Console
 from rich.progress import Progress
 
 from raggedmoe import compat
-from raggedmoe.aot import peers, subjects
-from raggedmoe.aot.case import Case, Outcome, as_json
+from raggedmoe.aot.baselines import BASELINES, OPERATION, BaselineCall, ExampleCall
+from raggedmoe.aot.case import Case, CompileOutcome, Subject, case_to_json, outcome_to_json
 from raggedmoe.aot.lowered import lower_here
 from raggedmoe.aot.shapes import FORMS
-from raggedmoe.aot.subjects import differentiable, example_named, layer_config
+from raggedmoe.aot.subjects import (
+    ModelForward,
+    MoELayer,
+    MoELayerOnMesh,
+    OperationCall,
+    SplitOverDevices,
+    TrainingStep,
+    find_example,
+    layer_config,
+)
 from raggedmoe.aot.topology import HOST, check_compiler, check_topology_name
-from raggedmoe.aot.whole_model import config_on, tells_of_more, whole_model
+from raggedmoe.aot.whole_model import can_extrapolate, config_on, whole_model
 from raggedmoe.aot.worker import compile_cases
 from raggedmoe.cli.compile_report import (
     lowered_lines,
@@ -34,11 +43,13 @@ from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.catalog import operation as operation_named
 from raggedmoe.kernels.proof import libtpu_version
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, OPERATIONS, implementations
-from raggedmoe.mesh import AXES
+from raggedmoe.kernels.value_and_gradients import differentiable
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.presets import ALIASES
 from raggedmoe.models.presets import PRESETS as MODELS
+from raggedmoe.moe.backends import canonical_backend
 from raggedmoe.names import unknown
+from raggedmoe.sharding.axes import AXES
 from raggedmoe.train.settings import parse_settings
 
 DIRECTIONS = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
@@ -132,7 +143,7 @@ def compile_(
         check_compiler()
     against = tuple(peer for text in against for peer in text.split(",") if peer)
     cases = [
-        _of_gradient(case, gradient)
+        _cut_to_gradient(case, gradient)
         for case in _cases(
             subject,
             topology,
@@ -140,13 +151,13 @@ def compile_(
             shape,
             implementation,
             "forward" if forward else direction,
-            moe_backend,
+            canonical_backend(moe_backend),
             tokens,
             layers,
             against,
             forward,
         )
-        if gradient is None or case.arguments.get("direction") != FORWARD
+        if gradient is None or not _is_forward(case.subject)
     ]
     if not cases:
         word = "--forward" if forward else f"--direction {direction}"
@@ -181,7 +192,7 @@ def _cases(
     against: tuple[str, ...],
     forward: bool = False,
 ) -> list[Case]:
-    """What was asked for, every name checked."""
+    """Make the cases that were asked for, every name checked."""
     if not subject:
         raise ValueError(f"expected {', '.join(OPERATIONS)}, layer PRESET or model PRESET; got nothing to compile")
     if subject[0] == "layer":
@@ -190,7 +201,7 @@ def _cases(
         words = subject[1:] if subject[0] == "model" else subject
         fewer = []
         if layers is not None and topology != HOST and not forward:
-            fewer = [layers - 1] if tells_of_more(_model_of(words, topology), layers) else []
+            fewer = [layers - 1] if can_extrapolate(_model_config(words, topology), layers) else []
         return [_model(words, topology, dtype, moe_backend, num, forward) for num in (layers, *fewer)]
     if direction not in DIRECTIONS:
         raise unknown("direction", direction, DIRECTIONS)
@@ -205,20 +216,20 @@ def _layer(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, 
     if not words or "=" in words[0]:
         raise ValueError(f"expected layer PRESET, such as layer deepseek-v3, got {' '.join(('layer', *words))!r}")
     layer_config(words[0])
-    sizes = {"tokens": tokens, "dtype": dtype, "forward": forward}
     passes = "forward" if forward else "forward and backward"
     title = f"layer {' '.join(words)}, {tokens} tokens{' a device' if words[1:] else ''}, {dtype}, {passes}"
+    layer: MoELayer | MoELayerOnMesh
     if not words[1:]:
-        build, arguments = "moe_layer", {"preset": words[0], "moe_backend": moe_backend, **sizes}
+        layer = MoELayer(preset=words[0], tokens=tokens, dtype=dtype, moe_backend=moe_backend, forward=forward)
     else:
         if "moe_backend" not in parse_settings(words).given:
             words = (*words, f"moe_backend={moe_backend}")
-        build = "moe_layer_on_mesh"
-        arguments = {"words": list(words), "topology": None if topology == HOST else topology, **sizes}
-    return Case(title=title, build=f"{subjects.__name__}:{build}", arguments=arguments, topology=topology)
+        chips = None if topology == HOST else topology
+        layer = MoELayerOnMesh(words=words, tokens=tokens, topology=chips, dtype=dtype, forward=forward)
+    return Case(title=title, subject=layer, topology=topology)
 
 
-def _model_of(words: tuple[str, ...], topology: str) -> ModelConfig:
+def _model_config(words: tuple[str, ...], topology: str) -> ModelConfig:
     return config_on(words, topology).step.model
 
 
@@ -233,15 +244,12 @@ def _model(
     brought = [
         f"{name}={value}" for name, value in (("dtype", dtype), ("moe_backend", moe_backend)) if name not in given
     ]
+    subject = ModelForward if forward else TrainingStep
+    chips = None if topology == HOST else topology
     return Case(
         title=f"{'forward pass' if forward else 'training step'} of {' '.join(words)}"
         f"{'' if layers is None else f', {layers} layers'}",
-        build=f"{subjects.__name__}:{'model_forward' if forward else 'training_step'}",
-        arguments={
-            "words": [*words, *brought],
-            "num_layers": layers,
-            "topology": None if topology == HOST else topology,
-        },
+        subject=subject(words=(*words, *brought), num_layers=layers, topology=chips),
         topology=topology,
     )
 
@@ -257,15 +265,15 @@ def _operation_cases(
 ) -> Iterator[Case]:
     if name not in OPERATIONS:
         raise unknown("subject", name, (*OPERATIONS, "layer", "model", *MODELS, *ALIASES))
-    known = [each for each in implementations(name) if each != "reference"]
+    known = [kernel for kernel in implementations(name) if kernel != "reference"]
     chosen = known if implementation == "all" else [implementation]
-    for each in chosen:
-        if each not in ("auto", "reference", *known):
-            raise unknown(f"implementation of {name},", each, ("auto", "all", *known))
-    raw = tuple(peers.PEERS) if name == peers.OPERATION else ()
+    for kernel in chosen:
+        if kernel not in ("auto", "reference", *known):
+            raise unknown(f"implementation of {name},", kernel, ("auto", "all", *known))
+    baselines = tuple(BASELINES) if name == OPERATION else ()
     for peer in against:
-        if peer not in (*known, *raw):
-            raise unknown(f"peer of {name},", peer, (*known, *raw))
+        if peer not in (*known, *baselines):
+            raise unknown(f"peer of {name},", peer, (*known, *baselines))
     calls = [shape] if shape is not None else [spec.name for spec in operation_named(name).specs if spec.large]
     for call in calls:
         if "=" not in call:
@@ -273,42 +281,40 @@ def _operation_cases(
             if call not in specs:
                 raise unknown(f"example call of {name},", call, (*specs, FORMS[name][0]))
         else:
-            example_named(name, call, dtype)
+            find_example(name, call, dtype)
         for direction in directions:
-            common = {"call": call, "dtype": dtype, "direction": direction}
-            for each in (*chosen, *(peer for peer in against if peer not in raw)):
-                yield Case(
-                    title=f"{name}/{each} {call} {dtype} {direction}",
-                    build=f"{subjects.__name__}:operation_call",
-                    arguments={"operation": name, "implementation": each, **common},
-                    topology=topology,
+            for kernel in (*chosen, *(peer for peer in against if peer not in baselines)):
+                operation_call = OperationCall(
+                    operation=name, implementation=kernel, call=call, dtype=dtype, direction=direction
                 )
+                title = f"{name}/{kernel} {call} {dtype} {direction}"
+                yield Case(title=title, subject=operation_call, topology=topology)
             for peer in against:
-                if peer in raw:
-                    yield Case(
-                        title=f"{peer} {call} {dtype} {direction}",
-                        build=f"{peers.__name__}:peer_call",
-                        arguments={"peer": peer, **common},
-                        topology=topology,
-                    )
+                if peer in baselines:
+                    baseline_call = BaselineCall(baseline=peer, call=call, dtype=dtype, direction=direction)
+                    yield Case(title=f"{peer} {call} {dtype} {direction}", subject=baseline_call, topology=topology)
 
 
-def _of_gradient(case: Case, gradient: str | None) -> Case:
-    """The case, with its backward pass cut down to one gradient."""
+def _is_forward(subject: Subject) -> bool:
+    return isinstance(subject, ExampleCall) and subject.direction == FORWARD
+
+
+def _cut_to_gradient(case: Case, gradient: str | None) -> Case:
+    """Cut the backward pass of a case down to the gradient of one argument; None: leave it whole."""
     if gradient is None:
         return case
-    if "call" not in case.arguments:
+    call = case.subject
+    if not isinstance(call, ExampleCall):
         raise ValueError(f"--gradient is of an operation's backward pass, got {case.title}; leave it out")
-    operation = case.arguments.get("operation", peers.OPERATION)
-    known = differentiable(example_named(operation, case.arguments["call"], case.arguments["dtype"]).arrays)
+    known = differentiable(find_example(call.operation, call.call, call.dtype).arrays)
     if gradient not in known:
-        raise unknown(f"differentiable argument of {operation},", gradient, known)
+        raise unknown(f"differentiable argument of {call.operation},", gradient, known)
     title = f"{case.title}, d{gradient}"
-    return dataclasses.replace(case, title=title, arguments={**case.arguments, "gradient": gradient})
+    return dataclasses.replace(case, title=title, subject=dataclasses.replace(call, gradient=gradient))
 
 
 def _in_folders(cases: list[Case], folder: Path) -> list[Case]:
-    """The cases, with the folder for the programs of one, or of each of several a folder in it."""
+    """Give the only case the folder for its programs, or each of several cases a folder in it."""
     if len(cases) == 1:
         return [dataclasses.replace(cases[0], hlo=str(folder))]
     names = [f"{number}-{re.sub(r'[^A-Za-z0-9_.=]+', '-', case.title)}" for number, case in enumerate(cases, 1)]
@@ -325,7 +331,7 @@ def _pairs(option: str, texts: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 def _compile(cases: list[Case], timeout: float, json: bool) -> int:
     console = Console(stderr=json)
-    outcomes: list[Outcome] = []
+    outcomes: list[CompileOutcome] = []
     with Progress(console=Console(file=sys.stderr), transient=True) as progress:
         task = progress.add_task("compile", total=len(cases))
         progress.update(task, description=cases[0].title)
@@ -335,11 +341,10 @@ def _compile(cases: list[Case], timeout: float, json: bool) -> int:
             progress.update(task, advance=1, description=following[0].title if following else "")
     failed = [outcome for outcome in outcomes if not outcome.passed]
     if json:
-        print(dumps([as_json(outcome) for outcome in outcomes], indent=1))
+        print(dumps([outcome_to_json(outcome) for outcome in outcomes], indent=1))
         return 1 if failed else 0
-    topology = cases[0].topology
-    is_step = "words" in cases[0].arguments
-    where = "its devices as the degrees say" if is_step else "one device of it"
+    subject, topology = cases[0].subject, cases[0].topology
+    where = "its devices as the degrees say" if isinstance(subject, SplitOverDevices) else "one device of it"
     console.print(f"{topology}, {where}; JAX {compat.JAX_VERSION}, libtpu {libtpu_version()}; compiled, not run")
     lines = [*outcome_lines(outcomes)]
     if any(outcome.schedule is not None for outcome in outcomes):
@@ -348,9 +353,9 @@ def _compile(cases: list[Case], timeout: float, json: bool) -> int:
     whole = whole_model(outcomes)
     if whole is not None:
         lines.append(whole_model_line(whole))
-    elif cases[0].arguments.get("num_layers") is not None and len(cases) == 1 and "training_step" in cases[0].build:
-        model = _model_of(tuple(cases[0].arguments["words"]), topology)
-        enough = next((n for n in range(2, model.num_layers) if tells_of_more(model, n)), None)
+    elif isinstance(subject, TrainingStep) and subject.num_layers is not None and len(cases) == 1:
+        model = _model_config(subject.words, topology)
+        enough = next((n for n in range(2, model.num_layers) if can_extrapolate(model, n)), None)
         if enough is not None:
             lines.append(
                 f"the whole model: not known from so few layers, as a loop of one turn is none; --layers {enough}"
@@ -366,7 +371,7 @@ def _lower(cases: list[Case], json: bool) -> int:
     found = []
     for case in cases:
         lowered = lower_here(case)
-        found.append({"case": dataclasses.asdict(case), **dataclasses.asdict(lowered)})
+        found.append({"case": case_to_json(case), **dataclasses.asdict(lowered)})
         for line in () if json else lowered_lines(case, lowered):
             console.print(line, soft_wrap=True, highlight=False)
     if json:

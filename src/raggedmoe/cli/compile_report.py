@@ -4,25 +4,27 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from raggedmoe.aot.case import NO_FIT, Case, Outcome
-from raggedmoe.aot.compiled import ChosenKernel, Compiled
+from raggedmoe.aot.baselines import ExampleCall
+from raggedmoe.aot.case import NO_FIT, Case, CompileOutcome
+from raggedmoe.aot.compiled import Compiled
 from raggedmoe.aot.lowered import Lowered
 from raggedmoe.aot.overlap import KINDS as COLLECTIVES
 from raggedmoe.aot.overlap import Move
 from raggedmoe.aot.program_text import LOWERED, OPTIMIZED, ProgramCounts
 from raggedmoe.aot.schedule import OpSchedule, Schedule, Section
 from raggedmoe.aot.sparsecore_schedule import SparseCoreProgram
-from raggedmoe.aot.subjects import example_named
-from raggedmoe.aot.topology import chip_named
+from raggedmoe.aot.subjects import SplitOverDevices, find_example
+from raggedmoe.aot.topology import find_chip
 from raggedmoe.aot.whole_model import WholeModel
 from raggedmoe.hardware import GIB, MIB
+from raggedmoe.kernels.chosen import ChosenKernel
 from raggedmoe.kernels.registry import BACKWARD
 
 SMALL_OP = 0.01  # share of a program's cycles below which an op is not listed
 
 
-def outcome_lines(outcomes: list[Outcome]) -> Iterator[str]:
-    """What came of each case."""
+def outcome_lines(outcomes: list[CompileOutcome]) -> Iterator[str]:
+    """Write what came of each case."""
     for outcome in outcomes:
         colour = "green" if outcome.passed else "red"
         seconds = ""
@@ -33,22 +35,22 @@ def outcome_lines(outcomes: list[Outcome]) -> Iterator[str]:
             yield f"  HBM: {_fit(outcome.needed, outcome.available)}{_parts(outcome.compiled)}"
         if outcome.error is not None:
             yield f"  {outcome.error}"
-        if outcome.verdict == NO_FIT and "words" in outcome.case.arguments:
+        if outcome.verdict == NO_FIT and isinstance(outcome.case.subject, SplitOverDevices):
             yield "  less is needed with remat=full, a smaller per_device_batch_size, or more devices"
         if outcome.schedule is not None:
-            limit = chip_named(outcome.case.topology).vmem_bytes or 0
+            limit = find_chip(outcome.case.topology).vmem_bytes or 0
             yield f"  VMEM: {outcome.schedule.vmem_bytes / MIB:.2f} of {limit // MIB} MiB in the op that takes most"
         if outcome.compiled is not None:
             cost = outcome.compiled.cost
             yield f"  cost: {cost.flops / 1e9:,.1f} GFLOP, {cost.bytes_accessed / 1e9:,.2f} GB accessed"
-            kernels = _kernels(outcome.compiled.kernels, outcome.case.arguments.get("direction"))
+            kernels = _kernels(outcome.compiled.kernels, _direction(outcome.case))
             yield f"  kernels: {kernels or 'none of ours'}"
         if outcome.counts is not None and outcome.case.hlo is not None:
             yield from _program_lines(outcome.case.hlo, outcome.counts)
 
 
 def _program_lines(folder: str, counts: ProgramCounts) -> Iterator[str]:
-    """Where the programs are, and what is in the optimised one."""
+    """Write where the programs are, and what is in the optimised one."""
     yield f"  written: {Path(folder) / LOWERED} and {Path(folder) / OPTIMIZED}, of which the second has"
     run = f", run {counts.executed:,} times" if counts.executed != counts.written else ""
     number = sum(counts.kernels.values())
@@ -59,7 +61,7 @@ def _program_lines(folder: str, counts: ProgramCounts) -> Iterator[str]:
 
 
 def collectives_line(counts: ProgramCounts) -> str:
-    """What a device exchanges, by kind."""
+    """Write what a device exchanges, by kind."""
     kinds = (f"{traffic.number:,} × {kind}, {_size(traffic.num_bytes)}" for kind, traffic in counts.collectives.items())
     return "; ".join(kinds) or "none"
 
@@ -81,7 +83,7 @@ def _parts(compiled: Compiled | None) -> str:
 
 
 def whole_model_line(whole: WholeModel) -> str:
-    """What a model needs of which a few layers were compiled."""
+    """Write what a model needs of which a few layers were compiled."""
     fixed, more = whole.arguments, whole.num_layers - whole.compiled_layers
     return (
         f"whole model, {whole.num_layers} layers, by the compiled {whole.compiled_layers}: HBM: "
@@ -90,8 +92,13 @@ def whole_model_line(whole: WholeModel) -> str:
     )
 
 
+def _direction(case: Case) -> str | None:
+    """Return the direction of an operation's call that the case compiles; None: it compiles something else."""
+    return case.subject.direction if isinstance(case.subject, ExampleCall) else None
+
+
 def _kernels(kernels: tuple[ChosenKernel, ...], direction: str | None) -> str:
-    """Each operation's implementation; of a single direction's program that direction's alone."""
+    """Name each operation's implementations; for a program of one direction, those of that direction alone."""
     names: dict[str, list[str]] = {}
     for kernel in kernels:
         if direction in (None, kernel.direction) and kernel.name not in names.setdefault(kernel.operation, []):
@@ -109,8 +116,8 @@ HEADINGS = ("issue", "hbm", "of peak", "MXU", "load", "store", "fills", "spills"
 WIDTHS = (11, 11, 8, 7, 6, 6, 8, 8, 8, 9)
 
 
-def schedule_table(outcomes: list[Outcome]) -> Iterator[str]:
-    """The cases' schedules side by side."""
+def schedule_table(outcomes: list[CompileOutcome]) -> Iterator[str]:
+    """Write the cases' schedules side by side."""
     found = [(outcome, outcome.schedule) for outcome in outcomes if outcome.schedule is not None]
     width = max(len(_label(outcome.case)) for outcome, _ in found)
     heading = "".join(f"{title:>{columns}}" for title, columns in zip(HEADINGS, WIDTHS))
@@ -122,12 +129,11 @@ def schedule_table(outcomes: list[Outcome]) -> Iterator[str]:
 
 
 def _label(case: Case) -> str:
-    """A case's name beside others of one operation."""
-    who = case.arguments.get("peer") or case.arguments.get("implementation")
-    if who is None:
+    """Name a case beside others of one operation."""
+    call = case.subject
+    if not isinstance(call, ExampleCall):
         return case.title
-    gradient = case.arguments.get("gradient")
-    return f"{who} {case.arguments['direction'] if gradient is None else f'd{gradient}'}"
+    return f"{call.contender} {call.direction if call.gradient is None else f'd{call.gradient}'}"
 
 
 def _schedule_cells(case: Case, schedule: Schedule, main: OpSchedule) -> tuple[str, ...]:
@@ -148,15 +154,15 @@ def _schedule_cells(case: Case, schedule: Schedule, main: OpSchedule) -> tuple[s
 
 
 def _useful_flops(case: Case) -> int:
-    """The FLOPs of an operation's call; 0 for other cases, where they are not known.
+    """Count the FLOPs of an operation's call; 0 for other cases, where they are not known.
 
     A backward pass has twice as many, unless one gradient alone is asked for.
     """
-    if "call" not in case.arguments:
+    call = case.subject
+    if not isinstance(call, ExampleCall):
         return 0
-    operation = case.arguments.get("operation", "grouped_matmul")
-    example = example_named(operation, case.arguments["call"], case.arguments["dtype"])
-    both = case.arguments["direction"] == BACKWARD and case.arguments.get("gradient") is None
+    example = find_example(call.operation, call.call, call.dtype)
+    both = call.direction == BACKWARD and call.gradient is None
     return example.flops * (2 if both else 1)
 
 
@@ -168,8 +174,8 @@ ASSUMPTIONS = (
 )
 
 
-def schedule_lines(outcomes: list[Outcome]) -> Iterator[str]:
-    """The loops of every op that matters."""
+def schedule_lines(outcomes: list[CompileOutcome]) -> Iterator[str]:
+    """Write the loops of every op that matters."""
     yield f"[dim]{ASSUMPTIONS}[/]"
     for outcome in outcomes:
         schedule = outcome.schedule
@@ -212,7 +218,7 @@ def _sparse_core_lines(program: SparseCoreProgram) -> Iterator[str]:
 
 
 def lowered_lines(case: Case, lowered: Lowered) -> Iterator[str]:
-    """What lowering on this machine found."""
+    """Write what lowering on this machine found."""
     products = lowered.products
     yield f"[bold]{case.title}[/]: lowered in {lowered.seconds:.1f} s, nothing allocated"
     yield f"  arguments {_size(lowered.argument_bytes)}, outputs {_size(lowered.output_bytes)}"
@@ -222,7 +228,7 @@ def lowered_lines(case: Case, lowered: Lowered) -> Iterator[str]:
     )
     if products.open_loops:
         yield f"  {products.open_loops} loops run as often as the data says: counted once each"
-    yield f"  kernels: {_kernels(lowered.kernels, case.arguments.get('direction')) or 'none of ours'}"
+    yield f"  kernels: {_kernels(lowered.kernels, _direction(case)) or 'none of ours'}"
     compiled = lowered.compiled
     if compiled is not None and case.hlo is not None:
         yield (
@@ -234,7 +240,7 @@ def lowered_lines(case: Case, lowered: Lowered) -> Iterator[str]:
 
 
 def move_lines(moves: Sequence[Move]) -> Iterator[str]:
-    """What moves between devices, and what the TensorCore has to do meanwhile."""
+    """Write what moves between devices, and what the TensorCore has to do meanwhile."""
     yield "moves between devices, in the order of the schedule: what the TensorCore does between start and wait"
     for move in moves:
         if move.between_devices:

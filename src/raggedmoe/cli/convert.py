@@ -1,4 +1,4 @@
-"""`raggedmoe import` and `raggedmoe export`: checkpoints between Hugging Face's layout and ours."""
+"""`raggedmoe import` and `raggedmoe export`, which convert checkpoints between Hugging Face's format and ours."""
 
 from pathlib import Path
 
@@ -16,18 +16,19 @@ def import_(
     out: tyro.conf.Positional[Path],
     dtype: str | None = None,
 ) -> int:
-    """Convert a Hugging Face folder to ours: safetensors with our names and layouts, which load without conversion.
+    """Convert a Hugging Face checkpoint to our format: safetensors files that load without a transposition.
 
-    Every tensor is accounted for before anything is read, and OUT is whole or not there. A tokenizer goes along.
+    Every tensor is matched with a parameter before anything is read, and OUT is written completely or not at all. The
+    tokenizer is copied as well.
 
     Args:
         path: the folder with config.json and one or more safetensors files.
-        out: the folder to make.
-        dtype: of the weights, such as float32; by default that of the checkpoint.
+        out: the folder to write.
+        dtype: type of the weights, such as float32; by default that of the checkpoint.
     """
-    model = _loaded(path, out, dtype)
+    model = _load_model(path, out, dtype)
     interop.save_native(model, out, companions=path, progress=True)
-    return _report("imported", model, out)
+    return _print_result("imported", model, out)
 
 
 def export(
@@ -36,22 +37,22 @@ def export(
     layout: str | None = None,
     dtype: str | None = None,
 ) -> int:
-    """Convert a folder of ours (or a Hugging Face one, to change its layout or type) to a Hugging Face folder.
+    """Convert a checkpoint of ours to a Hugging Face folder, or change the layout or type of a Hugging Face one.
 
     Args:
-        path: what `raggedmoe import` made, or a Hugging Face folder.
-        out: the folder to make.
-        layout: of the experts: per_expert (one tensor each) or fused; by default as the family publishes them.
-        dtype: of the weights, such as bfloat16; by default that of PATH.
+        path: a folder that `raggedmoe import` or a run wrote, or a Hugging Face folder.
+        out: the folder to write.
+        layout: layout of the experts: per_expert (one tensor each) or fused; by default as the family publishes them.
+        dtype: type of the weights, such as bfloat16; by default that of PATH.
     """
-    model = _loaded(path, out, None)
+    model = _load_model(path, out, None)
     if dtype is not None and dtype not in FLOATS:
         raise unknown("dtype", dtype, FLOATS)
     interop.save(model, out, layout=layout, dtype=dtype, companions=path, progress=True)
-    return _report("exported", model, out)
+    return _print_result("exported", model, out)
 
 
-def _loaded(path: Path, out: Path, dtype: str | None) -> Decoder:
+def _load_model(path: Path, out: Path, dtype: str | None) -> Decoder:
     if dtype is not None and dtype not in FLOATS:
         raise unknown("dtype", dtype, FLOATS)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -59,7 +60,8 @@ def _loaded(path: Path, out: Path, dtype: str | None) -> Decoder:
     return interop.load(path, param_dtype=dtype, progress=True)
 
 
-def _report(done: str, model: Decoder, out: Path) -> int:
+def _print_result(done: str, model: Decoder, out: Path) -> int:
+    """Print what was converted."""
     count = count_params(model.config)
     print(
         f"{done} {model.config.family}, {(count.total + count.mtp) / 1e6:,.2f}M parameters, "

@@ -11,20 +11,20 @@ from rich.markup import escape
 from rich.padding import Padding
 
 from raggedmoe import compat
-from raggedmoe.cli.layer_choice import layer_of
-from raggedmoe.hardware import Hardware, hardware_named, target_hardware
+from raggedmoe.cli.layer_choice import parse_layer
+from raggedmoe.hardware import Hardware, hardware_by_name, target_hardware
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.proof import read_certificates
-from raggedmoe.kernels.registry import BACKWARD, FORWARD, Call, Candidate, candidates, recorded_selections
+from raggedmoe.kernels.registry import BACKWARD, FORWARD, Call, Candidate, KernelChoice, candidates, record_selections
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.decoder import decode
+from raggedmoe.models.parameters import param_specs
 from raggedmoe.models.presets import ALIASES, model_preset
 from raggedmoe.models.presets import PRESETS as MODELS
-from raggedmoe.models.specs import param_specs
-from raggedmoe.moe.backends import backend_named
-from raggedmoe.moe.config import MoEConfig
+from raggedmoe.moe.backends import backend_named, canonical_backend
+from raggedmoe.moe.config import MoEConfig, check_execution
+from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.moe.records import MoEParams
 from raggedmoe.names import unknown
 
 
@@ -55,21 +55,26 @@ def explain(
     """
     if dtype not in FLOATS:
         raise unknown("dtype", dtype, FLOATS)
-    chip = target_hardware() if hardware is None else hardware_named(hardware)
+    moe_backend = canonical_backend(moe_backend)
+    chip = target_hardware() if hardware is None else hardware_by_name(hardware)
     decoder: ModelConfig | None = None
+    kernels: KernelChoice | None = None
     if words:
         if model is not None or shape is not None:
             raise ValueError(f"expected a model and settings, or --model or --shape; got both, {' '.join(words)!r}")
-        decoder = settings_model(words, chip)
+        decoder, asked = settings_model(words, chip)
         title, config, num_tokens = " ".join(words), decoder.moe, 4096
-        moe_backend = config.moe_backend if moe_backend == "auto" else moe_backend
+        moe_backend = asked.moe_backend if moe_backend == "auto" else moe_backend
+        kernels = asked.kernels
     else:
-        title, config, num_tokens = layer_of(model, shape)
+        title, config, num_tokens = parse_layer(model, shape)
         if model in MODELS or model in ALIASES:
             decoder = model_preset(str(model))
     console = Console()
     console.print(f"[bold]{title}[/] on [bold]{chip.name}[/], JAX {jax_version}, {dtype}, moe_backend={moe_backend}")
-    choices = replace(moe_backend_config(config, moe_backend), kernels=config.kernels).kernel_choice
+    execution = MoEExecution(moe_backend=moe_backend, kernels=kernels)
+    check_execution(config, execution)
+    choices = execution.kernel_choice
     calls = layer_calls(config, num_tokens, dtype, moe_backend)
     attention = attention_calls(decoder, num_tokens, dtype) if decoder is not None else []
     if not calls:
@@ -93,16 +98,17 @@ def explain(
     return 0
 
 
-def settings_model(words: tuple[str, ...], chip: Hardware) -> ModelConfig:
-    """The model that the words of `raggedmoe train` describe, on that chip."""
+def settings_model(words: tuple[str, ...], chip: Hardware) -> tuple[ModelConfig, MoEExecution]:
+    """The model that the words of `raggedmoe train` describe, and how its MoE layers run, on that chip."""
     try:
-        from raggedmoe.train.config import make_model, make_plan, on_one_device
+        from raggedmoe.train.config import make_execution, make_model, make_plan
         from raggedmoe.train.settings import in_keys, parse_settings
     except ImportError as error:
         raise ValueError(f"settings are read by more packages ({error}): pip install 'raggedmoe[train]'") from None
     try:
         settings = parse_settings(words)
-        return on_one_device(make_model(settings, chip, make_plan(settings, settings.num_devices)))
+        model, plan = make_model(settings, chip), make_plan(settings, settings.num_devices)
+        return model, make_execution(settings, model, plan).moe
     except ValueError as error:
         raise ValueError(in_keys(str(error))) from error
 
@@ -111,14 +117,14 @@ def layer_calls(config: MoEConfig, num_tokens: int, dtype: str, moe_backend: str
     """The distinct kernel calls that the layer makes, found by tracing it with shapes alone."""
     backend = backend_named(moe_backend)
     # Which kernels are asked for changes no call, and they need not run on this machine.
-    layer = moe_backend_config(config, moe_backend if backend.fused or backend.strategy == "dense" else "auto")
-    params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in layer.param_specs().items()}
-    x = jax.ShapeDtypeStruct((num_tokens, layer.model_dim), jnp.dtype(dtype))
+    execution = MoEExecution(moe_backend=moe_backend if backend.fused or backend.strategy == "dense" else "auto")
+    params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in config.param_specs().items()}
+    x = jax.ShapeDtypeStruct((num_tokens, config.model_dim), jnp.dtype(dtype))
 
     def forward(x: Any, params: Any) -> Any:
-        return moe_route_and_compute(x, MoEParams.from_flat(params), layer).output
+        return moe_route_and_compute(x, params, config, execution).output
 
-    with recorded_selections() as selections:
+    with record_selections() as selections:
         jax.eval_shape(forward, x, params)
     return list({str(selection.call): selection.call for selection in selections}.values())
 
@@ -127,7 +133,7 @@ def attention_calls(config: ModelConfig, num_tokens: int, dtype: str) -> list[Ca
     """The distinct calls of attention in a model, training on one sequence of that many tokens."""
     config = replace(config, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype))
     params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in param_specs(config).items()}
-    with recorded_selections() as selections:
+    with record_selections() as selections:
         jax.eval_shape(
             lambda params, ids: decode(params, ids, config).hidden,
             params,
@@ -137,19 +143,12 @@ def attention_calls(config: ModelConfig, num_tokens: int, dtype: str) -> list[Ca
     return list({str(call): call for call in calls}.values())
 
 
-def moe_backend_config(config: MoEConfig, moe_backend: str) -> MoEConfig:
-    """The configuration of the layer under another backend, on one device."""
-    strategy = "capacity" if config.strategy == "capacity" else None
-    return replace(config, moe_backend=moe_backend, strategy=strategy, kernels=None, ragged_buffer_factor=None)
-
-
 def _by_shapes(calls: list[Call]) -> dict[tuple[str, str], list[Call]]:
     """The calls of each operation and set of shapes and options, both directions."""
     grouped: dict[tuple[str, str], list[Call]] = {}
     for call in calls:
-        shapes = " ".join(f"{name}[{','.join(map(str, array.shape))}]" for name, array in call.arrays.items())
         options = " ".join(f"{name}={value}" for name, value in call.options.items() if value)
-        grouped.setdefault((call.operation, f"{shapes} {options}".strip()), []).append(call)
+        grouped.setdefault((call.operation, f"{call.shapes} {options}".strip()), []).append(call)
     return grouped
 
 

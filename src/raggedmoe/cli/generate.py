@@ -1,4 +1,4 @@
-"""`raggedmoe generate`: text from a checkpoint."""
+"""`raggedmoe generate`, which continues a text with a checkpoint's model."""
 
 import time
 from collections.abc import Iterator
@@ -27,21 +27,21 @@ def generate(
     dtype: str | None = None,
     ids: bool = False,
 ) -> int:
-    """Continue a prompt with a checkpoint's model, printing each token as it comes.
+    """Generate text that continues a prompt, and print each token as it comes.
 
-    The folder is a Hugging Face one or what `raggedmoe import` made, with its tokenizer.json. Greedy by default; with a
-    temperature, samples. Ends at the end-of-sequence token that the folder names.
+    The folder is a Hugging Face one, or one that `raggedmoe import` or a run wrote, with its tokenizer.json. Decoding
+    is greedy by default, and samples with a temperature. It ends at the end-of-sequence token that the folder names.
 
     Args:
         path: the model's folder.
         prompt: the text to continue; with --ids, token numbers separated by commas or spaces.
-        max_new_tokens: at most this many.
+        max_new_tokens: the largest number of tokens to generate.
         temperature: 0 takes the most likely token; larger is more random.
         top_k: sample among this many most likely tokens only.
         top_p: sample among the most likely tokens that together have this probability only.
-        seed: of the samples.
-        dtype: of activations; by default that of the weights.
-        ids: the prompt and the output are token numbers: no tokenizer is needed.
+        seed: seed of the sampling.
+        dtype: type of activations; by default that of the weights.
+        ids: the prompt and the output are token numbers, so no tokenizer is needed.
     """
     if dtype is not None and dtype not in FLOATS:
         raise unknown("dtype", dtype, FLOATS)
@@ -98,22 +98,24 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _end_tokens(folder: Path) -> list[int]:
-    """The end-of-sequence tokens that a folder's JSON files name."""
+    """Read the end-of-sequence tokens that a folder's JSON files name."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if path.is_file():
-            found = read_json_object(path).get("eos_token_id")
-            if found is None:
+            end_tokens = read_json_object(path).get("eos_token_id")
+            if end_tokens is None:
                 continue
-            tokens = found if isinstance(found, list) else [found]
+            tokens = end_tokens if isinstance(end_tokens, list) else [end_tokens]
             if not all(type(token) is int for token in tokens):
-                raise ValueError(f"{path}: expected eos_token_id to be a token number or a list of them, got {found!r}")
+                raise ValueError(
+                    f"{path}: expected eos_token_id to be a token number or a list of them, got {end_tokens!r}"
+                )
             return tokens
     return []
 
 
 def _text(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
-    """What each token adds to the text. Half a character is held back until the rest of it comes."""
+    """Yield what each token adds to the text. An incomplete character is held back until the rest of it comes."""
     ids: list[int] = []
     shown = ""
     for token in tokens:

@@ -1,4 +1,4 @@
-"""`raggedmoe launch`: a run of several processes, here or, as a manifest, on a cluster."""
+"""`raggedmoe launch`, which runs several processes here, or prints the manifest of a run on a cluster."""
 
 import json
 import os
@@ -9,18 +9,18 @@ from typing import Annotated
 import tyro
 
 from raggedmoe.hardware import HARDWARE
-from raggedmoe.mesh import AXES
+from raggedmoe.launch.jobset import ClusterRun, manifest
+from raggedmoe.launch.launcher import LocalRun
+from raggedmoe.launch.launcher import launch as launch_here
+from raggedmoe.launch.slices import parse_slice
 from raggedmoe.names import unknown
-from raggedmoe.parallel.degrees import Degrees
-from raggedmoe.parallel.jobset import ClusterRun, manifest
-from raggedmoe.parallel.launcher import LocalRun
-from raggedmoe.parallel.launcher import launch as launch_here
-from raggedmoe.parallel.slices import slice_named
+from raggedmoe.sharding.axes import AXES
+from raggedmoe.sharding.plan import Plan
 from raggedmoe.train.settings import in_keys, parse_settings
 
 COMMANDS = ("train",)  # those that join the other processes
-FORMS = ("jobset",)
-THIS = (sys.executable, "-c", "from raggedmoe.cli.main import main; main()")
+RENDER_FORMATS = ("jobset",)
+RAGGEDMOE_COMMAND = (sys.executable, "-c", "from raggedmoe.cli.main import main; main()")
 
 
 def launch(
@@ -42,41 +42,44 @@ def launch(
     max_restarts: int = 10,
     composed: bool = False,
 ) -> int:
-    """Train with several processes: on this machine, or as a manifest for a cluster.
+    """Train with several processes on this machine, or print a manifest for a cluster.
 
-    Here: so many processes of `raggedmoe train`, with the same words. Lines of process 0 are shown, and errors of all.
+    On this machine it starts --processes processes of `raggedmoe train` with the same arguments. It shows the
+    output of process 0, and the errors of all.
 
       raggedmoe launch --processes 2 -- train olmoe-tiny expert_parallelism=4 data_parallelism=2
 
-    If one ends, the others end within a minute (mostly at once), the exit code is its own, and it is said which one it
-    was and what it printed last; the same command goes on from the last checkpoint, also with fewer processes. Ctrl-C
-    and SIGTERM go to all: they save, and end with code 75. Exit codes are those of `raggedmoe train`.
+    If a process fails, the others end within a minute (mostly at once). The command prints which process it was and its
+    last lines, and exits with its code. The same command resumes from the last checkpoint, also with fewer processes.
+    Ctrl-C and SIGTERM are passed on to all processes, which save and end with code 75. Exit codes are
+    those of `raggedmoe train`.
 
-    On a cluster: --render jobset prints a Kubernetes JobSet for GKE, with Kueue's labels. Nothing is started.
+    For a cluster, --render jobset prints a Kubernetes JobSet for GKE, with Kueue's labels. Nothing is started.
 
       raggedmoe launch --render jobset --topology tpu7x:4x8x8 --image registry/raggedmoe:0.1 --queue research
         --claim runs:/runs -- train deepseek-v3 expert_parallelism=4 fsdp_parallelism=-1 base_output_directory=/runs
         > job.json && kubectl apply -f job.json
 
-    The degrees must use all devices of the slices and divide the model; that is checked first. docs/launch.md has more.
+    The degrees of parallelism must use all devices of the slices and divide the model, which is checked first. More is
+    in docs/launch.md.
 
     Args:
-        command: after --, what each process runs: train, and its settings.
-        processes: here: how many.
-        devices_per_process: here: host devices of each; by default their share of those that the degrees ask for.
-        grace: here: seconds between SIGTERM and SIGKILL, for those that do not end by themselves when one has failed.
-        render: jobset: print a manifest instead.
-        topology: of a slice: chips and their layout, such as v6e:4x4 or tpu7x:4x8x8.
-        slices: so many of them, connected by the data centre's network.
-        chips_per_host: of v5e:2x4 and v6e:2x4, which are one host of 8 chips or two of 4.
-        image: of a container that has raggedmoe and its extras train and tpu.
-        name: of the JobSet.
-        namespace: in which it is made.
-        queue: of Kueue, which starts the run when there is room.
-        priority: of Kueue's classes.
-        claim: NAME:/PATH, a PersistentVolumeClaim that all pods can write to, and where they find it.
-        xla_flags: for the TPU compiler (LIBTPU_INIT_ARGS).
-        max_restarts: how often the run goes on from its checkpoint after a failure.
+        command: after --, what each process runs: train and its settings.
+        processes: number of processes on this machine.
+        devices_per_process: CPU devices of each process; by default its share of those that the degrees ask for.
+        grace: seconds between SIGTERM and SIGKILL, for processes that do not end by themselves when one has failed.
+        render: jobset prints a manifest instead of starting processes.
+        topology: chip and topology of a slice, such as v6e:4x4 or tpu7x:4x8x8.
+        slices: number of slices, connected by the data centre's network.
+        chips_per_host: chips of a host, for v5e:2x4 and v6e:2x4, which are one host of 8 chips or two of 4.
+        image: container image with raggedmoe and its extras train and tpu.
+        name: name of the JobSet.
+        namespace: Kubernetes namespace of the JobSet.
+        queue: LocalQueue of Kueue, which starts the run when there is room.
+        priority: WorkloadPriorityClass of Kueue.
+        claim: NAME:/PATH of a PersistentVolumeClaim that all pods can write to, and where they mount it.
+        xla_flags: flags of the TPU compiler (LIBTPU_INIT_ARGS).
+        max_restarts: number of times that the run resumes from its checkpoint after a failure.
         composed: slices of tpu7x are composed of 4x4x4 blocks when Kueue admits the run (GKE's dynamic slicing).
     """
     if not command:
@@ -90,7 +93,7 @@ def launch(
             raise ValueError("expected --processes N, or --render jobset; got neither")
         return launch_here(
             LocalRun(
-                command=(*THIS, *command),
+                command=(*RAGGEDMOE_COMMAND, *command),
                 num_processes=processes,
                 devices_per_process=_devices_each(command[1:], processes)
                 if devices_per_process is None
@@ -98,8 +101,8 @@ def launch(
                 grace=grace,
             )
         )
-    if render not in FORMS:
-        raise unknown("form to render,", render, FORMS)
+    if render not in RENDER_FORMATS:
+        raise unknown("form to render,", render, RENDER_FORMATS)
     if topology is None or image is None:
         raise ValueError("--render jobset: expected --topology, such as tpu7x:4x8x8, and --image of a container")
     if processes is not None or devices_per_process is not None:
@@ -108,7 +111,7 @@ def launch(
         name=name,
         image=image,
         command=command,
-        slice=slice_named(topology, chips_per_host),
+        slice=parse_slice(topology, chips_per_host),
         num_slices=slices,
         namespace=namespace,
         queue=queue,
@@ -118,28 +121,28 @@ def launch(
         max_restarts=max_restarts,
         composed=composed,
     )
-    for note in _checked(cluster_run):
+    for note in _check_cluster_run(cluster_run):
         print(f"raggedmoe: {note}", file=sys.stderr)
     print(json.dumps(manifest(cluster_run), indent=2))
     return 0
 
 
 def _devices_each(words: tuple[str, ...], num_processes: int) -> int | None:
-    """Each process's share of the devices that the degrees ask for; None: they do not say how many."""
+    """Return each process's share of the devices that the degrees ask for; None if they do not say how many."""
     values = parse_settings(words).values
-    degrees = Degrees(**{axis: values[f"{axis}_parallelism"] for axis in AXES})
-    if degrees.open or num_processes < 1:
+    plan = Plan(**{axis: values[f"{axis}_parallelism"] for axis in AXES})
+    if plan.open or num_processes < 1:
         return None
-    if degrees.num_devices % num_processes:
+    if plan.num_devices % num_processes:
         raise ValueError(
-            f"the degrees use {degrees.num_devices} devices, which {num_processes} processes cannot share evenly; "
+            f"the degrees use {plan.num_devices} devices, which {num_processes} processes cannot share evenly; "
             "use degrees whose product is a multiple of --processes"
         )
-    return degrees.num_devices // num_processes
+    return plan.num_devices // num_processes
 
 
-def _checked(run: ClusterRun) -> list[str]:
-    """Refuse settings that cannot run on these slices, as the pods would; and what the user should be told."""
+def _check_cluster_run(run: ClusterRun) -> list[str]:
+    """Refuse settings that cannot run on these slices, as the pods would. Return notes for the user."""
     try:
         from raggedmoe.train.config import make_config
     except ImportError as error:
@@ -152,9 +155,9 @@ def _checked(run: ClusterRun) -> list[str]:
         plan = make_config(settings, HARDWARE[run.slice.chip], num_devices).plan
     except ValueError as error:
         raise ValueError(in_keys(str(error))) from error
-    if plan.degrees.num_devices != num_devices:
+    if plan.num_devices != num_devices:
         raise ValueError(
-            f"the degrees use {plan.degrees.num_devices} devices, but {run.num_slices} × {run.slice.name} has "
+            f"the degrees use {plan.num_devices} devices, but {run.num_slices} × {run.slice.name} has "
             f"{num_devices}; expected all of them: set one degree to -1, or use a smaller topology"
         )
     folder = os.path.normpath(v["base_output_directory"])

@@ -2,34 +2,27 @@
 
 import re
 
-from raggedmoe.models.presets import ALIASES, model_preset
-from raggedmoe.models.presets import PRESETS as MODELS
+from raggedmoe.aot.subjects import layer_config
 from raggedmoe.moe.config import MoEConfig
-from raggedmoe.moe.presets import PRESETS
-from raggedmoe.names import unknown
 
 DEFAULT_SHAPE = "T=2048,D=512,F=1024,E=16,K=2"
 
 
-def layer_of(model: str | None, shape: str | None) -> tuple[str, MoEConfig, int]:
-    """A title, the layer's configuration, and its number of tokens."""
+def parse_layer(model: str | None, shape: str | None) -> tuple[str, MoEConfig, int]:
+    """Read --model or --shape: a title, the layer's configuration, and its number of tokens."""
     if model is not None and shape is not None:
         raise ValueError(f"give --model or --shape, not both; got {model!r} and {shape!r}")
     if model is not None:
-        if model in PRESETS:  # among them some of which there is a layer only
-            return model, PRESETS[model], 4096
-        if model not in MODELS and model not in ALIASES:
-            raise unknown("model", model, {**PRESETS, **MODELS, **ALIASES})
-        return model, model_preset(model).moe, 4096
-    sizes = shape_of(shape or DEFAULT_SHAPE)
+        return model, layer_config(model), 4096
+    sizes = parse_shape(shape or DEFAULT_SHAPE)
     config = MoEConfig(
         num_experts=sizes["E"], experts_per_token=sizes["K"], model_dim=sizes["D"], expert_dim=sizes["F"]
     )
     return shape or DEFAULT_SHAPE, config, sizes["T"]
 
 
-def shape_of(text: str) -> dict[str, int]:
-    """The sizes in a text like ``T=2048,D=512,F=1024,E=16,K=2``, all five of them."""
+def parse_shape(text: str) -> dict[str, int]:
+    """Read the sizes in a text like ``T=2048,D=512,F=1024,E=16,K=2``, all five of them."""
     pairs = re.findall(r"([A-Za-z]+)\s*=\s*(\d+)", text)
     sizes = {letter: int(size) for letter, size in pairs}
     if sorted(sizes) != sorted("TDFEK") or re.sub(r"[A-Za-z]+\s*=\s*\d+", "", text).strip(" ,"):

@@ -1,4 +1,4 @@
-"""The command line: one thin file a command."""
+"""The command line, `raggedmoe COMMAND`; each command is a thin file beside this one."""
 
 import inspect
 import logging
@@ -10,7 +10,7 @@ import tyro
 
 from raggedmoe.cli import bench, compile, convert, explain, generate, launch, models, plan, report, train, tune, verify
 from raggedmoe.kernels.registry import CannotRunError
-from raggedmoe.parallel import processes
+from raggedmoe.launch import processes
 from raggedmoe.train.settings import assignments
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -33,12 +33,12 @@ COMMANDS: dict[str, Callable[..., int]] = {
 # Commands that take the settings of a run, where `--key value` is `key=value`.
 TAKE_SETTINGS = ("train", "plan", "launch", "explain", "compile", "bench")
 
-# Commands whose settings are more than a signature says.
+# Commands that print their own help.
 HELP: dict[str, Callable[[], None]] = {"train": train.print_help}
 
 
 def main() -> None:
-    """Run the command that the arguments name. A user's mistake is one line, not a traceback."""
+    """Run the command that the arguments name. A user's mistake prints one line, not a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command in TAKE_SETTINGS:
@@ -51,8 +51,8 @@ def main() -> None:
         code: int = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="raggedmoe",
-            description="Mixture-of-Experts for JAX: models and their checkpoints; which kernel runs where and why, "
-            "whether it is right, how fast.",
+            description="Mixture-of-Experts for JAX: train models and convert their checkpoints; see which kernel runs "
+            "where and why, verify it and measure it.",
         )
     except (ValueError, CannotRunError, OSError) as error:  # OSError: a full disk, a file that may not be read
         print(f"raggedmoe: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`raggedmoe models`: the models that have a preset, and their sizes."""
+"""`raggedmoe models`, which lists the models that have a preset, and their sizes."""
 
 import dataclasses
 from json import dumps
@@ -21,12 +21,12 @@ def models(
     dtype: str = "bfloat16",
     json: bool = False,
 ) -> int:
-    """List the models with their parameters, in total and used by one token, experts and size. Allocates nothing.
+    """List the models with their total and active parameters, experts and size, without allocating anything.
 
-    Multi-token-prediction modules (mtp) are beside the total, as the models' makers count.
+    Multi-token-prediction modules (mtp) are not part of the total, as in the models' publications.
 
     Args:
-        names: only these; all by default.
+        names: models to list; all by default.
         dtype: type of the weights, for the size in bytes.
         json: print JSON instead of a table.
     """

@@ -3,19 +3,14 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from json import dumps
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from raggedmoe.hardware import Hardware, hardware_named
-from raggedmoe.mesh import AXES
-from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.specs import param_specs
-from raggedmoe.moe.config import ACROSS_RANKS
-from raggedmoe.parallel.collectives import (
+from raggedmoe.aot.collectives import (
     Collective,
     Step,
     columns_here,
@@ -25,11 +20,19 @@ from raggedmoe.parallel.collectives import (
     sent_again,
     sent_for_rows,
 )
-from raggedmoe.parallel.degrees import Degrees
-from raggedmoe.parallel.plan import Plan
-from raggedmoe.parallel.slices import slice_named
+from raggedmoe.hardware import Hardware, hardware_by_name
+from raggedmoe.launch.slices import parse_slice
+from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.parameters import param_specs
+from raggedmoe.moe.config import MoEConfig, strategy_name
+from raggedmoe.moe.execution import ACROSS_RANKS, MoEExecution
 from raggedmoe.params import ParamSpec
-from raggedmoe.partition import axes_of, is_routed
+from raggedmoe.sharding.axes import AXES, axes_of
+from raggedmoe.sharding.plan import Plan
+from raggedmoe.sharding.rules import is_routed
+
+if TYPE_CHECKING:  # it needs the packages of training
+    from raggedmoe.train.step import StepConfig
 
 
 def plan(
@@ -64,9 +67,10 @@ def plan(
         config = make_config(settings, chip, num_devices)
     except ValueError as error:
         raise ValueError(in_keys(str(error))) from error
-    made, model = config.plan, config.step.model
+    made, model, execution = config.plan, config.step.model, config.step.execution
+    strategy = strategy_name(model.moe, execution.moe)
     moe_layers = len(model.moe_layers) + config.step.mtp_layers
-    sequences = config.run.micro_batch_size // made.degrees.num_token_shards
+    sequences = config.run.micro_batch_size // made.num_token_shards
     tokens = sequences * config.data.sequence_length
     step = Step(
         num_tokens=tokens,
@@ -74,18 +78,16 @@ def plan(
         dtype=str(np.dtype(model.dtype)),
         ragged=chip.platform != "cpu",
     )
-    found = layer_collectives(model.moe, made, step)
+    found = layer_collectives(model.moe, execution.moe, made, step)
     state = state_bytes(model, made, config.step.optimizer.mu_dtype)
     if json:
-        print(dumps(_as_json(made, model, step, found, state, moe_layers), indent=1))
+        print(dumps(_as_json(config.step, made, step, found, state, moe_layers), indent=1))
         return 0
     console = Console(highlight=False)
     console.print(f"[bold]{settings.values['model_name']}[/] on {_mesh_line(made, chip, topology)}")
     for note in config.notes:
         console.print(f"  {note}")
-    console.print(
-        f"strategy {model.moe.strategy_name}; {tokens:,} tokens of a micro-batch on each device, {step.dtype}"
-    )
+    console.print(f"strategy {strategy}; {tokens:,} tokens of a micro-batch on each device, {step.dtype}")
     console.print()
     console.print(_parameter_table(made, model))
     total = state.total
@@ -104,8 +106,8 @@ def plan(
         "router and routed experts of each MoE layer, a micro-batch: bytes of a collective, and what a device sends of "
         "them (what all tokens use, shared experts too, XLA moves as it sees fit)"
     )
-    console.print(_collective_table(found, made.degrees.sizes))
-    for line in _volume_lines(made, model, step, found, moe_layers):
+    console.print(_collective_table(found, made.sizes))
+    for line in _volume_lines(config.step, made, step, found, moe_layers):
         console.print(line)
     return 0
 
@@ -115,26 +117,26 @@ def _devices(values: Mapping[str, Any], devices: int | None, topology: str | Non
     if devices is not None and topology is not None:
         raise ValueError("expected --devices or --topology, got both")
     if topology is not None:
-        from raggedmoe.aot.topology import chip_named
+        from raggedmoe.aot.topology import find_chip
 
-        chip = chip_named(topology)
-        return chip, slice_named(topology).num_devices
+        chip = find_chip(topology)
+        return chip, parse_slice(topology).num_devices
     if devices is None:
-        degrees = Degrees(**{axis: values[f"{axis}_parallelism"] for axis in AXES})
-        if degrees.open:
+        plan = Plan(**{axis: values[f"{axis}_parallelism"] for axis in AXES})
+        if plan.open:
             raise ValueError(
                 "a degree of -1 takes the devices that are left: say how many with --devices or --topology"
             )
-        devices = degrees.num_devices
+        devices = plan.num_devices
     if devices < 1:
         raise ValueError(f"expected --devices >= 1, got {devices}")
-    return hardware_named("cpu"), devices
+    return hardware_by_name("cpu"), devices
 
 
 def _mesh_line(made: Plan, chip: Hardware, topology: str | None) -> str:
-    sizes = " × ".join(f"{axis} {size}" for axis, size in made.degrees.sizes.items())
-    where = topology or f"{made.degrees.num_devices} devices ({chip.name})"
-    return f"{where}: {sizes} = {made.degrees.num_devices} devices"
+    sizes = " × ".join(f"{axis} {size}" for axis, size in made.sizes.items())
+    where = topology or f"{made.num_devices} devices ({chip.name})"
+    return f"{where}: {sizes} = {made.num_devices} devices"
 
 
 def _device_bytes(chip: Hardware) -> int:
@@ -173,7 +175,7 @@ def _kind(name: str, spec: ParamSpec) -> str:
 
 
 def _split(made: Plan, name: str, spec: ParamSpec) -> str:
-    sizes, parts = made.degrees.sizes, []
+    sizes, parts = made.sizes, []
     for dim, entry in zip(spec.axes, made.spec(name, spec)):
         axes = [f"{axis} {sizes[axis]}" for axis in axes_of(entry) if sizes[axis] > 1]
         parts += [f"{dim} over {' × '.join(axes)}"] if axes else []
@@ -191,42 +193,46 @@ def _collective_table(found: list[Collective], sizes: Mapping[str, int]) -> Tabl
     return table
 
 
-def _volume_lines(made: Plan, model: ModelConfig, step: Step, found: list[Collective], layers: int) -> Iterator[str]:
+def _volume_lines(run: "StepConfig", made: Plan, step: Step, found: list[Collective], layers: int) -> Iterator[str]:
+    model, execution = run.model, run.execution
+    strategy = strategy_name(model.moe, execution.moe)
     total, again = sum(each.sent_bytes for each in found), sent_again(found)
     more = f", and {_size(again)} again, as the backward pass gathers weights anew" if again else ""
     yield f"a device sends {_size(total)} a layer{more}: {_size(layers * (total + again))} for all {layers} MoE layers"
-    if model.remat != "none":
-        yield f"remat={model.remat}: what is computed again in the backward pass is sent again too; not counted here"
-    least = least_sent(model.moe, made, step)
+    if execution.remat != "none":
+        remat = execution.remat
+        yield f"remat={remat}: what is computed again in the backward pass is sent again too; not counted here"
+    least = least_sent(model.moe, execution.moe, made, step)
     if least:
         sent = sent_for_rows(found)
         yield (
-            f"{model.moe.strategy_name}: a device sends {sent / step.num_tokens:,.0f} bytes for the rows of each of "
+            f"{strategy}: a device sends {sent / step.num_tokens:,.0f} bytes for the rows of each of "
             f"its tokens and their gradients, {sent / least:.3f} × the least ({least / step.num_tokens:,.0f})"
         )
-    if model.moe.strategy_name in ACROSS_RANKS:
-        yield _buffer_line(made, model, step)
+    if strategy in ACROSS_RANKS:
+        yield _buffer_line(model.moe, execution.moe, made, step)
 
 
-def _buffer_line(made: Plan, model: ModelConfig, step: Step) -> str:
-    rows, chunks = received_rows(model.moe, made, step), model.moe.token_chunks
-    even = -(-step.num_tokens // chunks) * model.moe.experts_per_token
-    size = _size(rows * columns_here(model.moe, made) * np.dtype(step.dtype).itemsize)
-    if model.moe.ragged_buffer_factor is None:
+def _buffer_line(config: MoEConfig, execution: MoEExecution, made: Plan, step: Step) -> str:
+    rows, chunks = received_rows(config, execution, made, step), execution.token_chunks
+    even = -(-step.num_tokens // chunks) * config.experts_per_token
+    size = _size(rows * columns_here(config, made) * np.dtype(step.dtype).itemsize)
+    if execution.ragged_buffer_factor is None:
         why = "as many as can come; ragged_buffer_factor makes it smaller"
     else:
-        why = f"ragged_buffer_factor={model.moe.ragged_buffer_factor:g}; rows beyond are dropped and counted"
+        why = f"ragged_buffer_factor={execution.ragged_buffer_factor:g}; rows beyond are dropped and counted"
     part = "a layer" if chunks == 1 else f"one of {chunks} chunks of tokens"
     return f"a device has room for {rows:,} rows of {part}, {size} ({why}); evenly shared it gets {even:,}"
 
 
 def _as_json(
-    made: Plan, model: ModelConfig, step: Step, found: list[Collective], state: Any, moe_layers: int
+    run: "StepConfig", made: Plan, step: Step, found: list[Collective], state: Any, moe_layers: int
 ) -> dict[str, Any]:
+    model, execution = run.model, run.execution
     specs = param_specs(model)
     return {
-        "mesh": made.degrees.sizes,
-        "strategy": model.moe.strategy_name,
+        "mesh": made.sizes,
+        "strategy": strategy_name(model.moe, execution.moe),
         "tokens_per_device": step.num_tokens,
         "state_bytes": state.total,
         "parameters": {
@@ -236,7 +242,7 @@ def _as_json(
         "collectives": [{**vars(each), "sent_bytes": each.sent_bytes} for each in found],
         "moe_layers": moe_layers,
         "sent_again_bytes": sent_again(found),
-        "least_sent_bytes": least_sent(model.moe, made, step),
+        "least_sent_bytes": least_sent(model.moe, execution.moe, made, step),
     }
 
 

@@ -1,4 +1,4 @@
-"""`raggedmoe report`: a training run as one page."""
+"""`raggedmoe report`, which makes one HTML page of a training run."""
 
 import webbrowser
 from pathlib import Path
@@ -12,13 +12,13 @@ def report(run: tyro.conf.Positional[Path], out: Path | None = None, open: bool 
     """Make one HTML page of a training run and print its path.
 
     It shows the loss, the learning rate, each expert's load by layer and step, which kernels ran and why, drops, speed
-    and the settings. It is a single file that loads nothing from elsewhere, and can be read on a phone. A run that goes
-    on or was cut off gives a page too.
+    and the settings. It is a single file that loads nothing from elsewhere, and can be read on a phone. The run may be
+    unfinished.
 
     Args:
         run: the run's folder, with metrics.jsonl.
         out: where to write the page; report.html in the run's folder by default.
-        open: show it in the browser.
+        open: open the page in the browser.
     """
     path = write_report(run, out).resolve()
     print(path)

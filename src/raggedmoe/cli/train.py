@@ -1,4 +1,4 @@
-"""`raggedmoe train`: the main job."""
+"""`raggedmoe train`, which trains a model."""
 
 import logging
 import math
@@ -14,13 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from raggedmoe.hardware import target_hardware
-from raggedmoe.mesh import AXES
-from raggedmoe.parallel import processes
+from raggedmoe.launch import processes
+from raggedmoe.sharding.axes import AXES
 from raggedmoe.train.keys import KEYS, RECIPES, SECTIONS, Key
 
 INTRODUCTION = """usage: raggedmoe train [MODEL] [KEY=VALUE ...]
 
-Train a Mixture-of-Experts language model; without a word, a small one on Python's own sources.
+Train a Mixture-of-Experts language model; without arguments, a small one on Python's own sources.
 
   raggedmoe train
   raggedmoe train olmoe-tiny steps=200 learning_rate=1e-3
@@ -29,15 +29,17 @@ Train a Mixture-of-Experts language model; without a word, a small one on Python
   raggedmoe train olmoe num_experts=32 base_emb_dim=512 base_num_decoder_layers=4 vocab_size=512
   raggedmoe train olmoe-tiny expert_parallelism=4 fsdp_parallelism=2 token_chunks=2     8 devices; a CPU makes them
 
-`raggedmoe plan` with the same words prints who holds what and what is sent; `raggedmoe launch` runs several processes.
+`raggedmoe plan` with the same arguments prints how parameters are sharded and what is communicated; `raggedmoe \
+launch` runs several processes.
 
-MODEL is one of `raggedmoe models`; all others are settings, and the sizes below make another model of it. MaxText's \
-lines can be pasted: its base.yml or another file in its form, key=value, --key value. A name of its that is not below \
-is translated, changes nothing and says so, or is refused with the reason (docs/maxtext.md).
+MODEL is one that `raggedmoe models` lists; all other arguments are settings, and the sizes below override those of \
+the model. MaxText's command lines can be pasted: its base.yml or another file in its form, key=value, --key value. A \
+setting of MaxText that is not below is translated, has no effect and says so, or is refused with the reason \
+(docs/maxtext.md).
 
-A run is a folder: base_output_directory/run_name. The same command again goes on where it was left, exactly. Ctrl-C \
-or SIGTERM saves first. `raggedmoe report FOLDER` makes a page of it, `raggedmoe generate FOLDER/model` \
-continues a text.
+A run is written to the folder base_output_directory/run_name. The same command resumes it exactly where it stopped. \
+Ctrl-C and SIGTERM save a checkpoint first. `raggedmoe report FOLDER` makes a page of the run, `raggedmoe generate \
+FOLDER/model` generates text with the trained model.
 
 Exit codes: 0 finished; 2 a setting is wrong, and nothing was done; 3 stopped, as losses or gradients were not finite; \
 74 stopped, as a file could not be written; 75 interrupted and saved: run it again; 76 stopped, as another process of \
@@ -45,7 +47,7 @@ the run (`raggedmoe launch`) has ended."""
 
 
 def print_help() -> None:
-    """The introduction, and every setting with its default."""
+    """Print the introduction, and every setting with its default."""
     console = Console(highlight=False)
     console.print(INTRODUCTION, markup=False)
     for section in SECTIONS:
@@ -54,11 +56,11 @@ def print_help() -> None:
         table.add_column(overflow="fold")
         for key in KEYS.values():
             if key.section == section:
-                table.add_row(Text(_assignment(key)), Text(_meaning(key)))
+                table.add_row(Text(_assignment(key)), Text(_help_text(key)))
         console.print(f"\n[bold]{section}[/]")
         console.print(table)
-    for model, brought in RECIPES.items():
-        words = " ".join(f"{name}={value}" for name, value in brought.items())
+    for model, defaults in RECIPES.items():
+        words = " ".join(f"{name}={value}" for name, value in defaults.items())
         console.print(f"\n{model} brings its own defaults: {words}", markup=False)
 
 
@@ -67,14 +69,14 @@ def _assignment(key: Key) -> str:
     return f"{key.name}={'none' if default in (None, '') else str(default).lower()}"
 
 
-def _meaning(key: Key) -> str:
+def _help_text(key: Key) -> str:
     return f"{key.help} ({', '.join(key.choices)})" if key.choices else key.help
 
 
 def train(
     words: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL] [KEY=VALUE ...]")] = (),
 ) -> int:
-    """Train a model from key=value settings; without a word, a small one. `raggedmoe train --help` lists them."""
+    """Train a model, configured by key=value settings, which `raggedmoe train --help` lists."""
     try:
         import grain  # noqa: F401
 
@@ -89,14 +91,14 @@ def train(
     try:
         settings = parse_settings(words)
         processes.join()
-        made = make_host_devices(settings.values, processes.num_joined())
+        num_made = make_cpu_devices(settings.values, processes.process_count())
         hardware = target_hardware()
         config = make_config(settings, hardware, jax.device_count())
-        console = None if jax.process_index() == 0 else Console(quiet=True)  # of several processes one talks
+        console = None if jax.process_index() == 0 else Console(quiet=True)  # only process 0 prints
         screen = Screen(config.run.steps, config.run.line_period, console)
-        if made and hardware.platform == "cpu":
-            each = "in each process, " if jax.process_count() > 1 else ""
-            screen.say(f"made {made} host devices of this CPU, {each}as the degrees ask for so many")
+        if num_made and hardware.platform == "cpu":
+            where = "in each process, " if jax.process_count() > 1 else ""
+            screen.say(f"made {num_made} host devices of this CPU, {where}as the degrees ask for so many")
         outcome = run(config, hardware, screen)
     except ValueError as error:
         raise ValueError(in_keys(str(error))) from error
@@ -105,37 +107,36 @@ def train(
     return outcome.code
 
 
-def make_host_devices(values: Mapping[str, Any], num_processes: int = 1) -> int:
-    """Have the CPU's backend, if it has not started, start with the devices that the degrees ask for, or with a
-    process's share of them; how many.
+def make_cpu_devices(values: Mapping[str, Any], num_processes: int = 1) -> int:
+    """Make the CPU devices that the degrees ask for, or a process's share of them, if the CPU backend has not started.
 
-    Other backends are not changed by it. 0: nothing was done, as there are as many as were made before.
+    Return how many were made, or 0 if their number was set before. Other backends are not changed.
     """
-    return start_with_host_devices(
+    return start_with_cpu_devices(
         math.ceil(math.prod(max(values[f"{axis}_parallelism"], 1) for axis in AXES) / num_processes)
     )
 
 
-def start_with_host_devices(wanted: int) -> int:
-    """Have the CPU's backend, if it has not started, start with so many devices; how many were made, or 0."""
-    counted = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if wanted == 1 or counted or jax.config.values["jax_num_cpu_devices"] > 0:
+def start_with_cpu_devices(num_devices: int) -> int:
+    """Make so many CPU devices, if the CPU backend has not started. Return how many were made, or 0."""
+    set_by_flags = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if num_devices == 1 or set_by_flags or jax.config.values["jax_num_cpu_devices"] > 0:
         return 0
     try:
-        jax.config.update("jax_num_cpu_devices", wanted)
+        jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:  # it has started
         return 0
-    return wanted
+    return num_devices
 
 
 def _silence_orbax() -> None:
-    """A disk that is full is one line of ours, not 500 of what orbax's threads run into afterwards."""
+    """Silence orbax's threads, which would print some 500 lines after a full disk, for which we print one."""
     for chatty in ("absl", "asyncio"):
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
-    plain = sys.unraisablehook
+    default_hook = sys.unraisablehook
 
-    def unraisable(found: Any) -> None:
-        if not (isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == "Event loop is closed"):
-            plain(found)
+    def unraisable(unraised: Any) -> None:
+        if not (isinstance(unraised.exc_value, RuntimeError) and str(unraised.exc_value) == "Event loop is closed"):
+            default_hook(unraised)
 
     sys.unraisablehook = unraisable

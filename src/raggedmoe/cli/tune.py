@@ -9,7 +9,7 @@ from rich.table import Table
 
 from raggedmoe.aot.shapes import FORMS
 from raggedmoe.aot.topology import check_compiler, check_topology_name
-from raggedmoe.aot.tuning import OPERATION, Tried, choices_for, table_line, tune
+from raggedmoe.aot.tuning import OPERATION, TileTrial, choices_for, table_line, tune
 
 
 def tune_(
@@ -37,15 +37,17 @@ def tune_(
     if "=" not in shape:
         raise ValueError(f"shape: expected sizes such as {FORMS[OPERATION][0]}, got {shape!r}")
     total = len(choices_for(shape, dtype, topology))
-    tried: list[Tried] = []
+    trials: list[TileTrial] = []
     with Progress(console=Console(file=sys.stderr), transient=True) as progress:
         task = progress.add_task(f"tune {topology}", total=total)
-        for each in tune(shape, dtype, topology, timeout):
-            tried.append(each)
+        for trial in tune(shape, dtype, topology, timeout):
+            trials.append(trial)
             progress.advance(task)
-    ranked = sorted(tried, key=lambda each: (each.cycles, each.issue))
+    ranked = sorted(trials, key=lambda trial: (trial.cycles, trial.issue))
     if json:
-        print(dumps([{**vars(each.choice), "issue": each.issue, "cycles": each.cycles} for each in ranked], indent=1))
+        print(
+            dumps([{**vars(trial.choice), "issue": trial.issue, "cycles": trial.cycles} for trial in ranked], indent=1)
+        )
     else:
         _print(ranked)
         if not ranked[0].is_rule and ranked[0].outcome.passed:
@@ -53,11 +55,11 @@ def tune_(
     return 0 if ranked[0].outcome.passed else 1
 
 
-def _print(ranked: list[Tried]) -> None:
+def _print(ranked: list[TileTrial]) -> None:
     table = Table("rows", "step", "out", "inner", "paired", "issue", "cycles", "", title="compiler-predicted")
-    for each in ranked:
-        cells = [str(value) for value in vars(each.choice).values()]
-        figures = [f"{each.issue:,.0f}", f"{each.cycles:,.0f}"] if each.outcome.passed else ["", ""]
-        remark = each.outcome.error or ("the rule's" if each.is_rule else "")
+    for trial in ranked:
+        cells = [str(value) for value in vars(trial.choice).values()]
+        figures = [f"{trial.issue:,.0f}", f"{trial.cycles:,.0f}"] if trial.outcome.passed else ["", ""]
+        remark = trial.outcome.error or ("the rule's" if trial.is_rule else "")
         table.add_row(*cells, *figures, remark)
     Console().print(table)

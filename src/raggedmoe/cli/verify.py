@@ -83,7 +83,7 @@ def _run(chosen: list[Operation], quick: bool) -> tuple[list[Check], dict[str, f
 
 
 def _report(checks: list[Check], every: bool) -> Iterator[str]:
-    """Lines for every comparison, or for each kind the one that comes nearest to its bound."""
+    """Write every comparison, or for each kind the one that comes nearest to its bound."""
     worst: dict[tuple[str, ...], Check] = {}
     for c in checks:
         key = (c.operation, c.implementation, c.dtype, c.quantity, c.spec if every else "")
@@ -99,7 +99,7 @@ def _report(checks: list[Check], every: bool) -> Iterator[str]:
 
 
 def _certificates(checks: list[Check], seconds: dict[str, float], chip: str) -> list[Certificate]:
-    """One for each implementation all of whose comparisons passed."""
+    """Make a certificate for each implementation all of whose comparisons passed."""
     names = dict.fromkeys((c.operation, c.implementation) for c in checks)
     certificates = []
     for op, name in names:

@@ -1,4 +1,4 @@
-"""Checkpoints of others, in and out: `load` a folder, `save` one."""
+"""Checkpoints: `load` a model from a Hugging Face folder or one of ours, `save` it as either."""
 
 from raggedmoe.interop.load import load as load
 from raggedmoe.interop.native import save as save_native

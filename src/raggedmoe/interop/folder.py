@@ -1,4 +1,4 @@
-"""A folder of safetensors files: one file, or many with an index."""
+"""Reading a folder of safetensors files: one file, or several with an index."""
 
 import os
 from pathlib import Path, PurePosixPath
@@ -10,13 +10,13 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor in a model's folder, by name. Only headers are read."""
+def read_tensor_headers(folder: Path) -> dict[str, StoredTensor]:
+    """List every tensor in a model's folder by name. Only the files' headers are read."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder with a model's config.json and safetensors files, found none")
     index = folder / INDEX
     if index.is_file():
-        return _indexed(folder, index)
+        return _read_sharded(folder, index)
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)[0]
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
@@ -28,42 +28,45 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     raise ValueError(f"{folder}: expected {SINGLE}, or {INDEX} and the files it names; found neither")
 
 
-def _indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
+def _read_sharded(folder: Path, index: Path) -> dict[str, StoredTensor]:
+    """List the tensors of several files, and require that they are those of the index."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise BrokenFileError(f"{index}: expected a weight_map from tensor to file, got {type(weight_map).__name__}")
-    named = {name: str(file) for name, file in weight_map.items()}
-    files = sorted(set(named.values()))
+    file_of = {name: str(file) for name, file in weight_map.items()}
+    files = sorted(set(file_of.values()))
     for file in files:
         path = PurePosixPath(file)
         if path.is_absolute() or ".." in path.parts or "\\" in file or not file.endswith(".safetensors"):
-            held = next(name for name, where in named.items() if where == file)
+            tensor_name = next(name for name, where in file_of.items() if where == file)
             raise BrokenFileError(
-                f"{index}: {held} is said to be in {file!r}; expected the name of a safetensors file in the folder"
+                f"{index}: {tensor_name} is said to be in {file!r}; "
+                "expected the name of a safetensors file in the folder"
             )
     missing = {file for file in files if not os.path.isfile(folder / file)}  # a name too long is no file either
     if missing:
-        lost = [name for name, where in named.items() if where in missing]
+        lost = [name for name, where in file_of.items() if where in missing]
         raise BrokenFileError(
-            f"{folder}: {_some(sorted(missing))} named by {INDEX} not found, which hold(s) {_some(lost)}; "
+            f"{folder}: {_shorten(sorted(missing))} named by {INDEX} not found, which hold(s) {_shorten(lost)}; "
             "is the download complete?"
         )
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name, tensor in read_header(folder / file)[0].items():
-            if name in found:
-                raise BrokenFileError(f"{folder}: {name} is in two files, {found[name].path.name} and {file}")
-            found[name] = tensor
-    absent = [name for name, file in named.items() if name not in found or found[name].path != folder / file]
-    unlisted = [name for name in found if name not in named]
+            if name in tensors:
+                raise BrokenFileError(f"{folder}: {name} is in two files, {tensors[name].path.name} and {file}")
+            tensors[name] = tensor
+    absent = [name for name, file in file_of.items() if name not in tensors or tensors[name].path != folder / file]
+    unlisted = [name for name in tensors if name not in file_of]
     if absent or unlisted:
         raise BrokenFileError(
-            f"{index}: the files do not hold what it says; not where they should be: {_some(absent)}; "
-            f"not in the index: {_some(unlisted)}"
+            f"{index}: the files do not hold what it says; not where they should be: {_shorten(absent)}; "
+            f"not in the index: {_shorten(unlisted)}"
         )
-    return found
+    return tensors
 
 
-def _some(names: list[str], most: int = 8) -> str:
+def _shorten(names: list[str], most: int = 8) -> str:
+    """Join names for an error, leaving out all but the first few."""
     shown = ", ".join(names[:most]) or "none"
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,4 +1,4 @@
-"""Reading config.json key by key, so that no setting that we would get wrong passes unseen."""
+"""Reading Hugging Face's config.json key by key, so that a setting that we do not support is refused, not ignored."""
 
 import logging
 import sys
@@ -11,7 +11,7 @@ from raggedmoe.models.config import MOST_LAYERS, ModelConfig, RopeConfig, YarnCo
 
 logger = logging.getLogger("raggedmoe")
 
-# They describe training, the tokenizer, or the file's origin: no logit depends on them.
+# These keys describe training, the tokenizer, or the file's origin: no logit depends on them.
 HARMLESS = {
     "_name_or_path",
     "architectures",
@@ -56,7 +56,7 @@ HARMLESS = {
 
 
 class ConfigReader:
-    """The keys of a config.json; remembers which were read."""
+    """Reads the keys of a config.json, checks their types, and remembers which were read."""
 
     def __init__(self, path: Path | str, values: dict[str, Any]) -> None:
         self.path = path
@@ -64,60 +64,61 @@ class ConfigReader:
         self.read: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A key's value; the default where it is absent or null."""
+        """Return a key's value, or the default where it is absent or null."""
         self.read.add(key)
         value = self.values.get(key)
         return default if value is None else value
 
-    def need(self, key: str, *others: str) -> Any:
-        """The value of a key, or of one of its other spellings; an error without any."""
+    def get_required(self, key: str, *others: str) -> Any:
+        """Return the value of a key, or of one of its other spellings. Raise an error if none is there."""
         for name in (key, *others):
             value = self.get(name)
             if value is not None:
                 return value
         raise ValueError(f"{self.path}: expected the key {key!r}, got none; is this a {self.get('model_type')} model?")
 
-    def require(self, *keys: str) -> None:
-        """Refuse a file without one of these; null will do. Left out, `transformers` gives it one model's value."""
+    def require_keys(self, *keys: str) -> None:
+        """Refuse a file that lacks one of these keys, as `transformers` would use one model's value. Null will do."""
         for key in keys:
             if key not in self.values:
                 raise ValueError(f"{self.path}: expected the key {key!r}, got none; say what it is, or null for none")
 
     def size(self, key: str, *others: str) -> int:
-        """A positive integer."""
-        value = self.need(key, *others)
+        """Read a positive integer."""
+        value = self.get_required(key, *others)
         if not _is_size(value):
             raise ValueError(f"{self.path}: expected {key!r} to be a positive integer, got {value!r}")
         return value
 
     def count(self, key: str, *others: str) -> int:
-        """A number of layers or experts: both are listed one by one."""
+        """Read a number of layers or experts, which is limited, as both are listed one by one."""
         value = self.size(key, *others)
         if value > MOST_LAYERS:
             raise ValueError(f"{self.path}: expected {key!r} to be at most {MOST_LAYERS}, got {value}")
         return value
 
     def optional_size(self, key: str) -> int | None:
-        """A positive integer, or None where there is none."""
-        return self._checked(key, None, "a positive integer or null", lambda value: value is None or _is_size(value))
+        """Read a positive integer; None where the key is absent or null."""
+        return self._get_valid(key, None, "a positive integer or null", lambda value: value is None or _is_size(value))
 
-    def natural(self, key: str, default: int) -> int:
-        """An integer from 0 to the most layers that we expect."""
-        wanted = f"an integer from 0 to {MOST_LAYERS}"
-        return self._checked(key, default, wanted, lambda value: type(value) is int and 0 <= value <= MOST_LAYERS)
+    def non_negative_int(self, key: str, default: int) -> int:
+        """Read an integer from 0 to the largest number of layers that we expect."""
+        expected = f"an integer from 0 to {MOST_LAYERS}"
+        return self._get_valid(key, default, expected, lambda value: type(value) is int and 0 <= value <= MOST_LAYERS)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
-        return float(self._checked(key, default, "a number", _is_number))
+        """Read a finite number."""
+        return float(self._get_valid(key, default, "a number", _is_number))
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
-        return self._checked(key, default, "true or false", lambda value: isinstance(value, bool))
+        """Read true or false."""
+        return self._get_valid(key, default, "true or false", lambda value: isinstance(value, bool))
 
-    def _checked(self, key: str, default: Any, wanted: str, fits: Callable[[Any], bool]) -> Any:
+    def _get_valid(self, key: str, default: Any, expected: str, is_valid: Callable[[Any], bool]) -> Any:
+        """Read a value, and refuse one that is not what is expected."""
         value = self.get(key, default)
-        if not fits(value):
-            raise ValueError(f"{self.path}: expected {key!r} to be {wanted}, got {value!r}")
+        if not is_valid(value):
+            raise ValueError(f"{self.path}: expected {key!r} to be {expected}, got {value!r}")
         return value
 
     def expect(self, key: str, *allowed: Any, default: Any = None) -> None:
@@ -129,7 +130,7 @@ class ConfigReader:
             )
 
     def warn_of_unread(self) -> None:
-        """Say which keys had no effect, once all that matter were read."""
+        """Warn of keys that were not read, once all that matter were."""
         unread = sorted(self.values.keys() - self.read - HARMLESS)
         if unread:
             logger.warning("%s: these keys are not known and have no effect: %s", self.path, ", ".join(unread))
@@ -143,8 +144,8 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-def model_config(reader: ConfigReader, read_config: Callable[[ConfigReader], ModelConfig]) -> ModelConfig:
-    """What a family makes of a config.json. Where the configuration refuses its values, the error names the file."""
+def read_model_config(reader: ConfigReader, read_config: Callable[[ConfigReader], ModelConfig]) -> ModelConfig:
+    """Make a family's model configuration from a config.json. An error about its values names the file."""
     try:
         return read_config(reader)
     except ValueError as error:
@@ -154,7 +155,7 @@ def model_config(reader: ConfigReader, read_config: Callable[[ConfigReader], Mod
 
 
 def read_config_json(folder: Path) -> ConfigReader:
-    """The folder's config.json."""
+    """Open the config.json of a folder."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{path}: expected a Hugging Face model's config.json, found none; check the folder")
@@ -162,7 +163,7 @@ def read_config_json(folder: Path) -> ConfigReader:
 
 
 def read_rope(reader: ConfigReader, default_theta: float, *, interleaved: bool = False) -> RopeConfig:
-    """Both spellings: rope_theta beside rope_scaling, and rope_parameters that holds all."""
+    """Read the settings of rope, spelled as rope_theta beside rope_scaling, or as rope_parameters with all of them."""
     settings = reader.get("rope_scaling") or reader.get("rope_parameters") or {}
     reader.read |= {"rope_scaling", "rope_parameters"}
     if not isinstance(settings, dict):
@@ -199,8 +200,8 @@ def read_rope(reader: ConfigReader, default_theta: float, *, interleaved: bool =
     return RopeConfig(theta=theta, interleaved=interleaved, yarn=yarn)
 
 
-def written_rope(rope: RopeConfig) -> dict[str, Any]:
-    """The spelling that all versions of `transformers` read."""
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """Make the keys of rope for config.json, in the spelling that all versions of `transformers` read."""
     if rope.yarn is None:
         return {"rope_theta": rope.theta, "rope_scaling": None}
     yarn = rope.yarn

@@ -1,4 +1,4 @@
-"""Reading JSON that others wrote."""
+"""Reading JSON files that other programs wrote."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def read_json(path: Path) -> Any:
-    """A file's value. What is no JSON, no text or nested without end is the file's fault, and named as such."""
+    """Read a JSON file. If it is no JSON, no text or nested too deeply, the error names the file."""
     try:
         return json.loads(path.read_text())
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,9 @@
-"""How a checkpoint lays out a tensor, written with the axis names of our `ParamSpec`.
+"""How a checkpoint lays out a tensor, written as in einops with the axis names of our `ParamSpec`.
 
-``"(head head_dim) model_dim"`` is a matrix whose rows are heads and head_dim folded together. Of a tensor that holds
-several of our parameters, ``nope_dim+value_dim`` is a dimension with one after the other, and ``&`` one that counts
-them, as gpt-oss interleaves gate and up. Reshapes and transposes follow from the names alone.
+``"(head head_dim) model_dim"`` is a matrix whose rows are the axes head and head_dim merged into one dimension. Two
+signs more describe a tensor that holds several of our parameters: ``nope_dim+value_dim`` is an axis in which they
+follow one another, and ``&`` is an axis that counts them, as gpt-oss interleaves gate and up. Reshapes and transposes
+follow from the names alone.
 """
 
 import math
@@ -14,71 +15,74 @@ import numpy as np
 
 from raggedmoe.params import ParamSpec
 
-PARTS = "&"
+PARTS = "&"  # the axis that counts the parameters of a tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """A parsed layout: the stored dimensions, each a fold of atoms."""
+class TensorLayout:
+    """A parsed layout: the dimensions of the stored tensor, each of one axis or of several that are merged."""
 
     text: str
-    folds: tuple[tuple[str, ...], ...]
+    dims: tuple[tuple[str, ...], ...]
 
     @property
-    def atoms(self) -> tuple[str, ...]:
-        return tuple(atom for fold in self.folds for atom in fold)
+    def axes(self) -> tuple[str, ...]:
+        """The axes of all dimensions, in order."""
+        return tuple(axis for dim in self.dims for axis in dim)
 
 
-def layout(text: str) -> Layout:
-    """Parse a layout's text."""
-    folds = [tuple(found.strip("()").split()) for found in re.findall(r"\([^)]*\)|\S+", text)]
-    return Layout(text=text, folds=tuple(folds))
+def parse_layout(text: str) -> TensorLayout:
+    """Parse the text of a layout."""
+    dims = [tuple(dim.strip("()").split()) for dim in re.findall(r"\([^)]*\)|\S+", text)]
+    return TensorLayout(text=text, dims=tuple(dims))
 
 
-def _sizes(given: Layout, specs: Sequence[ParamSpec]) -> dict[str, int]:
-    """The size of each atom."""
-    known: dict[str, int] = {PARTS: len(specs)}
+def _axis_sizes(layout: TensorLayout, specs: Sequence[ParamSpec]) -> dict[str, int]:
+    """Return the size of each axis of a layout."""
+    sizes: dict[str, int] = {PARTS: len(specs)}
     for spec in specs:
-        known.update(zip(spec.axes, spec.shape))
-    for atom in given.atoms:
-        if "+" in atom:
-            known[atom] = sum(known[name] for name in atom.split("+"))
-    return {atom: known[atom] for atom in given.atoms}
+        sizes.update(zip(spec.axes, spec.shape))
+    for axis in layout.axes:
+        if "+" in axis:
+            sizes[axis] = sum(sizes[part] for part in axis.split("+"))
+    return {axis: sizes[axis] for axis in layout.axes}
 
 
-def stored_shape(given: Layout, specs: Sequence[ParamSpec]) -> tuple[int, ...]:
-    """The shape that the checkpoint's tensor must have."""
-    sizes = _sizes(given, specs)
-    return tuple(math.prod(sizes[atom] for atom in fold) for fold in given.folds)
+def stored_shape(layout: TensorLayout, specs: Sequence[ParamSpec]) -> tuple[int, ...]:
+    """Return the shape that the checkpoint's tensor must have."""
+    sizes = _axis_sizes(layout, specs)
+    return tuple(math.prod(sizes[axis] for axis in dim) for dim in layout.dims)
 
 
-def parts_of(stored: np.ndarray, given: Layout, specs: Sequence[ParamSpec], num_first: int) -> list[np.ndarray]:
-    """Views of each parameter, with its own axes' order, in (some rows of) a stored tensor.
+def parameter_views(
+    stored: np.ndarray, layout: TensorLayout, specs: Sequence[ParamSpec], first_size: int
+) -> list[np.ndarray]:
+    """Make a view of each parameter, in the order of its own axes, into a stored tensor or some rows of it.
 
-    ``num_first`` is the size of the layout's first atom in what is given: pieces are cut along it.
+    Tensors are read in pieces that are cut along the layout's first axis; ``first_size`` is its size in this piece.
     """
-    sizes = _sizes(given, specs)
-    whole = stored.reshape([num_first, *[sizes[atom] for atom in given.atoms[1:]]])
+    sizes = _axis_sizes(layout, specs)
+    split = stored.reshape([first_size, *[sizes[axis] for axis in layout.axes[1:]]])
     views = []
     for number, spec in enumerate(specs):
         index: list[slice | int] = []
         names = []
-        for atom in given.atoms:
-            if atom == PARTS:
+        for axis in layout.axes:
+            if axis == PARTS:
                 index.append(number)
                 continue
-            if "+" in atom:
-                axes = atom.split("+")
-                start = sum(specs[i].shape[specs[i].axes.index(axes[i])] for i in range(number))
-                index.append(slice(start, start + spec.shape[spec.axes.index(axes[number])]))
-                names.append(axes[number])
+            if "+" in axis:
+                parts = axis.split("+")
+                start = sum(specs[i].shape[specs[i].axes.index(parts[i])] for i in range(number))
+                index.append(slice(start, start + spec.shape[spec.axes.index(parts[number])]))
+                names.append(parts[number])
             else:
                 index.append(slice(None))
-                names.append(atom)
-        views.append(whole[tuple(index)].transpose([names.index(axis) for axis in spec.axes]))
+                names.append(axis)
+        views.append(split[tuple(index)].transpose([names.index(axis) for axis in spec.axes]))
     return views
 
 
-def first_axis(given: Layout, spec: ParamSpec) -> int:
-    """Which of a parameter's axes is the layout's first atom, along which pieces are cut."""
-    return spec.axes.index(given.atoms[0])
+def first_axis(layout: TensorLayout, spec: ParamSpec) -> int:
+    """Return the position, in a parameter, of the layout's first axis, along which pieces are cut."""
+    return spec.axes.index(layout.axes[0])

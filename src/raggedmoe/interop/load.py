@@ -1,4 +1,4 @@
-"""`load`: a model from a Hugging Face folder, or from one that `raggedmoe import` made."""
+"""`load` reads a model from a Hugging Face folder, or from one that `raggedmoe import` made."""
 
 import math
 import os
@@ -9,30 +9,36 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from raggedmoe.interop import native
 from raggedmoe.interop.arrays import PIECE_BYTES, aligned_empty, to_device
-from raggedmoe.interop.families.registry import family_named
-from raggedmoe.interop.folder import stored_tensors
-from raggedmoe.interop.hf_config import logger, model_config, read_config_json
-from raggedmoe.interop.layout import first_axis, parts_of
-from raggedmoe.interop.matching import Target, matched
+from raggedmoe.interop.families.registry import family_by_model_type
+from raggedmoe.interop.folder import read_tensor_headers
+from raggedmoe.interop.hf_config import logger, read_config_json, read_model_config
+from raggedmoe.interop.layout import first_axis, parameter_views
+from raggedmoe.interop.matching import Target, match_tensors
 from raggedmoe.interop.progress import Advance, bytes_bar
-from raggedmoe.interop.quantized import Readable, decoded
+from raggedmoe.interop.quantized import ReadableTensor, dequantize_tensors
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.module import Decoder
-from raggedmoe.models.specs import param_specs
+from raggedmoe.models.parameters import param_specs
 
 
 def load(
-    folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any = None, progress: bool = False
+    folder: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike | None = None,
+    progress: bool = False,
 ) -> Decoder:
-    """A model with a checkpoint's weights.
+    """Load a model with the weights of a checkpoint.
 
     Args:
-      folder: with config.json and model.safetensors, or several files and their index; or one of `raggedmoe import`.
-      dtype: of activations; by default that of the weights.
-      param_dtype: of the weights; by default that of most of the checkpoint. Routers stay in float32.
+      folder: a folder with config.json and model.safetensors (or several files and their index), or one that
+        `raggedmoe import` made.
+      dtype: the type of activations; by default that of the weights.
+      param_dtype: the type of the weights; by default that of most of the checkpoint. Routers stay in float32.
       progress: show a bar on standard error.
 
     Raises:
@@ -40,40 +46,39 @@ def load(
         name, and nothing has been loaded.
     """
     path = Path(folder)
-    asked_for = [jnp.dtype(each) for each in (dtype, param_dtype) if each is not None]
-    if np.float64 in asked_for and not _has_float64():
+    if any(jnp.dtype(name) == np.float64 for name in (dtype, param_dtype) if name is not None) and not _has_float64():
         raise ValueError("float64 is switched off in JAX; switch it on with JAX_ENABLE_X64=1, or use float32")
     if native.is_native(path):
         return native.load(path, dtype=dtype, param_dtype=param_dtype, progress=progress)
     reader = read_config_json(path)
-    family = family_named(reader.need("model_type"), path)
-    found = decoded(reader, stored_tensors(path))
-    config = model_config(reader, family.read_config)
+    family = family_by_model_type(reader.get_required("model_type"), path)
+    tensors = dequantize_tensors(reader, read_tensor_headers(path))
+    config = read_model_config(reader, family.read_config)
     reader.warn_of_unread()
-    if config.mtp_layers and not any(name.startswith(f"model.layers.{config.num_layers}.") for name in found):
+    if config.mtp_layers and not any(name.startswith(f"model.layers.{config.num_layers}.") for name in tensors):
         logger.info("%s: no tensors of multi-token prediction, which its config.json names; left out", path)
         config = replace(config, mtp_layers=0)
-    param_dtype = param_dtype or _usual_dtype(found)
+    param_dtype = param_dtype or _majority_dtype(tensors)
     config = replace(config, param_dtype=jnp.dtype(param_dtype), dtype=jnp.dtype(dtype or param_dtype))
-    pairs = matched(path, family, config, found)
-    return Decoder(config, params=_filled(pairs, config, progress))
+    pairs = match_tensors(path, family, config, tensors)
+    return Decoder(config, params=_load_params(pairs, config, progress))
 
 
 def _has_float64() -> bool:
     return jnp.result_type(float) == np.float64
 
 
-def _usual_dtype(found: dict[str, Readable]) -> Any:
-    """The type of most elements."""
+def _majority_dtype(tensors: dict[str, ReadableTensor]) -> Any:
+    """Return the type of most elements of a checkpoint; float32 where JAX has no float64."""
     sizes: Counter[Any] = Counter()
-    for tensor in found.values():
+    for tensor in tensors.values():
         sizes[tensor.dtype] += math.prod(tensor.shape)
-    usual = sizes.most_common(1)[0][0] if sizes else np.dtype(np.float32)
-    return np.dtype(np.float32) if usual == np.float64 and not _has_float64() else usual
+    majority = sizes.most_common(1)[0][0] if sizes else np.dtype(np.float32)
+    return np.dtype(np.float32) if majority == np.float64 and not _has_float64() else majority
 
 
-def _filled(pairs: list[tuple[Target, Readable]], config: ModelConfig, progress: bool) -> dict[str, Any]:
-    """Parameters, made one after the other: a buffer becomes JAX's as soon as its last tensor is in it."""
+def _load_params(pairs: list[tuple[Target, ReadableTensor]], config: ModelConfig, progress: bool) -> dict[str, Any]:
+    """Read the parameters one after the other. A buffer becomes a JAX array as soon as its last tensor is in it."""
     specs = param_specs(config)
     waiting = Counter(param for target, _ in pairs for param in target.params)
     buffers: dict[str, np.ndarray] = {}
@@ -94,18 +99,19 @@ def _filled(pairs: list[tuple[Target, Readable]], config: ModelConfig, progress:
     return params
 
 
-def _pieces(target: Target, tensor: Readable) -> list[tuple[int, int, int, int]]:
-    """How to read a tensor: (first, last) of the layout's first atom, and the same as rows of the stored tensor."""
+def _pieces(target: Target, tensor: ReadableTensor) -> list[tuple[int, int, int, int]]:
+    """Cut a tensor into pieces: (first, last) along the layout's first axis, and (start, stop) in stored rows."""
     num = target.specs[0].shape[first_axis(target.entry.layout, target.specs[0])]
     rows = tensor.shape[0] // num
     step = max(1, PIECE_BYTES * num // max(tensor.num_bytes, 1))
     return [(i, min(i + step, num), i * rows, min(i + step, num) * rows) for i in range(0, num, step)]
 
 
-def _fill(target: Target, tensor: Readable, buffers: dict[str, np.ndarray], advance: Advance) -> None:
+def _fill(target: Target, tensor: ReadableTensor, buffers: dict[str, np.ndarray], advance: Advance) -> None:
+    """Copy a stored tensor into the buffers of its parameters, piece by piece."""
     for first, last, start, stop in _pieces(target, tensor):
         piece = tensor.read(start, stop)
-        parts = parts_of(piece, target.entry.layout, target.specs, last - first)
+        parts = parameter_views(piece, target.entry.layout, target.specs, last - first)
         for param, spec, part in zip(target.params, target.specs, parts):
             where: list[slice] = [slice(None)] * len(spec.shape)
             where[first_axis(target.entry.layout, spec)] = slice(first, last)
@@ -114,7 +120,8 @@ def _fill(target: Target, tensor: Readable, buffers: dict[str, np.ndarray], adva
         advance(piece.nbytes)
 
 
-def _compare(target: Target, tensor: Readable, buffers: dict[str, np.ndarray], advance: Advance) -> None:
+def _compare(target: Target, tensor: ReadableTensor, buffers: dict[str, np.ndarray], advance: Advance) -> None:
+    """Require that a stored copy of a parameter is equal to it."""
     (param,) = target.params
     for _, _, start, stop in _pieces(target, tensor):
         piece = tensor.read(start, stop)

@@ -1,10 +1,10 @@
-"""MaxText's settings and their defaults (its base.yml and types.py of August 2026): facts, by topic.
+"""A table of MaxText's settings and their defaults (its base.yml and types.py of August 2026), by topic.
 
-A setting at its default never fails here. One without a counterpart that has another value is refused with its topic's
-reason; what the others mean is in `raggedmoe.interop.maxtext`.
+A setting at its default never fails here. A setting without a counterpart is refused at another value, with the reason
+of its topic; `raggedmoe.interop.maxtext` translates the others.
 """
 
-# What `raggedmoe.interop.maxtext` translates, and their defaults there.
+# Settings that `raggedmoe.interop.maxtext` translates, and their defaults in MaxText.
 COUNTERPARTS = """
 run_name= model_name=default base_output_directory= load_parameters_path= decoder_block=llama2 steps=150001
 learning_rate=3e-5 lr_schedule_type=cosine learning_rate_final_fraction=0.1 cosine_learning_rate_final_fraction=0.1
@@ -32,7 +32,7 @@ mla_q=remat mla_kv=remat attention_out=remat ici_data_parallelism=1 ici_fsdp_par
 ici_expert_parallelism=1
 """
 
-# Settings that change no number, and why each has no effect here: said to who sets another value.
+# Settings that change no number, and why each has no effect here; the reason is shown to those who set another value.
 NO_EFFECT: dict[str, str] = {
     "the gradient of a gather is always a gather, never a scatter": "use_custom_sort_vjp=true",
     "chunks are in XLA's order, which may overlap them": "moe_chunk_barrier=false",
@@ -309,19 +309,20 @@ REFUSED: dict[str, str] = {
 
 
 def pairs(text: str) -> dict[str, str]:
-    """Names and defaults in a text of ``name=value`` words; a value of * stands for any."""
+    """Parse a text of ``name=value`` words into names and defaults; a default of * stands for any value."""
     return dict(word.split("=", 1) for word in text.split())
 
 
 def is_same(text: str, default: str) -> bool:
-    """Whether a value, as typed or as YAML has it, is that default: 1e-5 and 0.00001 are, and None and nothing.
+    """Tell whether a value, as typed or as YAML has it, equals a default: 1e-5 equals 0.00001, and none equals "".
 
-    A default of * is any value, and one of a|b either.
+    A default of * equals any value, and a default of a|b equals both.
     """
     return default == "*" or _plain(text) in map(_plain, default.split("|"))
 
 
 def _plain(text: str) -> str | float:
+    """Bring a value into the form in which values are compared."""
     text = text.strip().strip("\"'").lower().replace(" ", "_")
     if text in ("", "none", "null"):
         return ""

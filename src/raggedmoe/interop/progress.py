@@ -1,4 +1,4 @@
-"""A progress bar of bytes on standard error, where somebody can see it."""
+"""A progress bar of bytes on standard error, shown on terminals only."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,12 +7,14 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Advance(Protocol):
+    """A function that moves a progress bar forward by some bytes."""
+
     def __call__(self, num_bytes: int) -> None: ...
 
 
 @contextmanager
 def bytes_bar(what: str, total: int, shown: bool) -> Iterator[Advance]:
-    """A function that is told of bytes as they are done."""
+    """Show a progress bar, and yield the function that moves it forward."""
     # Not for every `import raggedmoe`.
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

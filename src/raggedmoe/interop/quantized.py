@@ -1,6 +1,6 @@
-"""Checkpoints whose weights are stored in fewer bits, read as bfloat16: DeepSeek's blocks of fp8, gpt-oss's mxfp4.
+"""Quantized checkpoints, read as bfloat16: DeepSeek's fp8 with a scale for each block, and gpt-oss's mxfp4.
 
-A decoded tensor stands in for the stored ones it is made of and is read in the same way, some rows at a time.
+A dequantized tensor takes the place of the stored ones that it is made of, and is read like them, some rows at a time.
 """
 
 import math
@@ -16,15 +16,15 @@ from raggedmoe.interop.hf_config import ConfigReader
 from raggedmoe.interop.safetensors_file import BrokenFileError, StoredTensor
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-# The sixteen values of 4 bits: sign, two bits of exponent, one of mantissa.
-FP4 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+# The sixteen values of fp4 (e2m1): a sign, two bits of exponent and one of mantissa.
+FP4_VALUES = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 SCALE_SUFFIX = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
 
 
 @runtime_checkable
-class Readable(Protocol):
-    """A tensor of a checkpoint."""
+class ReadableTensor(Protocol):
+    """A tensor of a checkpoint, stored as it is or quantized."""
 
     @property
     def path(self) -> Path: ...
@@ -40,11 +40,11 @@ class Readable(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaledBlocks:
-    """A matrix of fp8 with one factor for each block of it."""
+class BlockFp8Tensor:
+    """A matrix of fp8 with one scale for each block of it."""
 
     values: StoredTensor
-    factors: StoredTensor
+    scales: StoredTensor
     block: tuple[int, int]
     dtype: np.dtype = BFLOAT16
 
@@ -67,15 +67,15 @@ class ScaledBlocks:
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         stop = self.shape[0] if stop is None else stop
         tall, wide = self.block
-        factors = self.factors.read(start // tall, -(-stop // tall)).astype(np.float32)
-        factors = factors.repeat(tall, axis=0)[start % tall :][: stop - start]
-        factors = factors.repeat(wide, axis=1)[:, : self.shape[1]]
-        return (self.values.read(start, stop).astype(np.float32) * factors).astype(self.dtype)
+        scales = self.scales.read(start // tall, -(-stop // tall)).astype(np.float32)
+        scales = scales.repeat(tall, axis=0)[start % tall :][: stop - start]
+        scales = scales.repeat(wide, axis=1)[:, : self.shape[1]]
+        return (self.values.read(start, stop).astype(np.float32) * scales).astype(self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mxfp4:
-    """Rows of 4-bit values, two in a byte, with one power of two for each 32 of them."""
+class Mxfp4Tensor:
+    """Rows of fp4 values, two in a byte, with one power of two as the scale of each 32 of them."""
 
     blocks: StoredTensor  # uint8 [..., blocks, 16]
     exponents: StoredTensor  # uint8 [..., blocks]; 127 is a factor of 1
@@ -100,72 +100,81 @@ class Mxfp4:
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         packed = self.blocks.read(start, stop)
         exponents = self.exponents.read(start, stop).astype(np.int32) - 127
-        pairs = np.stack([FP4[packed & 0x0F], FP4[packed >> 4]], axis=-1)  # the lower half of a byte comes first
+        pairs = np.stack(
+            [FP4_VALUES[packed & 0x0F], FP4_VALUES[packed >> 4]], axis=-1
+        )  # the lower half of a byte comes first
         values = np.ldexp(pairs.reshape(*packed.shape[:-1], -1), exponents[..., None])
         return values.reshape(packed.shape[0], *self.shape[1:]).astype(self.dtype)
 
 
-def decoded(reader: ConfigReader, found: Mapping[str, StoredTensor]) -> dict[str, Readable]:
-    """The tensors with those that config.json says are quantised replaced by readable ones."""
+def dequantize_tensors(reader: ConfigReader, tensors: Mapping[str, StoredTensor]) -> dict[str, ReadableTensor]:
+    """Replace the tensors that config.json says are quantized by dequantized ones."""
     settings = reader.get("quantization_config")
     if settings is None:
-        return dict(found)
+        return dict(tensors)
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
     if method == "fp8":
-        return _fp8(reader, settings, found)
+        return _fp8(reader, settings, tensors)
     if method == "mxfp4":
-        return _mxfp4(found)
+        return _mxfp4(tensors)
     raise ValueError(
         f"{reader.path}: weights quantised by {method!r} are not supported; expected fp8 (DeepSeek's blocks), mxfp4 or "
         "none: get the model in bfloat16"
     )
 
 
-def _fp8(reader: ConfigReader, settings: dict[str, Any], found: Mapping[str, StoredTensor]) -> dict[str, Readable]:
+def _fp8(
+    reader: ConfigReader, settings: dict[str, Any], tensors: Mapping[str, StoredTensor]
+) -> dict[str, ReadableTensor]:
+    """Pair each fp8 matrix with its scales."""
     block = settings.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         raise ValueError(f"{reader.path}: expected fp8 weights in blocks, such as [128, 128], got {block}")
-    read: dict[str, Readable] = {}
-    for name, tensor in found.items():
-        if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in found:
+    readable: dict[str, ReadableTensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in tensors:
             continue
         if not tensor.dtype.name.startswith("float8"):
-            read[name] = tensor
+            readable[name] = tensor
             continue
         if len(tensor.shape) != 2:
             raise BrokenFileError(f"{tensor.path}: {name}: expected fp8 in matrices only, found {list(tensor.shape)}")
-        factors = _companion(name, name + SCALE_SUFFIX, found)
+        scales = _scale_tensor(name, name + SCALE_SUFFIX, tensors)
         expected = tuple(-(-size // step) for size, step in zip(tensor.shape, block))
-        _check_companion(factors, expected, ("float32", "bfloat16", "float16"))
-        read[name] = ScaledBlocks(values=tensor, factors=factors, block=(block[0], block[1]))
-    return read
+        _check_scales(scales, expected, ("float32", "bfloat16", "float16"))
+        readable[name] = BlockFp8Tensor(values=tensor, scales=scales, block=(block[0], block[1]))
+    return readable
 
 
-def _mxfp4(found: Mapping[str, StoredTensor]) -> dict[str, Readable]:
-    read: dict[str, Readable] = {}
-    for name, tensor in found.items():
-        if name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in found:
+def _mxfp4(tensors: Mapping[str, StoredTensor]) -> dict[str, ReadableTensor]:
+    """Pair each tensor of fp4 blocks with its scales."""
+    readable: dict[str, ReadableTensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in tensors:
             continue
         if not name.endswith(BLOCKS):
-            read[name] = tensor
+            readable[name] = tensor
             continue
-        exponents = _companion(name, name.removesuffix(BLOCKS) + SCALES, found)
-        _check_companion(exponents, tensor.shape[:-1], ("uint8",))
+        exponents = _scale_tensor(name, name.removesuffix(BLOCKS) + SCALES, tensors)
+        _check_scales(exponents, tensor.shape[:-1], ("uint8",))
         if len(tensor.shape) < 3 or tensor.shape[-1] != 16 or tensor.dtype.name != "uint8":
             raise BrokenFileError(
                 f"{tensor.path}: {name}: expected uint8 [..., blocks, 16], found {tensor.dtype}{list(tensor.shape)}"
             )
-        read[name] = Mxfp4(blocks=tensor, exponents=exponents)
-    return read
+        readable[name] = Mxfp4Tensor(blocks=tensor, exponents=exponents)
+    return readable
 
 
-def _companion(name: str, wanted: str, found: Mapping[str, StoredTensor]) -> StoredTensor:
-    if wanted not in found:
-        raise BrokenFileError(f"{found[name].path}: {name} is quantised; expected its factors {wanted}, found none")
-    return found[wanted]
+def _scale_tensor(name: str, scale_name: str, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
+    """Find the scales of a quantized tensor."""
+    if scale_name not in tensors:
+        raise BrokenFileError(
+            f"{tensors[name].path}: {name} is quantised; expected its factors {scale_name}, found none"
+        )
+    return tensors[scale_name]
 
 
-def _check_companion(tensor: StoredTensor, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+def _check_scales(tensor: StoredTensor, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
     if tensor.shape != shape or tensor.dtype.name not in dtypes:
         raise BrokenFileError(
             f"{tensor.path}: {tensor.name}: expected {' or '.join(dtypes)}{list(shape)}, "

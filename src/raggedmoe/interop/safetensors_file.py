@@ -1,7 +1,7 @@
 """Reading and writing safetensors files piece by piece.
 
 The `safetensors` package maps a file into memory, where every page that was read counts as the process's own until the
-system wants it back: a model and its file, twice the memory. Here bytes are read to where they are needed. The format
+system wants it back, so that a model takes twice its memory. This module reads bytes to where they are needed. A file
 is a length, a JSON header and the bytes; all that a header may get wrong is checked before any tensor is read.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMENSIONS = 32  # what any NumPy takes; a checkpoint's tensors have four at most
-MOST_SHOWN = 8  # names in an error, of perhaps very many
+MAX_SHOWN = 8  # names that an error lists
 DTYPES: dict[str, Any] = {
     "F64": np.float64,
     "F32": np.float32,
@@ -35,7 +35,7 @@ DTYPES: dict[str, Any] = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
-NAMES: dict[np.dtype, str] = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+DTYPE_NAMES: dict[np.dtype, str] = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
 class BrokenFileError(ValueError):
@@ -44,20 +44,20 @@ class BrokenFileError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor is."""
+    """A tensor in a file: its name, type and shape, and where its bytes are."""
 
     path: Path
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
-    offset: int  # of its first byte in the file
+    offset: int  # where its first byte is in the file
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """The tensor, or some of its first dimension's rows."""
+        """Read the tensor, or some rows of its first dimension."""
         if not self.shape:
             return self._bytes(0, self.dtype.itemsize).view(self.dtype).reshape(())
         stop = self.shape[0] if stop is None else stop
@@ -74,7 +74,7 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors in a file, by name, and its free-text metadata."""
+    """Read which tensors are in a file, by name, and its free-text metadata."""
     if not path.is_file():
         raise BrokenFileError(f"{path}: expected a safetensors file, found none; is the download complete?")
     size = path.stat().st_size
@@ -87,28 +87,30 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
             )
         raw = file.read(length)
     try:
-        header = json.loads(raw, object_pairs_hook=_no_duplicates)
+        header = json.loads(raw, object_pairs_hook=_refuse_duplicates)
         metadata = header.pop("__metadata__", {})
         entries = {name: (entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BrokenFileError(
             f"{path}: expected a JSON header with dtype, shape and data_offsets of every tensor, got {error!r}"
         ) from None
-    tensors = {name: _stored(path, name, entry, 8 + length) for name, entry in entries.items()}
+    tensors = {name: _parse_entry(path, name, entry, 8 + length) for name, entry in entries.items()}
     _check_extent(path, tensors, 8 + length, size)
     return tensors, metadata if isinstance(metadata, dict) else {}
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict of a JSON object's pairs, and refuse a name that occurs twice."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
         twice = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
-        more = f" and {len(twice) - MOST_SHOWN} more" if len(twice) > MOST_SHOWN else ""
-        raise ValueError(f"twice in the header: {', '.join(twice[:MOST_SHOWN])}{more}")
-    return found
+        more = f" and {len(twice) - MAX_SHOWN} more" if len(twice) > MAX_SHOWN else ""
+        raise ValueError(f"twice in the header: {', '.join(twice[:MAX_SHOWN])}{more}")
+    return values
 
 
-def _stored(path: Path, name: str, entry: tuple[Any, Any, Any], data_start: int) -> StoredTensor:
+def _parse_entry(path: Path, name: str, entry: tuple[Any, Any, Any], data_start: int) -> StoredTensor:
+    """Check what a header says of a tensor."""
     dtype, shape, offsets = entry
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise BrokenFileError(f"{path}: {name} has type {dtype!r}; expected one of {', '.join(DTYPES)}")
@@ -135,7 +137,7 @@ def _stored(path: Path, name: str, entry: tuple[Any, Any, Any], data_start: int)
 
 
 def _check_extent(path: Path, tensors: dict[str, StoredTensor], data_start: int, size: int) -> None:
-    """The tensors must lie one after the other and fill the file."""
+    """Require that the tensors lie one after the other and fill the file."""
     position = data_start
     for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.num_bytes)):
         if tensor.offset + tensor.num_bytes > size:
@@ -155,7 +157,7 @@ def _check_extent(path: Path, tensors: dict[str, StoredTensor], data_start: int,
 
 @dataclass(frozen=True, kw_only=True)
 class NewTensor:
-    """A tensor to write, made piece by piece when it is its turn."""
+    """A tensor to write, whose pieces are made when it is their turn."""
 
     name: str
     dtype: np.dtype
@@ -168,12 +170,12 @@ class NewTensor:
 
 
 def write_file(path: Path, tensors: list[NewTensor], metadata: dict[str, str]) -> Iterator[int]:
-    """Write a file, yielding the bytes written so far, so that somebody can show progress."""
+    """Write a file. Yield the number of bytes of each piece that was written, for a progress bar."""
     header: dict[str, Any] = {"__metadata__": metadata}
     position = 0
     for tensor in tensors:
         header[tensor.name] = {
-            "dtype": NAMES[tensor.dtype],
+            "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [position, position + tensor.num_bytes],
         }

@@ -1,4 +1,4 @@
-"""`save`: a model as a Hugging Face folder."""
+"""`save` writes a model as a Hugging Face folder."""
 
 import os
 from collections.abc import Iterator
@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from raggedmoe.interop.arrays import PIECE_BYTES, on_host
-from raggedmoe.interop.families.registry import family_named
-from raggedmoe.interop.layout import first_axis, parts_of
+from raggedmoe.interop.arrays import PIECE_BYTES, fetch_to_host
+from raggedmoe.interop.families.registry import family_by_model_type
+from raggedmoe.interop.layout import first_axis, parameter_views
 from raggedmoe.interop.matching import Target, copies, targets
 from raggedmoe.interop.safetensors_file import NewTensor
 from raggedmoe.interop.writing import SHARD_BYTES, copy_companions, new_folder, write_json, write_tensors
@@ -26,44 +27,44 @@ def save(
     folder: str | os.PathLike[str],
     *,
     layout: str | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     companions: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
 ) -> None:
-    """Write a model as its family's checkpoints are written.
+    """Write a model as a Hugging Face folder of its family.
 
     Args:
-      model: what to write.
-      folder: a new or an empty one. It is whole or not there.
-      layout: of the experts: "per_expert" or "fused"; by default as the family publishes them.
-      dtype: of the weights; by default the model's.
-      companions: a folder whose tokenizer goes along.
-      shard_bytes: size of a file, above which there are several and an index.
+      model: the model to write.
+      folder: a new or an empty folder. It is written whole or not at all.
+      layout: the layout of the experts, "per_expert" or "fused"; by default as the family publishes them.
+      dtype: the type of the weights; by default the model's.
+      companions: a folder whose tokenizer and generation_config.json are copied as well.
+      shard_bytes: the largest size of a file; a larger model is several files and an index.
       progress: show a bar on standard error.
     """
     config = model.config
-    family = family_named(config.family, "the model")
+    family = family_by_model_type(config.family, "the model")
     layout = layout or next(iter(family.experts))
     writable = [name for name in family.experts if name not in family.import_only]
     if layout not in writable:
         raise unknown(f"layout of {config.family}", layout, writable)
     dtype = np.dtype(jnp.dtype(dtype or config.param_dtype))
-    described = hf_config(config, str(dtype))
+    config_json = make_config_json(config, str(dtype))
     params = model.params
-    again = [target for target in copies(family, config) if target.name.startswith("model.layers.")]
-    tensors = [_new_tensor(target, params, dtype) for target in [*targets(family, config, layout), *again]]
+    mtp_copies = [target for target in copies(family, config) if target.name.startswith("model.layers.")]
+    tensors = [_new_tensor(target, params, dtype) for target in [*targets(family, config, layout), *mtp_copies]]
     with new_folder(Path(folder)) as partial:
-        write_json(partial / "config.json", described)
+        write_json(partial / "config.json", config_json)
         write_tensors(partial, tensors, metadata={"format": "pt"}, shard_bytes=shard_bytes, progress=progress)
         if companions is not None:
             copy_companions(companions, partial)
 
 
-def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The config.json. Reading it back must give the model: a setting that the family cannot say is refused."""
-    family = family_named(config.family, "the model")
-    written = {
+def make_config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """Make the config.json of a model. A setting that the family's config.json cannot express is refused."""
+    family = family_by_model_type(config.family, "the model")
+    config_json = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "torch_dtype": dtype,
@@ -78,16 +79,19 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "use_cache": True,
         **family.write_config(config),
     }
-    _check_same(config, written)
-    return written
+    _check_round_trip(config, config_json)
+    return config_json
 
 
-def _check_same(config: ModelConfig, written: dict[str, Any]) -> None:
+def _check_round_trip(config: ModelConfig, config_json: dict[str, Any]) -> None:
+    """Require that reading a config.json back gives the configuration that it was made of."""
     from raggedmoe.interop.hf_config import ConfigReader
     from raggedmoe.models.config_json import to_json
 
-    read = family_named(config.family, "the model").read_config(ConfigReader("config.json", written))
-    different = sorted(_differences(*(_of_the_model(to_json(_spelled_out(each))) for each in (config, read))))
+    restored = family_by_model_type(config.family, "the model").read_config(ConfigReader("config.json", config_json))
+    different = sorted(
+        _differences(*(_drop_training_settings(to_json(_canonicalize(model))) for model in (config, restored)))
+    )
     if different:
         raise ValueError(
             f"a {config.family} checkpoint cannot say {'; '.join(different)}; change the configuration to what the "
@@ -95,8 +99,8 @@ def _check_same(config: ModelConfig, written: dict[str, Any]) -> None:
         )
 
 
-def _spelled_out(config: ModelConfig) -> ModelConfig:
-    """The configuration in its one written form: a window for each layer, and no setting that nothing reads."""
+def _canonicalize(config: ModelConfig) -> ModelConfig:
+    """Bring a configuration into one form, in which equal models are equal: settings that nothing reads are reset."""
     attention = config.attention
     if isinstance(attention, GroupedQueryConfig) and attention.qk_norm == "none":
         attention = replace(attention, norm_epsilon=1.0)
@@ -109,44 +113,48 @@ def _spelled_out(config: ModelConfig) -> ModelConfig:
     )
 
 
-TRAINING = {"param_dtype", "dtype", "aux_loss", "aux_loss_weight", "z_loss_weight", "jitter"}
+TRAINING_SETTINGS = {"param_dtype", "dtype", "aux_loss", "aux_loss_weight", "z_loss_weight", "jitter"}
 
 
-def _of_the_model(described: Any) -> Any:
-    """Without what no checkpoint says: types, losses, and noise in training."""
-    if not isinstance(described, dict):
-        return described
-    return {name: _of_the_model(value) for name, value in described.items() if name not in TRAINING}
+def _drop_training_settings(config: Any) -> Any:
+    """Leave out the settings that no checkpoint has: types, losses, and noise in training."""
+    if not isinstance(config, dict):
+        return config
+    return {name: _drop_training_settings(value) for name, value in config.items() if name not in TRAINING_SETTINGS}
 
 
-def _differences(ours: dict[str, Any], read: dict[str, Any], where: str = "") -> Iterator[str]:
-    for name in ours.keys() | read.keys():
-        mine, other = ours.get(name), read.get(name)
-        if isinstance(mine, dict) and isinstance(other, dict):
-            yield from _differences(mine, other, f"{where}{name}.")
-        elif mine != other:
-            yield f"{where}{name}={mine!r} (it would be read as {other!r})"
+def _differences(ours: dict[str, Any], restored: dict[str, Any], where: str = "") -> Iterator[str]:
+    for name in ours.keys() | restored.keys():
+        our_value, restored_value = ours.get(name), restored.get(name)
+        if isinstance(our_value, dict) and isinstance(restored_value, dict):
+            yield from _differences(our_value, restored_value, f"{where}{name}.")
+        elif our_value != restored_value:
+            yield f"{where}{name}={our_value!r} (it would be read as {restored_value!r})"
 
 
 def _new_tensor(target: Target, params: dict[str, jax.Array], dtype: np.dtype) -> NewTensor:
-    written = np.dtype(target.specs[0].dtype) if _is_kept_wide(target, params, dtype) else dtype
-    return NewTensor(name=target.name, dtype=written, shape=target.shape, pieces=_pieces(target, params, written))
+    """Describe the stored tensor of a target, which is cut from the parameters when it is written."""
+    stored_dtype = np.dtype(target.specs[0].dtype) if _stays_float32(target, params, dtype) else dtype
+    return NewTensor(
+        name=target.name, dtype=stored_dtype, shape=target.shape, pieces=_pieces(target, params, stored_dtype)
+    )
 
 
-def _is_kept_wide(target: Target, params: dict[str, jax.Array], dtype: np.dtype) -> bool:
-    """Whether a tensor is a router's that stays in float32, as it is kept, although the model is narrower.
+def _stays_float32(target: Target, params: dict[str, jax.Array], dtype: np.dtype) -> bool:
+    """Tell whether a router's tensor is written in float32, as routers are held, although the model is narrower.
 
-    Selection biases are published so. Others are narrow in checkpoints: they stay so until training has moved them.
+    Selection biases are published in float32. Other tensors of a router are not, so they are written in the narrower
+    type as long as that loses nothing, which is until training has changed them.
     """
     name = target.params[0].rpartition(".")[2]
     if not name.startswith("router_") or name == "router_selection_bias":
         return name == "router_selection_bias"
-    values = on_host(params[target.params[0]], target.index)
+    values = fetch_to_host(params[target.params[0]], target.index)
     return not np.array_equal(values.astype(dtype), values)
 
 
 def _pieces(target: Target, params: dict[str, jax.Array], dtype: np.dtype) -> Iterator[np.ndarray]:
-    """The stored tensor, some of its layout's first atom at a time."""
+    """Yield the stored tensor in pieces, cut along the first axis of its layout."""
     layout, specs, shape = target.entry.layout, target.specs, target.shape
     num = specs[0].shape[first_axis(layout, specs[0])]
     rows = shape[0] // num
@@ -155,8 +163,8 @@ def _pieces(target: Target, params: dict[str, jax.Array], dtype: np.dtype) -> It
     for first in range(0, num, step):
         last = min(first + step, num)
         piece = np.empty((rows * (last - first), *shape[1:]), dtype)
-        for param, spec, part in zip(target.params, specs, parts_of(piece, layout, specs, last - first)):
+        for param, spec, part in zip(target.params, specs, parameter_views(piece, layout, specs, last - first)):
             where: list[slice] = [slice(None)] * len(spec.shape)
             where[first_axis(layout, spec)] = slice(first, last)
-            part[...] = on_host(params[param], (*target.index, *where))
+            part[...] = fetch_to_host(params[param], (*target.index, *where))
         yield piece

@@ -1,4 +1,4 @@
-"""Writing a model's folder: all of it beside its place, on the disk, then one rename: it is whole or not there."""
+"""Writing a model's folder atomically: it is written under another name, flushed to disk and renamed."""
 
 import contextlib
 import fcntl
@@ -19,7 +19,7 @@ from raggedmoe.interop.safetensors_file import NewTensor, write_file
 
 SHARD_BYTES = 5 * 10**9
 GENERATION = "generation_config.json"
-# What goes along with a model from folder to folder.
+# Files that are copied with a model from folder to folder.
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,7 +35,7 @@ COMPANIONS = (
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes ``folder`` if all goes well and vanishes if not."""
+    """Yield a temporary folder to write to, which is renamed to ``folder`` on success and removed otherwise."""
     folder = folder.resolve()  # "." has no name to put the partial folder beside
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder}: expected a new or empty folder, got one with files; name another or remove it")
@@ -43,7 +43,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     _remove_leftovers(folder)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     partial.mkdir()
-    with _locked(partial):
+    with _try_lock(partial):
         try:
             yield partial
             sync_tree(partial)
@@ -54,18 +54,18 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Delete what killed writers of ``folder`` left beside it, but not what another is writing."""
+    """Delete temporary folders that killed writers of ``folder`` left, but not one that is being written."""
     partials = re.compile(rf"\.{re.escape(folder.name)}\.\d+\.partial")
     for leftover in folder.parent.iterdir():
         if partials.fullmatch(leftover.name):
-            with _locked(leftover) as is_ours:
+            with _try_lock(leftover) as is_ours:
                 if is_ours:
                     shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Whether a folder could be locked. The lock of a process that ends, ends with it; some file systems have none."""
+def _try_lock(folder: Path) -> Iterator[bool]:
+    """Try to lock a folder, and yield whether it worked. A lock ends with its process; some file systems have none."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:  # it has just become a model, or was removed
@@ -85,7 +85,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 def write_tensors(
     folder: Path, tensors: list[NewTensor], *, metadata: dict[str, str], shard_bytes: int, progress: bool
 ) -> None:
-    """One file, or several of about ``shard_bytes`` with their index."""
+    """Write tensors to one file, or to several of about ``shard_bytes`` with an index."""
     shards: list[list[NewTensor]] = [[]]
     for tensor in tensors:
         if shards[-1] and sum(t.num_bytes for t in shards[-1]) + tensor.num_bytes > shard_bytes:
@@ -111,11 +111,12 @@ def write_tensors(
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write a value as indented JSON."""
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """The tokenizer and what else belongs to it."""
+    """Copy the tokenizer and the files that belong to it from one model's folder to another."""
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

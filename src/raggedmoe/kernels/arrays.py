@@ -14,12 +14,12 @@ LEAST, MOST = -(2**31), 2**31 - 1  # of int32
 
 
 def accumulator(*dtypes: Any) -> jnp.dtype:
-    """The type in which sums are kept: float32 at least, float64 if any input is."""
+    """Return the type in which sums are kept: float32 at least, float64 if any input is."""
     return jnp.result_type(jnp.float32, *dtypes)
 
 
 def matmul_precision(dtype: Any) -> lax.Precision | None:
-    """Full precision for float32, which TPUs and GPUs would otherwise narrow."""
+    """Ask for full precision for float32, which TPUs and GPUs would otherwise narrow."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
@@ -28,19 +28,19 @@ def full_precision(dtype: Any) -> contextlib.AbstractContextManager[Any]:
     return jax.default_matmul_precision("highest") if dtype == jnp.float32 else contextlib.nullcontext()
 
 
-def padded_rows(array: jax.Array, multiple: int) -> jax.Array:
-    """The array with zero rows after it, up to a multiple."""
+def pad_rows(array: jax.Array, multiple: int) -> jax.Array:
+    """Append zero rows to an array, up to a multiple."""
     spare = -array.shape[0] % multiple
     return jnp.pad(array, ((0, spare), (0, 0))) if spare else array
 
 
-def varying_like(value: jax.Array, *arrays: Any) -> jax.Array:
-    """``value``, typed in `shard_map` as varying over every mesh axis that an array does: a loop's first carry."""
-    return varying_over(value, {axis for array in arrays for axis in jax.typeof(array).manual_axis_type.varying})
+def pvary_like(value: jax.Array, *arrays: Any) -> jax.Array:
+    """Type ``value``, a loop's first carry, in `shard_map` as varying over every mesh axis that an array does."""
+    return pvary_over(value, {axis for array in arrays for axis in jax.typeof(array).manual_axis_type.varying})
 
 
-def varying_over(value: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """``value``, typed in `shard_map` as each device's own along these mesh axes.
+def pvary_over(value: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """Type ``value`` in `shard_map` as varying, each device with its own, over these mesh axes.
 
     Backward, the devices' gradients are summed there.
     """
@@ -84,12 +84,12 @@ def check_sizes_fit(operation: str, group_sizes: Any, num_rows: int) -> None:
 
 
 def structs(**arrays: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of the arrays that were given, for a `Call`."""
+    """Describe the arrays that are not None by shape and dtype, for a `Call`."""
     return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in arrays.items() if a is not None}
 
 
 def int32(array: Any) -> jax.Array:
-    """Integers of any type as int32, in which all sizes, indices and sums of them are computed.
+    """Convert integers of any type to int32, in which all sizes, indices and sums of them are computed.
 
     What int32 cannot hold becomes its last value, or its first: no array is as long, so what is out of range stays so.
     """
@@ -104,7 +104,7 @@ def int32(array: Any) -> jax.Array:
 
 
 def scalar(value: Any, default: int) -> jax.Array:
-    """An int32 scalar from an optional Python or traced integer."""
+    """Make an int32 scalar from an optional Python or traced integer."""
     value = default if value is None else value
     if isinstance(value, int) and not isinstance(value, bool):
         return jnp.int32(min(max(value, LEAST), MOST))

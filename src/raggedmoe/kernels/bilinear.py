@@ -9,45 +9,45 @@ from raggedmoe.kernels.gradient import with_gradient
 
 
 @runtime_checkable
-class Plan(Protocol):
-    """The two directions of a call, as they were chosen. Equal plans compute the same: what is compiled is shared."""
+class BilinearKernels(Protocol):
+    """The two directions of a call, as they were chosen. Equal ones compute the same, so what is compiled is shared."""
 
     def value(self, first: Any, second: Any, rest: Any) -> Any:
-        """The operation itself."""
+        """Compute the operation itself."""
 
     def gradients(self, first: Any, second: Any, rest: Any, cotangent: Any) -> tuple[Any, Any]:
-        """Those of both arrays. ``first`` is None where there is no second one: it is not needed then, nor kept."""
+        """Compute the gradients of both arrays; ``first``, which is not needed then, is None if there is no second."""
 
 
-def _product(plan: Plan, first: Any, second: Any, rest: Any) -> Any:
-    return plan.value(first, second, rest)
+def _product(kernels: BilinearKernels, first: Any, second: Any, rest: Any) -> Any:
+    return kernels.value(first, second, rest)
 
 
-def _product_forward(plan: Plan, first: Any, second: Any, rest: Any) -> tuple[Any, Any]:
-    return product(plan, first, second, rest), (None if second is None else first, second, rest)
+def _product_forward(kernels: BilinearKernels, first: Any, second: Any, rest: Any) -> tuple[Any, Any]:
+    return product(kernels, first, second, rest), (None if second is None else first, second, rest)
 
 
-def _product_backward(plan: Plan, kept: Any, cotangent: Any) -> tuple[Any, ...]:
-    return *gradients(plan, *kept, cotangent), None
+def _product_backward(kernels: BilinearKernels, kept: Any, cotangent: Any) -> tuple[Any, ...]:
+    return *gradients(kernels, *kept, cotangent), None
 
 
-def _gradients(plan: Plan, first: Any, second: Any, rest: Any, cotangent: Any) -> tuple[Any, Any]:
-    return plan.gradients(first, second, rest, cotangent)
+def _gradients(kernels: BilinearKernels, first: Any, second: Any, rest: Any, cotangent: Any) -> tuple[Any, Any]:
+    return kernels.gradients(first, second, rest, cotangent)
 
 
-def _gradients_forward(plan: Plan, first: Any, second: Any, rest: Any, cotangent: Any) -> tuple[Any, Any]:
-    return gradients(plan, first, second, rest, cotangent), (first, second, rest, cotangent)
+def _gradients_forward(kernels: BilinearKernels, first: Any, second: Any, rest: Any, cotangent: Any) -> tuple[Any, Any]:
+    return gradients(kernels, first, second, rest, cotangent), (first, second, rest, cotangent)
 
 
-def _gradients_backward(plan: Plan, kept: Any, cotangents: Any) -> tuple[Any, ...]:
+def _gradients_backward(kernels: BilinearKernels, kept: Any, cotangents: Any) -> tuple[Any, ...]:
     first, second, rest, cotangent = kept
     of_first, of_second = cotangents
-    dcotangent = product(plan, of_first, second, rest)
+    dcotangent = product(kernels, of_first, second, rest)
     if second is None:
         return None, None, None, dcotangent.astype(cotangent.dtype)
-    dcotangent = dcotangent + product(plan, first, of_second, rest)
-    dfirst, _ = gradients(plan, first, of_second, rest, cotangent)
-    _, dsecond = gradients(plan, of_first, second, rest, cotangent)
+    dcotangent = dcotangent + product(kernels, first, of_second, rest)
+    dfirst, _ = gradients(kernels, first, of_second, rest, cotangent)
+    _, dsecond = gradients(kernels, of_first, second, rest, cotangent)
     return dfirst, dsecond, None, dcotangent.astype(cotangent.dtype)
 
 

@@ -1,28 +1,33 @@
 """The operations with what tests, verification, benchmark and explanation need of each."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raggedmoe.kernels.example import Spec
+import numpy as np
+
+from raggedmoe.kernels.example import Example, Spec
 from raggedmoe.kernels.registry import OPERATIONS
 from raggedmoe.names import unknown
+
+PARTS = ("api", "specs", "bound")  # the files of an operation's folder that are read here
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """An operation's public function and its example calls."""
+    """An operation's public function, its example calls, and how far rounding may take its results."""
 
     name: str
     function: Callable[..., Any]
     specs: tuple[Spec, ...]
+    # From an example and the reference's value and gradients, the largest error of each that rounding explains.
+    error_bounds: Callable[[Example, Mapping[str, Any]], dict[str, np.ndarray]]
 
 
 def operation(name: str) -> Operation:
-    """The operation with that name."""
+    """Look up an operation by its name."""
     if name not in OPERATIONS:
         raise unknown("operation", name, OPERATIONS)
-    function = getattr(importlib.import_module(f"raggedmoe.kernels.{name}.api"), name)
-    specs = importlib.import_module(f"raggedmoe.kernels.{name}.specs").SPECS
-    return Operation(name=name, function=function, specs=specs)
+    api, specs, bound = (importlib.import_module(f"raggedmoe.kernels.{name}.{part}") for part in PARTS)
+    return Operation(name=name, function=getattr(api, name), specs=specs.SPECS, error_bounds=bound.error_bounds)

@@ -11,9 +11,11 @@ from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.registry import is_recording
 
 
-def compiled_once(function: Callable[..., Any], static: tuple[str, ...]) -> Callable[..., Any]:
-    """``function`` as one program where it is called outside of jit: loops and stages in it, made anew at every call,
-    would otherwise be compiled anew. In another's jit it is the function itself, so that this program stays as it is.
+def compile_once(function: Callable[..., Any], static: tuple[str, ...]) -> Callable[..., Any]:
+    """Make ``function`` one program where it is called outside of jit.
+
+    Loops and stages in it, made anew at every call, would otherwise be compiled anew. In another's jit it is the
+    function itself, so that this program stays as it is.
 
     ``static``: the names of its arguments that are no arrays.
     """
@@ -31,7 +33,7 @@ def compiled_once(function: Callable[..., Any], static: tuple[str, ...]) -> Call
 
 
 def _is_traced(array: Any) -> bool:
-    """Whether an array is of another's jit, or of forward mode, which the operations refuse if they see it."""
+    """Say whether an array is of another's jit, or of forward mode, which the operations refuse if they see it."""
     while isinstance(array, jax.core.Tracer):
         if isinstance(array, partial_eval.DynamicJaxprTracer | ad.JVPTracer):
             return True

@@ -8,7 +8,7 @@ from jax.interpreters import ad
 
 
 def with_gradient(value: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-    """``value(plan, *arrays)``, the plan being static, with its gradient from the two rules of a `jax.custom_vjp`.
+    """Give ``value(static, *arrays)`` its gradient, from the two rules of a `jax.custom_vjp`; ``static`` is hashable.
 
     The rules call the result, not ``value``, so that they can be differentiated in turn. It is jitted, so that a call
     outside of jit is compiled once, and not whenever its loops are made anew. In another's jit it is inline: the

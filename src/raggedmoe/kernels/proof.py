@@ -19,7 +19,7 @@ logger = logging.getLogger("raggedmoe")
 
 
 class Level(enum.IntEnum):
-    """What stands behind an implementation on a chip. `auto` takes INTERPRETED and RUN."""
+    """The evidence that stands behind an implementation on a chip. `auto` takes INTERPRETED and RUN."""
 
     UNPROVEN = 0  # nobody has tried
     COMPILED = 1  # compiled for the chip, never executed
@@ -54,7 +54,7 @@ PLAIN_XLA: tuple[Proof, ...] = (
     Proof(level=Level.INTERPRETED, shown_by="a plain XLA program; make test runs it on the CPU backend"),
 )
 
-# The same, where libtpu has also compiled it.
+# A plain XLA program that libtpu has also compiled.
 COMPILED_XLA: tuple[Proof, ...] = (
     Proof(
         level=Level.INTERPRETED,
@@ -93,7 +93,7 @@ COMPILED_KERNEL: tuple[Proof, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What `raggedmoe verify` saw on a real chip. `auto` reads it from then on."""
+    """A record of what `raggedmoe verify` saw on a real chip. `auto` reads it from then on."""
 
     implementation: str  # "operation/name"
     source: str  # digest of the kernels' sources: another kernel needs another certificate
@@ -106,7 +106,7 @@ class Certificate:
 
 
 def certificate_folder() -> Path | None:
-    """Where certificates are kept: $RAGGEDMOE_CERTIFICATES, or the user's data folder.
+    """Find the folder of certificates: $RAGGEDMOE_CERTIFICATES, or one in the user's data folder.
 
     None: a user without a home, as containers have them, who is in no list of users and has no $HOME.
     """
@@ -144,7 +144,7 @@ def write_certificate(certificate: Certificate, folder: Path | None = None) -> P
 
 
 def _readable(folder: Path | None) -> Iterator[tuple[Path, Certificate]]:
-    """The certificates in a folder. One that cannot be read is named in a warning and proves nothing."""
+    """Read the certificates in a folder. One that cannot be read is named in a warning and proves nothing."""
     folder = folder or certificate_folder()
     for path in sorted(folder.glob("*.json")) if folder else ():
         try:
@@ -155,13 +155,13 @@ def _readable(folder: Path | None) -> Iterator[tuple[Path, Certificate]]:
 
 @functools.lru_cache(maxsize=8)
 def read_certificates(folder: Path | None = None) -> tuple[Certificate, ...]:
-    """All readable certificates in a folder."""
+    """Read all certificates in a folder that can be read."""
     return tuple(certificate for _, certificate in _readable(folder))
 
 
 @functools.cache
 def source_digest() -> str:
-    """Digest of all kernels' sources: implementations share code, so a change to one may be a change to another."""
+    """Hash all kernels' sources: implementations share code, so a change to one may be a change to another."""
     folder = Path(__file__).parent
     files = [*sorted(folder.rglob("*.py")), folder.parent / "compat.py"]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
@@ -169,7 +169,7 @@ def source_digest() -> str:
 
 @functools.cache
 def libtpu_version() -> str | None:
-    """The installed libtpu, the compiler of TPU kernels; None without one."""
+    """Look up the version of the installed libtpu, the compiler of TPU kernels; None without one."""
     try:
         return importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:
@@ -192,7 +192,7 @@ def level_on(
     jax_version: str,
     certificates: tuple[Certificate, ...],
 ) -> tuple[Level, str]:
-    """The best level that proofs and certificates give ``operation/name`` on a chip, and what shows it."""
+    """Find the best level that proofs and certificates give ``operation/name`` on a chip, and what shows it."""
     best = (Level.UNPROVEN, "nobody has tried")
     for proof in proofs:
         here = (not proof.platforms or hardware.platform in proof.platforms) and (

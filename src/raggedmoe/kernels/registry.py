@@ -28,19 +28,24 @@ FORWARD, BACKWARD = "forward", "backward"
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What is known of a call before tracing: names, shapes and dtypes of the arrays given, and static options."""
+    """A call as it is known before tracing: names, shapes and dtypes of its arrays, and static options."""
 
     operation: str
     direction: str = FORWARD
     arrays: Mapping[str, jax.ShapeDtypeStruct]
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def shapes(self) -> str:
+        """The arrays by name and shape, as text: ``lhs[8,16] rhs[4,16,32]``."""
+        return " ".join(f"{name}[{','.join(map(str, array.shape))}]" for name, array in self.arrays.items())
+
 
 class CannotRunError(NotImplementedError):
     """No implementation that the caller allowed accepts the call; the message has each one's reason."""
 
 
-def _nothing(call: Call, hardware: Hardware) -> None:
+def _no_reason(call: Call, hardware: Hardware) -> None:
     return None
 
 
@@ -54,9 +59,9 @@ class Implementation:
     backward: Callable[..., Any]
     rank: Mapping[str, int]  # platform -> place in auto's order, smallest first; a platform left out: named use only
     proofs: tuple[Proof, ...]
-    why_not: Callable[[Call, Hardware], str | None] = _nothing  # why it cannot run; None: it can
-    auto_why_not: Callable[[Call, Hardware], str | None] = _nothing  # why auto passes it over though it can run
-    note: Callable[[Call, Hardware], str | None] = _nothing  # what a user should know of its cost there
+    why_not: Callable[[Call, Hardware], str | None] = _no_reason  # why it cannot run; None: it can
+    auto_why_not: Callable[[Call, Hardware], str | None] = _no_reason  # why auto passes it over though it can run
+    note: Callable[[Call, Hardware], str | None] = _no_reason  # what a user should know of its cost there
     takes_hardware: bool = False  # its functions have a keyword `hardware`, the chip that they are compiled for
 
     @property
@@ -94,7 +99,7 @@ class KernelChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """What the selection found out about one implementation."""
+    """An implementation that was looked at for a call, and what was found out about it."""
 
     implementation: Implementation
     reason: str | None  # why it was not taken; None: it was, or nobody asked it because an earlier one was taken
@@ -114,8 +119,13 @@ class Selection:
     candidates: tuple[Candidate, ...]
 
     @property
+    def chosen_candidate(self) -> Candidate:
+        """What was found out about the implementation that was taken."""
+        return next(c for c in self.candidates if c.implementation is self.chosen)
+
+    @property
     def function(self) -> Callable[..., Any]:
-        """What computes the call: equal selections give the very same function, so that traces are shared."""
+        """The function that computes the call: equal selections give the very same one, so that traces are shared."""
         plain = self.chosen.forward if self.call.direction == FORWARD else self.chosen.backward
         return _for_hardware(plain, self.hardware) if self.chosen.takes_hardware else plain
 
@@ -127,7 +137,7 @@ def _for_hardware(function: Callable[..., Any], hardware: Hardware) -> Callable[
 
 @functools.cache
 def implementations(operation: str) -> dict[str, Implementation]:
-    """All implementations of an operation, by name."""
+    """Find all implementations in an operation's folder, by name."""
     package = importlib.import_module(f"raggedmoe.kernels.{operation}")
     found = {}
     for module_info in pkgutil.iter_modules(package.__path__):
@@ -140,18 +150,18 @@ def implementations(operation: str) -> dict[str, Implementation]:
     return found
 
 
-def _ordered(choice: Choice, direction: str) -> Ordered:
+def _order_of(choice: Choice, direction: str) -> Ordered:
     return getattr(choice, direction) if isinstance(choice, Directions) else choice
 
 
 def check_choice(operation: str, choice: Choice) -> None:
-    """Require names of implementations that there are."""
+    """Require that a choice names implementations that exist."""
     for direction in (FORWARD, BACKWARD):
-        _names(operation, _ordered(choice, direction), implementations(operation))
+        _names(operation, _order_of(choice, direction), implementations(operation))
 
 
 def _names(operation: str, ordered: Ordered, known: Iterable[str]) -> tuple[str, ...] | None:
-    """The names in a choice, each checked to be known; None for auto."""
+    """Read the names in a choice, each checked to be known; None for auto."""
     if ordered == "auto":
         return None
     names = (ordered,) if isinstance(ordered, str) else ordered
@@ -166,7 +176,7 @@ def _names(operation: str, ordered: Ordered, known: Iterable[str]) -> tuple[str,
     return names
 
 
-def _look_at(
+def _assess(
     implementation: Implementation,
     call: Call,
     hardware: Hardware,
@@ -201,14 +211,14 @@ def candidates(
     certificates: tuple[Certificate, ...] = (),
     known: Mapping[str, Implementation] | None = None,
 ) -> tuple[Candidate, ...]:
-    """Every implementation that the choice allows, in order, each with the reason why it cannot be taken, or None."""
+    """List the implementations that the choice allows, in order, each with the reason not to take it, or None."""
     known = implementations(call.operation) if known is None else known
-    names = _names(call.operation, _ordered(choice, call.direction), known)
+    names = _names(call.operation, _order_of(choice, call.direction), known)
     auto = names is None
     if names is None:
         last = max((max(i.rank.values(), default=0) for i in known.values()), default=0) + 1
         names = tuple(sorted(known, key=lambda name: (known[name].rank.get(hardware.platform, last), name)))
-    return tuple(_look_at(known[name], call, hardware, jax_version, certificates, auto) for name in names)
+    return tuple(_assess(known[name], call, hardware, jax_version, certificates, auto) for name in names)
 
 
 def select(
@@ -220,36 +230,36 @@ def select(
     certificates: tuple[Certificate, ...] | None = None,
     known: Mapping[str, Implementation] | None = None,
 ) -> Selection:
-    """The first implementation in the choice's order that can run; each one skipped is logged once, with its reason.
+    """Take the first implementation in the choice's order that can run; a skip is logged once, with its reason.
 
     ``known`` are the implementations to choose from, by name; by default all in the operation's folder.
     """
     if certificates is None:
         certificates = read_certificates()
-    looked_at = candidates(call, choice, hardware, jax_version=jax_version, certificates=certificates, known=known)
-    for candidate in looked_at:
+    considered = candidates(call, choice, hardware, jax_version=jax_version, certificates=certificates, known=known)
+    for candidate in considered:
         if candidate.reason is None:
-            if candidate.level is Level.UNPROVEN and _ordered(choice, call.direction) != "auto":
+            if candidate.level is Level.UNPROVEN and _order_of(choice, call.direction) != "auto":
                 report_unproven(
                     candidate.implementation.full_name, call.direction, hardware.name, jax_version, candidate.shown_by
                 )
-            selection = Selection(call=call, hardware=hardware, chosen=candidate.implementation, candidates=looked_at)
+            selection = Selection(call=call, hardware=hardware, chosen=candidate.implementation, candidates=considered)
             recorded = _recorded.get()
             if recorded is not None:
                 recorded.append(selection)
             return selection
         level = logging.INFO if candidate.by_preference else logging.WARNING
         report_skip(candidate.implementation.full_name, call.direction, hardware.name, candidate.reason, level)
-    reasons = "\n".join(f"  {c.implementation.name}: {c.reason}" for c in looked_at)
+    reasons = "\n".join(f"  {c.implementation.name}: {c.reason}" for c in considered)
     raise CannotRunError(
         f"{call.operation} ({call.direction}) on {hardware.name}: no implementation in "
-        f"{_ordered(choice, call.direction)!r} can run:\n{reasons}"
+        f"{_order_of(choice, call.direction)!r} can run:\n{reasons}"
     )
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes an operation, a function for each direction. Equal choices are equal, so that traces are shared."""
+    """The functions that compute an operation, one for each direction. Equal choices are equal: traces are shared."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
@@ -275,12 +285,12 @@ _recorded: contextvars.ContextVar[list[Selection] | None] = contextvars.ContextV
 
 
 def is_recording() -> bool:
-    """Whether selections are collected now."""
+    """Say whether selections are collected now."""
     return _recorded.get() is not None
 
 
 @contextlib.contextmanager
-def recorded_selections() -> Iterator[list[Selection]]:
+def record_selections() -> Iterator[list[Selection]]:
     """Collect every selection made inside: trace a function under it to see what it would use."""
     selections: list[Selection] = []
     token = _recorded.set(selections)

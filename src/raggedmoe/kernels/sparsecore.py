@@ -5,6 +5,7 @@ of a piece of a row, the first half of the columns in the low halves, the second
 are vectors of neighbouring columns, twice, and the TensorCore packs and nobody has to interleave lanes.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.placement import placement_why_not
 from raggedmoe.kernels.proof import COMPILED_KERNEL, Proof
-from raggedmoe.kernels.registry import Call
+from raggedmoe.kernels.registry import BACKWARD, Call, Implementation
 
 MOST_LANES = 16  # of a vector, on any chip
 SUBCORES = 16  # vector subcores of a SparseCore, on every chip so far
@@ -52,7 +53,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """How a row is cut into chunks, and each chunk into words."""
+    """The cut of a row into chunks, and of each chunk into words."""
 
     width: int  # D
     packing: int  # columns in a word
@@ -110,7 +111,7 @@ class RowLayout:
 def row_layout(
     width: int, dtype: Any, hardware: Hardware, memory: Callable[[RowLayout], int], *, halve_rest: bool = False
 ) -> RowLayout:
-    """The layout with the fewest chunks for a kernel whose buffers are of so many words, ``memory``.
+    """Choose the layout with the fewest chunks for a kernel whose buffers are of so many words, ``memory``.
 
     A rest that is not halved is made words of faster (a width of 2880 on a v6e: 387 MB moved for the table of 32,768
     rows, not 473), one that is halved is read faster (197 cycles a row, not 209).
@@ -128,12 +129,12 @@ def row_layout(
 
 
 def num_subcores(hardware: Hardware) -> int:
-    """Vector subcores that one JAX device has."""
+    """Count the vector subcores that one JAX device has."""
     return hardware.sparse_cores // hardware.devices_per_chip * SUBCORES
 
 
 def why_not(call: Call, hardware: Hardware, rows: str) -> str | None:
-    """Why a SparseCore kernel cannot run; ``rows`` is the name of the array whose rows are moved."""
+    """Say why a SparseCore kernel cannot run; ``rows`` is the name of the array whose rows are moved."""
     if hardware.platform != "tpu":
         return f"a kernel for the SparseCores of TPUs, not for {hardware.platform}"
     if hardware.name not in MEMORY_WORDS:
@@ -148,3 +149,33 @@ def why_not(call: Call, hardware: Hardware, rows: str) -> str | None:
     if most_words >= 2**31:
         return f"a table of {most_words} words is beyond 32-bit addresses; divide the rows over more devices"
     return placement_why_not(call)
+
+
+def gather_implementation(
+    operation: str,
+    rows: str,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    note: Callable[[Call], str],
+) -> Implementation:
+    """Declare the SparseCore implementation of an operation that gathers; ``rows`` is as in `why_not`.
+
+    ``note`` is the cost caveat that `explain` shows for a call whose gradient is not XLA's.
+    """
+    return Implementation(
+        operation=operation,
+        name="sparsecore",
+        forward=forward,
+        backward=backward,
+        rank={"tpu": 10},
+        proofs=PROOFS,
+        why_not=functools.partial(why_not, rows=rows),
+        note=functools.partial(_note, of_kernel=note),
+        takes_hardware=True,
+    )
+
+
+def _note(call: Call, hardware: Hardware, of_kernel: Callable[[Call], str]) -> str:
+    if call.direction == BACKWARD and "inverse" not in call.arrays:
+        return "no inverse given: the gradient is XLA's scatter-add"
+    return of_kernel(call)

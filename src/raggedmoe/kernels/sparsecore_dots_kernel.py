@@ -17,7 +17,7 @@ IN_FLIGHT = 4  # products whose two rows are on their way, or here
 
 
 def row_dots(left, left_row, right, right_row, valid, *, hardware: Hardware):
-    """``out[i] = left[left_row[i]] · right[right_row[i]]`` in float32 where valid, zero elsewhere."""
+    """Compute ``out[i] = left[left_row[i]] · right[right_row[i]]`` in float32 where valid, zero elsewhere."""
     lanes = hardware.sparse_core_lanes
     layout = row_layout(left.shape[1], left.dtype, hardware, _memory)
     num_dots, tile_dots = valid.shape[0], TILE_ROWS * LINE // lanes
@@ -132,9 +132,9 @@ def products(subcore, rows, first, layout: RowLayout):
         high = subcore.as_float(left & HIGH_HALF) * subcore.as_float(right & HIGH_HALF)
         return totals[0] + low, totals[1] + high
 
-    zeros = (subcore.filled(0, jnp.float32),) * layout.packing
+    zeros = (subcore.full(0, jnp.float32),) * layout.packing
     return functools.reduce(operator.add, subcore.fold_vectors(0, layout.words, add, zeros))
 
 
 def _clear(subcore, tile, row, at) -> None:
-    subcore.store(tile, subcore.filled(0, jnp.uint32), 0, row, at)
+    subcore.store(tile, subcore.full(0, jnp.uint32), 0, row, at)

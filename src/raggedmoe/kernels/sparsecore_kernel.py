@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu_sc as plsc
 
 from raggedmoe import compat
 from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.arrays import varying_like
+from raggedmoe.kernels.arrays import pvary_like
 from raggedmoe.kernels.sparsecore import SUBCORES, TILE_ROWS, RowLayout, num_subcores
 
 LOW_HALF, HIGH_HALF = np.uint32(0x0000FFFF), np.uint32(0xFFFF0000)
@@ -36,7 +36,7 @@ class Scratch:
 
 @dataclass(frozen=True, kw_only=True)
 class VectorSubcore:
-    """What a program is given: who it is, memory, streams, loops, and the arithmetic that is not an operator."""
+    """The subcore that a program is given: who it is, memory, streams, loops, and arithmetic that has no operator."""
 
     number: Any  # among all
     count: int
@@ -62,7 +62,7 @@ class VectorSubcore:
     def lane_numbers(self):
         return lax.iota(jnp.int32, self.lanes)
 
-    def filled(self, value, dtype):
+    def full(self, value, dtype):
         return jnp.full((self.lanes,), value, dtype)
 
     def where(self, condition, true, false):
@@ -81,8 +81,8 @@ class VectorSubcore:
     def as_words(self, floats):
         return compat.vector_bitcast(floats, jnp.uint32)
 
-    def rounded_pairs(self, low, high):
-        """Two float32 vectors as one of words, each rounded to bfloat16, to nearest even, in its half."""
+    def round_pairs(self, low, high):
+        """Round two float32 vectors to bfloat16, to nearest even, each in its half of one vector of words."""
         return compat.vector_bitcast(plsc.pack(low, high, format=plsc.PackFormat.INTERLEAVED), jnp.uint32)
 
     def when(self, condition, action: Callable[[], None]) -> None:
@@ -97,7 +97,7 @@ class VectorSubcore:
         return lax.fori_loop(first, last, body, initial)
 
     def for_each_vector(self, first: int, last: int, body: Callable[[Any], None], *, unrolled: bool = False) -> None:
-        """For the beginning of each vector in ``[first, last)``, in any order: the compiler overlaps them.
+        """Run a body for the beginning of each vector in ``[first, last)``, in any order: the compiler overlaps them.
 
         ``unrolled``: as straight code, which has no first and last turns to fill and to drain.
         """
@@ -163,7 +163,7 @@ def launch(
 
     ``flops`` and ``bytes_read``: of a call whose rows are all valid, for XLA's own count of what a program costs.
     """
-    operands = tuple(varying_like(operand, *operands) for operand in operands)
+    operands = tuple(pvary_like(operand, *operands) for operand in operands)
     mesh = plsc.VectorSubcoreMesh(
         core_axis_name="core",
         subcore_axis_name="subcore",
@@ -204,7 +204,7 @@ def _scratch_type(buffer: Scratch):
 
 
 def word_table(rows: jax.Array, layout: RowLayout) -> jax.Array:
-    """Rows as words, one after the other in one dimension, which HBM keeps without tiles; then rows of zeros.
+    """Write rows as words, one after the other in one dimension, which HBM keeps without tiles; then rows of zeros.
 
     An index that points nowhere is made to point to the first of those. XLA makes the table in two passes, of which
     each reads and writes the rows once: one packs, one undoes the tiles.
@@ -226,22 +226,22 @@ def word_table(rows: jax.Array, layout: RowLayout) -> jax.Array:
         return at_lines if of_lines == of_rest else jnp.where(in_lines, at_lines, at_rest)
 
     def packed(first):
-        return _widened(half(first, lines.low, rest.low)) | (_widened(half(first, lines.high, rest.high)) << 16)
+        return _widen(half(first, lines.low, rest.low)) | (_widen(half(first, lines.high, rest.high)) << 16)
 
     chunks = [packed(first) for first in range(0, layout.padded_width, layout.columns)]
     return jnp.concatenate(chunks, axis=1).reshape(-1)
 
 
-def _widened(halves: jax.Array) -> jax.Array:
+def _widen(halves: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(halves, jnp.uint16).astype(jnp.uint32)
 
 
 def _table_rows(num_rows: int) -> int:
-    """With a row of zeros at least, in whole tiles: also, a table is not shorter than what one wait counts."""
+    """Count a table's rows: a row of zeros at least, in whole tiles, and no fewer than one wait counts."""
     return (num_rows // TILE_ROWS + 1) * TILE_ROWS
 
 
-def clamped_bounds(start: jax.Array, end: jax.Array, num_rows: int) -> jax.Array:
-    """``start <= end`` within the rows, in the first two of as many words as a vector may have."""
+def clamp_bounds(start: jax.Array, end: jax.Array, num_rows: int) -> jax.Array:
+    """Clamp ``start <= end`` to the rows, in the first two of as many words as a vector may have."""
     start = jnp.clip(start, 0, num_rows)
     return jnp.zeros(16, jnp.int32).at[:2].set(jnp.stack([start, jnp.clip(end, start, num_rows)]))

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.mixer import Memory
-from raggedmoe.models.specs import mixer_of
+from raggedmoe.models.parameters import mixer_of
 
 
 @jax.tree_util.register_dataclass

@@ -1,44 +1,22 @@
-"""What a decoder is: small frozen configurations, checked when they are made."""
+"""What a decoder is: small frozen configurations, checked when they are made. A checkpoint holds them."""
 
 import functools
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from raggedmoe.kernels.expert_ffn.api import check_activation
-from raggedmoe.kernels.registry import Choice, check_choice
+from raggedmoe.models.execution import ModelExecution
 from raggedmoe.moe.config import MoEConfig
-from raggedmoe.names import unknown
-from raggedmoe.params import LARGEST_SIZE, divisors
+from raggedmoe.moe.config import check_execution as check_moe_execution
+from raggedmoe.names import refuse_keywords_of, unknown
+from raggedmoe.params import check_sizes, divisors
 
 MOST_LAYERS = 10_000  # those of multi-token prediction included: they are listed one by one
 MOST_LAYERS_OF_A_PATTERN = 64  # that `stacks` looks for; the body of a scan that is compiled whole
 QK_NORMS = ("none", "head", "full")
-# What a remat policy may keep, in the order in which a layer computes it.
-SAVED_NAMES = (
-    "q_a",  # compressed queries (MLA with q_lora)
-    "kv_a",  # compressed keys and values (MLA)
-    "query",  # after norm and rope
-    "key",
-    "value",
-    "attn_out",  # what attention returns, before the output projection
-    "attn_proj_out",
-    "mlp_up",  # both up projections of a dense MLP or of the shared experts
-    "mlp_down",
-    "moe_up",  # both up projections of the routed experts, in float32
-    "moe_down",
-)
-
-
-def _positive(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{type(config).__name__}: expected {name} to be a positive integer, got {value!r}")
-        if value > LARGEST_SIZE:
-            raise ValueError(f"{type(config).__name__}: expected {name} to be at most {LARGEST_SIZE}, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +32,7 @@ class YarnConfig:
     truncate: bool = True  # round the blend's ends to whole dimensions
 
     def __post_init__(self) -> None:
-        _positive(self, "original_length")
+        check_sizes(self, "original_length")
         if self.factor < 1:
             raise ValueError(f"expected a YaRN factor >= 1, got {self.factor}")
 
@@ -91,7 +69,7 @@ class GroupedQueryConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
 
     def __post_init__(self) -> None:
-        _positive(self, "num_heads", "num_kv_heads", "head_dim")
+        check_sizes(self, "num_heads", "num_kv_heads", "head_dim")
         if self.qk_norm not in QK_NORMS:
             raise unknown("qk_norm", self.qk_norm, QK_NORMS)
         if self.num_heads % self.num_kv_heads:
@@ -127,9 +105,9 @@ class LatentConfig:
     rope: RopeConfig = field(default_factory=lambda: RopeConfig(interleaved=True))
 
     def __post_init__(self) -> None:
-        _positive(self, "num_heads", "kv_lora_rank", "nope_dim", "rope_dim", "value_dim")
+        check_sizes(self, "num_heads", "kv_lora_rank", "nope_dim", "rope_dim", "value_dim")
         if self.q_lora_rank is not None:
-            _positive(self, "q_lora_rank")
+            check_sizes(self, "q_lora_rank")
         if self.rope_dim % 2:
             raise ValueError(f"expected an even rope_dim, as rope turns pairs, got {self.rope_dim}")
 
@@ -167,9 +145,10 @@ class Stack:
         return self.first + repeat * len(self.kinds) + position
 
 
+@refuse_keywords_of(ModelExecution, "Decoder(config, execution=ModelExecution({keywords}))")
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One decoder: embedding, layers of attention and MLP or MoE, final norm, head."""
+    """One decoder: embedding, layers of attention and MLP or MoE, final norm, head. `ModelExecution` is how it runs."""
 
     family: str  # whose checkpoints it reads and writes
     vocab_size: int  # V
@@ -185,20 +164,16 @@ class ModelConfig:
     tied_embeddings: bool = False  # the head is the embedding
     mtp_layers: int = 0  # DeepSeek's multi-token prediction: modules that predict one token further each
     max_length: int = 4096  # positions that the model is made for
-    dtype: Any = jnp.float32  # of activations
-    param_dtype: Any = jnp.float32
-    attention_implementation: Choice = "auto"
-    scan_layers: bool = True  # like layers by one scan; False: one after the other, faster where they are few
-    remat: str | tuple[str, ...] = "none"  # "none", "full", or the names of what is kept (SAVED_NAMES)
+    dtype: DTypeLike = jnp.float32  # of activations
+    param_dtype: DTypeLike = jnp.float32  # of stored weights
 
     def __post_init__(self) -> None:
-        _positive(self, "vocab_size", "num_layers", "model_dim", "max_length")
+        check_sizes(self, "vocab_size", "num_layers", "model_dim", "max_length")
         check_activation(self.activation)
         for name, kinds in {"attention": (GroupedQueryConfig, LatentConfig), "moe": (MoEConfig,)}.items():
             if not isinstance(getattr(self, name), kinds):
                 expected = " or ".join(kind.__name__ for kind in kinds)
                 raise ValueError(f"expected {name} to be a {expected}, got {getattr(self, name)!r}")
-        check_choice("attention", self.attention_implementation)
         if self.moe.model_dim != self.model_dim:
             raise ValueError(f"expected moe.model_dim to be model_dim={self.model_dim}, got {self.moe.model_dim}")
         outside = [layer for layer in self.dense_layers if not 0 <= layer < self.num_layers]
@@ -215,22 +190,6 @@ class ModelConfig:
                 f"expected num_layers and mtp_layers to be at most {MOST_LAYERS} together, got {self.num_layers} and "
                 f"{self.mtp_layers}"
             )
-        names = () if self.remat in ("none", "full") else self.remat
-        if isinstance(names, str):
-            raise ValueError(f"expected remat 'none', 'full' or a tuple of names to keep, got {names!r}")
-        for name in names:
-            if name not in SAVED_NAMES:
-                raise unknown("remat name", name, SAVED_NAMES)
-            if name in self._never_computed():
-                raise ValueError(f"remat keeps {name!r}, which this model never computes; leave it out")
-
-    def _never_computed(self) -> set[str]:
-        """The names in SAVED_NAMES that mean nothing in this model."""
-        absent = {"q_a", "kv_a"}
-        if isinstance(self.attention, LatentConfig):
-            absent = {"q_a"} if self.attention.q_lora_rank is None else set()
-        absent |= set() if self.dense_layers or self.moe.experts.num_shared else {"mlp_up", "mlp_down"}
-        return absent | ({"moe_up", "moe_down"} if self.moe.backend.fused else set())
 
     @property
     def moe_layer(self) -> MoEConfig:
@@ -263,6 +222,24 @@ class ModelConfig:
             found.append(Stack(first=first, kinds=tuple(kinds[first : first + period]), repeats=repeats))
             first += period * repeats
         return tuple(found)
+
+
+def check_execution(config: ModelConfig, execution: ModelExecution) -> None:
+    """Require that the model can run so."""
+    if not isinstance(execution, ModelExecution):
+        raise TypeError(
+            f"expected execution to be a ModelExecution, got {type(execution).__name__}; that of its MoE layers is "
+            "ModelExecution(moe=MoEExecution(...))"
+        )
+    check_moe_execution(config.moe, execution.moe)
+    absent = {"q_a", "kv_a"}
+    if isinstance(config.attention, LatentConfig):
+        absent = {"q_a"} if config.attention.q_lora_rank is None else set()
+    absent |= set() if config.dense_layers or config.moe.experts.num_shared else {"mlp_up", "mlp_down"}
+    absent |= {"moe_up", "moe_down"} if execution.moe.backend.fused else set()
+    for name in execution.saved_names:
+        if name in absent:
+            raise ValueError(f"remat keeps {name!r}, which this model never computes; leave it out")
 
 
 def first_layers(config: ModelConfig, num_layers: int) -> ModelConfig:

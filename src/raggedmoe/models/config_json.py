@@ -1,4 +1,4 @@
-"""A model's configuration as JSON and back. What belongs to a run and not to the model is left out."""
+"""A model's configuration as JSON and back."""
 
 import reprlib
 from dataclasses import MISSING, fields, is_dataclass
@@ -7,7 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from raggedmoe.models.config import GroupedQueryConfig, LatentConfig, ModelConfig, RopeConfig, YarnConfig
+from raggedmoe.models.execution import ModelExecution
 from raggedmoe.moe.config import ExpertConfig, MoEConfig, RouterConfig
+from raggedmoe.moe.execution import MoEExecution
 
 KINDS: dict[str, type] = {
     "model": ModelConfig,
@@ -28,7 +30,11 @@ PARTS: dict[str, tuple[str, ...]] = {
     "router": ("router",),
     "experts": ("experts",),
 }
-OF_A_RUN = {"kernels", "hardware", "attention_implementation", "remat", "scan_layers", "moe_backend", "width_chunks"}
+# What older files may hold beside the architecture: how the model was run when it was saved. It is left out.
+EXECUTION: dict[str, frozenset[str]] = {
+    "model": frozenset(entry.name for entry in fields(ModelExecution)) - {"moe"},
+    "moe": frozenset(entry.name for entry in fields(MoEExecution)),
+}
 DTYPES = ("dtype", "param_dtype")
 
 
@@ -39,7 +45,7 @@ def to_json(config: Any) -> Any:
     for entry in fields(config):
         value = getattr(config, entry.name)
         default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
-        if entry.name in OF_A_RUN or (value == default and default is not MISSING):
+        if value == default and default is not MISSING:
             continue
         if is_dataclass(value):
             value = to_json(value)
@@ -63,6 +69,8 @@ def from_json(value: Any, where: str = "config", kinds: tuple[str, ...] = tuple(
             f"{where}: expected an object with a kind out of {', '.join(kinds)}, got {reprlib.repr(value)}"
         )
     kind = KINDS[value["kind"]]
+    left_out = EXECUTION.get(value["kind"], frozenset())
+    value = {name: given for name, given in value.items() if name not in left_out}
     names = {entry.name for entry in fields(kind)}
     extra = sorted(value.keys() - names - {"kind"})
     if extra:

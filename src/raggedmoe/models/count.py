@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.specs import param_specs
-from raggedmoe.partition import is_routed
+from raggedmoe.models.parameters import param_specs
+from raggedmoe.sharding.rules import is_routed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The decoder, read top to bottom: embed → layers (attention, then MLP or experts) → norm → head."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -14,21 +14,30 @@ from raggedmoe import compat
 from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.arrays import int32
 from raggedmoe.kernels.attention.operands import segment_numbers
-from raggedmoe.kernels.eager import compiled_once
+from raggedmoe.kernels.eager import compile_once
 from raggedmoe.models.cache import Cache, update_cache
-from raggedmoe.models.config import LayerKind, ModelConfig, Stack
+from raggedmoe.models.config import LayerKind, ModelConfig, Stack, check_execution
+from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.matmul import project, wide_project
 from raggedmoe.models.mixer import AttentionContext, Memory
 from raggedmoe.models.norm import rms_norm
-from raggedmoe.models.placement import all_gather_dense_weights, check_rows, keeps_no_gathered_weight, shard_by_sequence
+from raggedmoe.models.parameters import layer_specs, mixer_of, mtp_specs, under
 from raggedmoe.models.rope import RopeCosSin, rope_cos_sin
-from raggedmoe.models.specs import layer_specs, mixer_of, mtp_specs, under
-from raggedmoe.models.vocabulary import embedding_lookup, table_sharding
+from raggedmoe.moe.config import strategy_name
+from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import shared_experts
 from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.moe.records import MoEParams, SharedParams
+from raggedmoe.sharding.axes import LogicalMesh, logical_mesh
+from raggedmoe.sharding.dense import (
+    all_gather_dense_weights,
+    check_rows,
+    save_all_but_gathered_weights,
+    shard_by_sequence,
+)
+from raggedmoe.sharding.vocabulary import embedding_lookup, table_sharding
 
 Params = dict[str, Any]
+DEFAULT_EXECUTION = ModelExecution()
 
 
 @jax.tree_util.register_dataclass
@@ -58,6 +67,7 @@ def decode(
     params: Params,
     ids: Integer[Array, "B S"],
     config: ModelConfig,
+    execution: ModelExecution = DEFAULT_EXECUTION,
     *,
     mask: Bool[Array, "B S"] | None = None,
     segments: Integer[Array, "B S"] | None = None,
@@ -65,15 +75,15 @@ def decode(
     cache: Cache | None = None,
     cache_is_empty: bool = False,
     key: jax.Array | None = None,
-    hardware: str | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | LogicalMesh | None = None,
 ) -> DecoderOutput:
     """Hidden states of every token.
 
     Args:
       params: by the names of `param_specs`.
       ids: the tokens; each sees itself and those before it.
-      config: the model.
+      config: what the model is.
+      execution: how it runs.
       mask: True for tokens that count. The others go to no expert, no token that counts sees them, and a cache does
         not keep them.
       segments: documents packed into a row, by numbers >= 0: tokens see their own document's only.
@@ -82,14 +92,15 @@ def decode(
         states of tokens past its end are NaN.
       cache_is_empty: the caller knows it, so that attention reads these tokens and not all of the cache.
       key: for random routing and jitter.
-      hardware: the chip to choose kernels for; None: that of the mesh or the arrays.
-      mesh: a plan's, over which sequences, weights and experts are split; None: all on one device.
+      mesh: devices over which sequences, weights and experts are split; None: all on one device.
     """
+    check_execution(config, execution)
+    mesh = logical_mesh(mesh)
     check_rows(ids.shape[0], mesh)
     _check(ids, mask, segments, positions, cache)
     ids, segments = int32(ids), None if segments is None else segment_numbers(segments)
     arrays = (params, ids, mask, segments, positions, cache, key)
-    return _decode(*arrays, config=config, cache_is_empty=cache_is_empty, hardware=hardware, mesh=mesh)
+    return _decode(*arrays, config=config, execution=execution, cache_is_empty=cache_is_empty, mesh=mesh)
 
 
 def _hidden_states(
@@ -102,9 +113,9 @@ def _hidden_states(
     key: jax.Array | None,
     *,
     config: ModelConfig,
+    execution: ModelExecution,
     cache_is_empty: bool,
-    hardware: str | None,
-    mesh: Mesh | None,
+    mesh: LogicalMesh | None,
 ) -> DecoderOutput:
     slots = None if cache is None else _slots(cache, mask, ids.shape)
     attends_to_cache = cache is not None and not cache_is_empty
@@ -112,15 +123,15 @@ def _hidden_states(
         segments = jnp.where(mask, 0 if segments is None else segments, -1)
     if positions is None:
         positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] if slots is None else jnp.maximum(slots, 0)
-    run = _Run(
+    run = LayerContext(
         config=config,
+        execution=execution,
         ids=ids,
         cos_sin=rope_cos_sin(config.attention.rope, config.attention.rope_dim, positions, config.dtype),
         slots=slots,
         attends_to_cache=attends_to_cache,
         segments=segments,
         mask=mask,
-        hardware=hardware,
         mesh=mesh,
     )
     x = embed(params, ids, config, mesh)
@@ -144,11 +155,11 @@ def _hidden_states(
     )
 
 
-_decode = compiled_once(_hidden_states, static=("config", "cache_is_empty", "hardware", "mesh"))
+_decode = compile_once(_hidden_states, static=("config", "execution", "cache_is_empty", "mesh"))
 
 
 def embed(
-    params: Params, ids: Integer[Array, "B S"], config: ModelConfig, mesh: Mesh | None = None
+    params: Params, ids: Integer[Array, "B S"], config: ModelConfig, mesh: LogicalMesh | None = None
 ) -> Float[Array, "B S D"]:
     """The tokens' vectors."""
     table = params["embedding"]
@@ -163,22 +174,22 @@ def logits(params: Params, hidden: Float[Array, "B S D"], config: ModelConfig) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
+class LayerContext:
     """What all layers are given alike."""
 
     config: ModelConfig
+    execution: ModelExecution
     ids: jax.Array
     cos_sin: RopeCosSin
     slots: jax.Array | None  # where the tokens go in the cache; None: there is none
     attends_to_cache: bool
     segments: jax.Array | None
     mask: jax.Array | None
-    hardware: str | None
-    mesh: Mesh | None
+    mesh: LogicalMesh | None
 
 
 def run_stack(
-    run: _Run,
+    run: LayerContext,
     stack: Stack,
     x: Float[Array, "B S D"],
     params: Params,
@@ -188,7 +199,7 @@ def run_stack(
     """The layers of a stack: the result, the memory with these tokens, and what its MoE layers said."""
     has_experts = any(kind.moe for kind in stack.kinds)
     in_place: Params = {}
-    if memory is not None and run.mesh is None and reads_experts_in_place(run.config, run.hardware, x):
+    if memory is not None and run.mesh is None and reads_experts_in_place(run.config, run.execution.moe, x):
         in_place = {name: v.reshape(-1, *v.shape[2:]) for name, v in params.items() if name.endswith(EXPERT_WEIGHTS)}
         params = {name: value for name, value in params.items() if name not in in_place}
 
@@ -205,8 +216,8 @@ def run_stack(
         return (x, memory), jax.tree.map(lambda *parts: jnp.stack(parts), *reports) if has_experts else None
 
     repeats = jnp.arange(stack.repeats, dtype=jnp.int32)
-    carry, step = (x, memory), _rematerialized(body, run)
-    if run.config.scan_layers:
+    carry, step = (x, memory), _rematerialize(body, run)
+    if run.execution.scan_layers:
         (x, memory), reports = lax.scan(step, carry, (repeats, params))
     else:
         found = []
@@ -223,25 +234,24 @@ def run_stack(
 EXPERT_WEIGHTS = tuple(f".moe.{name}" for name in ("wi_0", "wi_1", "wo", "bias_wi_0", "bias_wi_1", "bias_wo"))
 
 
-def reads_experts_in_place(config: ModelConfig, hardware: str | None, x: Float[Array, "B S D"]) -> bool:
+def reads_experts_in_place(config: ModelConfig, execution: MoEExecution, x: Float[Array, "B S D"]) -> bool:
     """Whether all layers' experts are given to the kernel, with rows for one layer's only, instead of a layer's slice.
 
     A scan copies what it slices: every expert of a layer, used or not, which is most of the time of decoding a token
     (docs/log.md). Where empty groups cost nothing, no slice is needed.
     """
-    moe = config.moe_layer
     return (
-        target_hardware(hardware, (x,)).platform == "cpu"
-        and moe.kernel_choice.grouped_matmul in ("auto", "cpu")
-        and moe.strategy_name == "local"
-        and not moe.backend.fused
+        target_hardware(execution.hardware, (x,)).platform == "cpu"
+        and execution.kernel_choice.grouped_matmul in ("auto", "cpu")
+        and strategy_name(config.moe, execution) == "local"
+        and not execution.backend.fused
         and config.param_dtype == config.dtype  # otherwise all of them would be cast
         and not (compat.SLICES_BF16_BY_WIDENING_ALL and jnp.dtype(config.dtype).itemsize == 2)
     )
 
 
 def run_layer(
-    run: _Run,
+    run: LayerContext,
     kind: LayerKind,
     x: Float[Array, "B S D"],
     weights: Params,
@@ -257,8 +267,8 @@ def run_layer(
         slots=run.slots if run.attends_to_cache else None,
         segments=run.segments,
         window=kind.window,
-        implementation=config.attention_implementation,
-        hardware=run.hardware,
+        implementation=run.execution.attention_implementation,
+        hardware=run.execution.moe.hardware,
         mesh=run.mesh,
     )
     with jax.named_scope("attention"):
@@ -284,24 +294,22 @@ def run_layer(
 
 
 def _mlp(config: ModelConfig, x: Float[Array, "B S D"], weights: Params) -> Float[Array, "B S D"]:
-    params = SharedParams(**under("mlp.", weights), gate=None)
-    return shared_experts(x.reshape(-1, x.shape[-1]), params, config.activation).reshape(x.shape)
+    return shared_experts(x.reshape(-1, x.shape[-1]), under("mlp.", weights), config.activation).reshape(x.shape)
 
 
 def _experts(
-    run: _Run, x: Float[Array, "B S D"], weights: Params, repeat: jax.Array | None, key: jax.Array | None
+    run: LayerContext, x: Float[Array, "B S D"], weights: Params, repeat: jax.Array | None, key: jax.Array | None
 ) -> tuple[Float[Array, "B S D"], ExpertReport]:
     config = run.config.moe_layer
     first_expert = None
     if weights["moe.wi_0"].shape[0] > config.num_experts:
         assert repeat is not None
         first_expert = repeat * config.num_experts
-    if run.hardware is not None:
-        config = replace(config, hardware=run.hardware)
     out = moe_route_and_compute(
         x.reshape(-1, x.shape[-1]),
-        MoEParams.from_flat(under("moe.", weights)),
+        under("moe.", weights),
         config,
+        run.execution.moe,
         mesh=run.mesh,
         mask=None if run.mask is None else run.mask.reshape(-1),
         key=key,
@@ -313,17 +321,17 @@ def _experts(
     return out.output.reshape(x.shape), report
 
 
-def _rematerialized(body: Any, run: _Run) -> Any:
-    """The body of a stack that keeps for the backward pass only what the configuration names."""
-    config = run.config
-    if config.remat == "none" and run.mesh is None:
+def _rematerialize(body: Any, run: LayerContext) -> Any:
+    """The body of a stack that keeps for the backward pass only what the execution names."""
+    remat = run.execution.remat
+    if remat == "none" and run.mesh is None:
         return body
-    names = () if config.remat == "full" else config.remat
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
-    if config.remat == "none":
-        policy = keeps_no_gathered_weight
+    policy = jax.checkpoint_policies.save_only_these_names(*run.execution.saved_names)
+    if remat == "none":
+        assert run.mesh is not None
+        policy = save_all_but_gathered_weights(run.mesh)
     # A scan already keeps the two passes apart.
-    return jax.checkpoint(body, policy=policy, prevent_cse=not config.scan_layers)
+    return jax.checkpoint(body, policy=policy, prevent_cse=not run.execution.scan_layers)
 
 
 def mtp_mask(documents: Int[Array, "B S"], module: int) -> Bool[Array, "B S"]:
@@ -338,13 +346,13 @@ def mtp_forward(
     hidden: Float[Array, "B S D"],
     ids: Integer[Array, "B S"],
     config: ModelConfig,
+    execution: ModelExecution = DEFAULT_EXECUTION,
     *,
     mask: Bool[Array, "B S"] | None = None,
     segments: Integer[Array, "B S"] | None = None,
     positions: Integer[Array, "B S"] | None = None,
     key: jax.Array | None = None,
-    hardware: str | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | LogicalMesh | None = None,
 ) -> tuple[list[Float[Array, "B S D"]], list[ExpertReport]]:
     """Multi-token prediction: hidden states from which `logits` predicts the token after the next, and so on.
 
@@ -355,10 +363,12 @@ def mtp_forward(
     Args:
       hidden: `DecoderOutput.hidden` of the same tokens, which module 0 starts from; the others as for `decode`.
     """
+    check_execution(config, execution)
+    mesh = logical_mesh(mesh)
     check_rows(ids.shape[0], mesh)
     ids, segments = int32(ids), None if segments is None else segment_numbers(segments)
     arrays = (params, hidden, ids, mask, segments, positions, key)
-    return _mtp_forward(*arrays, config=config, hardware=hardware, mesh=mesh)
+    return _mtp_forward(*arrays, config=config, execution=execution, mesh=mesh)
 
 
 def _mtp_states(
@@ -371,8 +381,8 @@ def _mtp_states(
     key: jax.Array | None,
     *,
     config: ModelConfig,
-    hardware: str | None,
-    mesh: Mesh | None,
+    execution: ModelExecution,
+    mesh: LogicalMesh | None,
 ) -> tuple[list[Float[Array, "B S D"]], list[ExpertReport]]:
     if positions is None:
         positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
@@ -386,15 +396,15 @@ def _mtp_states(
         dense = {"projection": own["projection"]}
         dense = all_gather_dense_weights(dense, mtp_specs(config), mesh, config.dtype)
         next_ids = jnp.roll(ids, -(m + 1), axis=1)
-        run = _Run(
+        run = LayerContext(
             config=config,
+            execution=execution,
             ids=next_ids,
             cos_sin=cos_sin,
             slots=None,
             attends_to_cache=False,
             segments=None if segments is None and mask is None else documents,
             mask=mtp_mask(documents, m),
-            hardware=hardware,
             mesh=mesh,
         )
         further = embed(params, next_ids, config, mesh)
@@ -414,7 +424,7 @@ def _mtp_states(
     return found, reports
 
 
-_mtp_forward = compiled_once(_mtp_states, static=("config", "hardware", "mesh"))
+_mtp_forward = compile_once(_mtp_states, static=("config", "execution", "mesh"))
 
 
 def _slots(cache: Cache, mask: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:

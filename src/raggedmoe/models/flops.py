@@ -5,8 +5,8 @@ only (causal, within the window), no recomputation, no norms or softmax.
 """
 
 from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.specs import param_specs
-from raggedmoe.partition import is_routed
+from raggedmoe.models.parameters import param_specs
+from raggedmoe.sharding.rules import is_routed
 
 
 def forward_flops(config: ModelConfig, sequence_length: int, *, mtp_layers: int = 0) -> float:

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from jaxtyping import Array, Float, Int
 from raggedmoe.models.cache import Cache, empty_cache
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.decoder import Params, decode, logits
+from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.module import Decoder
+from raggedmoe.sharding.axes import LogicalMesh
 
 BUCKET = 64  # lengths of prompts and caches are rounded up to this, so that few shapes are compiled
 
@@ -37,6 +40,16 @@ class Sampling:
             raise ValueError("top_k and top_p choose among samples; give a temperature > 0 with them, e.g. 0.8")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """What the compiled steps of generation depend on beside the arrays."""
+
+    config: ModelConfig
+    execution: ModelExecution
+    mesh: LogicalMesh | None
+    sampling: Sampling
+
+
 def generate(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
@@ -57,19 +70,20 @@ def generate(
       seed: of the samples.
     """
     config, sampling = model.config, sampling or Sampling()
+    settings = _Settings(config=config, execution=model.execution, mesh=model.mesh, sampling=sampling)
     _check(prompts, config, max_new_tokens)
     params = model.params
     lengths = [len(prompt) for prompt in prompts]
-    padded = np.zeros((len(prompts), _rounded(max(lengths))), np.int32)
+    padded = np.zeros((len(prompts), _round_up(max(lengths))), np.int32)
     for row, prompt in zip(padded, prompts):
         row[: len(prompt)] = prompt
-    cache = empty_cache(config, len(prompts), _rounded(max(max(lengths) + max_new_tokens, padded.shape[1])))
+    cache = empty_cache(config, len(prompts), _round_up(max(max(lengths) + max_new_tokens, padded.shape[1])))
     key = jax.random.key(seed)
-    tokens, cache = _first_token(params, jnp.asarray(padded), jnp.asarray(lengths), cache, key, config, sampling)
+    tokens, cache = _first_token(params, jnp.asarray(padded), jnp.asarray(lengths), cache, key, settings)
     ended = np.zeros(len(prompts), bool)
     for number in range(max_new_tokens):
         if number:
-            tokens, cache = _next_token(params, tokens, cache, jax.random.fold_in(key, number), config, sampling)
+            tokens, cache = _next_token(params, tokens, cache, jax.random.fold_in(key, number), settings)
         values = np.asarray(tokens)
         yield [None if over else int(token) for token, over in zip(values, ended)]
         ended |= np.isin(values, list(stop))
@@ -77,7 +91,7 @@ def generate(
             return
 
 
-def _rounded(length: int) -> int:
+def _round_up(length: int) -> int:
     return -(-length // BUCKET) * BUCKET
 
 
@@ -100,30 +114,42 @@ def _check(prompts: Sequence[Sequence[int]], config: ModelConfig, max_new_tokens
         )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames=("cache",))
+@functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("cache",))
 def _first_token(
     params: Params,
     ids: Int[Array, "B S"],
     lengths: Int[Array, " B"],
     cache: Cache,
     key: jax.Array,
-    config: ModelConfig,
-    sampling: Sampling,
+    settings: _Settings,
 ) -> tuple[Int[Array, " B"], Cache]:
     mask = jnp.arange(ids.shape[1])[None] < lengths[:, None]
-    out = decode(params, ids, config, mask=mask, cache=cache, cache_is_empty=True, key=_routing_key(key, config))
-    last = jnp.take_along_axis(out.hidden, (lengths - 1)[:, None, None], axis=1)
-    assert out.cache is not None
-    return picked(logits(params, last, config)[:, 0], key, sampling), out.cache
+    last = (lengths - 1)[:, None, None]
+    return _decode_and_sample(params, ids, cache, key, settings, last, mask=mask, cache_is_empty=True)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames=("cache",))
+@functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("cache",))
 def _next_token(
-    params: Params, tokens: Int[Array, " B"], cache: Cache, key: jax.Array, config: ModelConfig, sampling: Sampling
+    params: Params, tokens: Int[Array, " B"], cache: Cache, key: jax.Array, settings: _Settings
 ) -> tuple[Int[Array, " B"], Cache]:
-    out = decode(params, tokens[:, None], config, cache=cache, key=_routing_key(key, config))
+    return _decode_and_sample(params, tokens[:, None], cache, key, settings)
+
+
+def _decode_and_sample(
+    params: Params,
+    ids: Int[Array, "B S"],
+    cache: Cache,
+    key: jax.Array,
+    settings: _Settings,
+    last: Int[Array, "B 1 1"] | None = None,
+    **options: Any,
+) -> tuple[Int[Array, " B"], Cache]:
+    """The token after each sequence's ``last`` one, if they have several, and the cache with all of these."""
+    config, routing_key = settings.config, _routing_key(key, settings.config)
+    out = decode(params, ids, config, settings.execution, cache=cache, key=routing_key, mesh=settings.mesh, **options)
+    hidden = out.hidden if last is None else jnp.take_along_axis(out.hidden, last, axis=1)
     assert out.cache is not None
-    return picked(logits(params, out.hidden, config)[:, 0], key, sampling), out.cache
+    return sample_tokens(logits(params, hidden, config)[:, 0], key, settings.sampling), out.cache
 
 
 def _routing_key(key: jax.Array, config: ModelConfig) -> jax.Array | None:
@@ -131,7 +157,7 @@ def _routing_key(key: jax.Array, config: ModelConfig) -> jax.Array | None:
     return jax.random.fold_in(key, 1) if config.moe.router.selection == "random" else None
 
 
-def picked(scores: Float[Array, "B V"], key: jax.Array, sampling: Sampling) -> Int[Array, " B"]:
+def sample_tokens(scores: Float[Array, "B V"], key: jax.Array, sampling: Sampling) -> Int[Array, " B"]:
     """One token for each row of logits."""
     if sampling.temperature == 0:
         return jnp.argmax(scores, axis=-1).astype(jnp.int32)

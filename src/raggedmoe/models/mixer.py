@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from raggedmoe.kernels.attention.api import attention
 from raggedmoe.kernels.registry import Choice
-from raggedmoe.models.placement import sharded_attention
 from raggedmoe.models.rope import RopeCosSin
 from raggedmoe.params import ParamSpec
+from raggedmoe.sharding.axes import LogicalMesh
+from raggedmoe.sharding.dense import sharded_attention
 
 Weights = Mapping[str, jax.Array]
 Memory = dict[str, jax.Array]  # what later tokens need of earlier ones, each [B L ...]: what a cache holds
@@ -28,7 +28,7 @@ class AttentionContext:
     window: int | None
     implementation: Choice
     hardware: Any = None
-    mesh: Mesh | None = None
+    mesh: LogicalMesh | None = None
 
 
 def run_attention(

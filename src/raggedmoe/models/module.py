@@ -5,14 +5,20 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Integer
 
 from raggedmoe.models.cache import Cache
-from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.decoder import DecoderOutput, Params, decode, logits, mtp_forward
-from raggedmoe.models.specs import check_model_params, is_trained, param_specs
+from raggedmoe.models.config import ModelConfig, check_execution
+from raggedmoe.models.decoder import DEFAULT_EXECUTION, DecoderOutput, Params, decode, logits, mtp_forward
+from raggedmoe.models.execution import ModelExecution
+from raggedmoe.models.parameters import check_model_params, is_trained, param_specs
+from raggedmoe.moe.config import strategy_name
+from raggedmoe.moe.dispatch import check_has_mesh
 from raggedmoe.moe.module import SelectionBias
 from raggedmoe.params import init_params
+from raggedmoe.sharding.axes import LogicalMesh, MeshAxes, logical_mesh
+from raggedmoe.sharding.rules import param_shardings
 
 
 class Decoder(nnx.Module):
@@ -32,16 +38,32 @@ class Decoder(nnx.Module):
         *,
         rngs: nnx.Rngs | None = None,
         params: Mapping[str, jax.Array] | None = None,
+        execution: ModelExecution = DEFAULT_EXECUTION,
+        mesh: Mesh | LogicalMesh | None = None,
+        mesh_axes: MeshAxes | None = None,
     ) -> None:
-        """New parameters from ``rngs``, or given ones by the names of `raggedmoe.models.specs.param_specs`."""
-        specs = param_specs(config)
+        """Make a model with new parameters or with given ones.
+
+        Args:
+          config: what the model is.
+          rngs: whose key new parameters are drawn from.
+          params: given parameters, by the names of `raggedmoe.models.parameters.param_specs`.
+          execution: how it runs, unless a call says otherwise.
+          mesh: devices over which sequences, weights and experts are split; None: all on one device. New parameters are
+            drawn in their places; given ones stay where they are, best as `raggedmoe.Plan.shardings` has them.
+          mesh_axes: for a mesh with other axes, which of them are "data", "fsdp", "expert" and "tensor", as for `MoE`.
+        """
+        check_execution(config, execution)
+        check_has_mesh(strategy_name(config.moe, execution.moe), mesh)
+        self.mesh, specs = logical_mesh(mesh, mesh_axes), param_specs(config)
+        places = None if self.mesh is None else param_shardings(self.mesh, specs, execution.moe.tensor_split)
         if (rngs is None) == (params is None):
             raise ValueError("expected rngs for new parameters or params for given ones, got both or neither")
         if params is None:
             assert rngs is not None
-            params = jax.jit(lambda key: init_params(specs, key))(rngs.params())
+            params = jax.jit(lambda key: init_params(specs, key), out_shardings=places)(rngs.params())
         check_model_params(specs, params)
-        self.config = config
+        self.config, self.execution = config, execution
         # Axes are kept beside the values: sharding and checkpoints go by them.
         self.variables = nnx.Dict(
             {
@@ -55,11 +77,20 @@ class Decoder(nnx.Module):
         """The parameters as the functions of `raggedmoe.models.decoder` take them."""
         return {name: variable[...] for name, variable in self.variables.items()}
 
-    def __call__(self, ids: Integer[Array, "B S"], *, key: jax.Array | None = None) -> Float[Array, "B S V"]:
-        """Logits of the token after each, in float32 at least. ``key``: for random routing and jitter."""
-        self._check_ids(ids)
-        params = self.params
-        return logits(params, decode(params, ids, self.config, key=key).hidden, self.config)
+    def __call__(
+        self,
+        ids: Integer[Array, "B S"],
+        *,
+        key: jax.Array | None = None,
+        execution: ModelExecution | None = None,
+    ) -> Float[Array, "B S V"]:
+        """Logits of the token after each, in float32 at least.
+
+        ``key`` is for random routing and jitter; ``execution`` says how to run this call, if not as the model was made
+        to.
+        """
+        out = self.hidden(ids, key=key, execution=execution)
+        return logits(self.params, out.hidden, self.config)
 
     def hidden(
         self,
@@ -69,18 +100,27 @@ class Decoder(nnx.Module):
         segments: Integer[Array, "B S"] | None = None,
         cache: Cache | None = None,
         key: jax.Array | None = None,
+        execution: ModelExecution | None = None,
     ) -> DecoderOutput:
         """Hidden states, what the experts did, and the cache. `raggedmoe.models.decoder.decode` says of what."""
         self._check_ids(ids)
-        return decode(self.params, ids, self.config, mask=mask, segments=segments, cache=cache, key=key)
+        return decode(
+            self.params,
+            ids,
+            self.config,
+            execution or self.execution,
+            mask=mask,
+            segments=segments,
+            cache=cache,
+            key=key,
+            mesh=self.mesh,
+        )
 
     def logits_further(self, ids: Integer[Array, "B S"]) -> list[Float[Array, "B S V"]]:
         """Multi-token prediction: for each module, logits of one token further than the last."""
-        self._check_ids(ids)
-        params = self.params
-        hidden = decode(params, ids, self.config).hidden
-        found, _ = mtp_forward(params, hidden, ids, self.config)
-        return [logits(params, further, self.config) for further in found]
+        params, hidden = self.params, self.hidden(ids).hidden
+        states, _ = mtp_forward(params, hidden, ids, self.config, self.execution, mesh=self.mesh)
+        return [logits(params, further, self.config) for further in states]
 
     def _check_ids(self, ids: jax.Array) -> None:
         if not hasattr(ids, "dtype"):

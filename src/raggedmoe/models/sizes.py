@@ -33,7 +33,7 @@ FIELDS: dict[str, tuple[tuple[str, str], ...]] = {
     "v_head_dim": (("attention", "value_dim"),),
     "rope_max_timescale": (("rope", "theta"),),
 }
-# Those that are more than a field: see `resized`.
+# Those that are more than a field: see `resize`.
 OTHERS = (
     *("num_layers", "first_num_dense_layers", "interleave_moe_layer_step", "norm_topk_prob", "routed_score_func"),
     *("routed_bias", "n_routing_groups", "topk_routing_group", "sliding_window_size"),
@@ -43,7 +43,7 @@ OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_di
 OF_GROUPED_QUERY = ("base_num_kv_heads", "head_dim", "attention_bias", "attention_sink")
 
 
-def resized(model: ModelConfig, sizes: Mapping[str, Any], name: str = "the model") -> ModelConfig:
+def resize(model: ModelConfig, sizes: Mapping[str, Any], name: str = "the model") -> ModelConfig:
     """The model with those sizes, by their names in `FIELDS` and `OTHERS`, and everything else as it was.
 
     A size that the model has no place for is refused by name. ``name`` is what errors call the model.

@@ -15,6 +15,11 @@ class Backend:
     fused: bool = False  # the experts as one `expert_ffn` instead of grouped matmuls
 
 
+def canonical_backend(word: str) -> str:
+    """The name of a backend from what is typed on a command line, where an older word stays known."""
+    return "dense" if word == "jax" else word
+
+
 def backend_named(name: str) -> Backend:
     """The backend with that name."""
     if name not in BACKENDS:
@@ -24,8 +29,7 @@ def backend_named(name: str) -> Backend:
 
 BACKENDS: dict[str, Backend] = {
     "auto": Backend(),
-    "jax": Backend(strategy="dense"),  # every expert on every token, by einsum
-    "dense": Backend(strategy="dense"),  # the same
+    "dense": Backend(strategy="dense"),  # every expert on every token, by einsum
     "ragged_dot": Backend(kernels=KernelChoice(grouped_matmul="xla")),
     "cpu": Backend(kernels=KernelChoice(grouped_matmul="cpu")),
     "pallas": Backend(kernels=KernelChoice(grouped_matmul="pallas_tpu")),  # our TPU kernel

@@ -1,6 +1,6 @@
 """Keeping experts evenly used: the losses, the loss-free bias rule, and the statistics.
 
-Every mean is made of sums and counts, which ``axis`` reduces over the mesh first: a loss is that of the global batch,
+Every mean is made of sums and counts, which ``axes`` reduce over the mesh first: a loss is that of the global batch,
 not the mean of what the shards computed for themselves.
 """
 
@@ -9,20 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-Axis = str | tuple[str, ...] | None
+Axes = tuple[str, ...]  # of a mesh; none on one device, where a sum over them is the value itself
 
 
-def total(value: jax.Array, axis: Axis) -> jax.Array:
-    """The sum over the mesh axis, or the value itself without one."""
-    return value if axis is None else lax.psum(value, axis)
-
-
-def tokens_before(mask: Bool[Array, " T"], axis: Axis) -> Int[Array, ""]:
+def tokens_before(mask: Bool[Array, " T"], axes: Axes) -> Int[Array, ""]:
     """How many tokens count on the devices before this one, along the mesh axes over which tokens are split."""
-    if axis is None:
-        return jnp.zeros((), jnp.int32)
-    counts = lax.all_gather(mask.sum(dtype=jnp.int32), axis)
-    return jnp.where(jnp.arange(counts.shape[0]) < lax.axis_index(axis), counts, 0).sum(dtype=jnp.int32)
+    counts = lax.all_gather(mask.sum(dtype=jnp.int32, keepdims=True), axes, tiled=True)
+    return jnp.where(jnp.arange(counts.shape[0]) < lax.axis_index(axes), counts, 0).sum(dtype=jnp.int32)
 
 
 def expert_counts(experts: Int[Array, "T K"], num_experts: int) -> Int[Array, " E"]:
@@ -36,7 +29,7 @@ def load_balance_loss(
     mask: Bool[Array, " T"],
     *,
     num_sequences: int | None = None,
-    axis: Axis = None,
+    axes: Axes = (),
 ) -> Float[Array, ""]:
     """``E · Σ_e f_e · P_e``: f the share of slots, P the mean probability of each expert; 1 at perfect balance.
 
@@ -50,20 +43,20 @@ def load_balance_loss(
     tokens = mask.reshape(parts, -1).sum(1, dtype=jnp.int32)
     sums = probabilities.sum(1)
     if num_sequences is None:
-        counts, tokens, sums = total(counts, axis), total(tokens, axis), total(sums, axis)
+        counts, tokens, sums = lax.psum(counts, axes), lax.psum(tokens, axes), lax.psum(sums, axes)
     safe = jnp.maximum(tokens, 1)[:, None].astype(sums.dtype)
     losses = num_experts * (counts.astype(sums.dtype) / (safe * per_token) * (sums / safe)).sum(1)
     if num_sequences is None:
         return losses[0]
-    present = total((tokens > 0).sum(), axis)
-    return total(losses.sum(), axis) / jnp.maximum(present, 1).astype(losses.dtype)
+    present = lax.psum((tokens > 0).sum(), axes)
+    return lax.psum(losses.sum(), axes) / jnp.maximum(present, 1).astype(losses.dtype)
 
 
-def router_z_loss(logits: Float[Array, "T E"], mask: Bool[Array, " T"], axis: Axis = None) -> Float[Array, ""]:
+def router_z_loss(logits: Float[Array, "T E"], mask: Bool[Array, " T"], axes: Axes = ()) -> Float[Array, ""]:
     """The mean of ``logsumexp(logits)²`` over the tokens."""
     squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
-    tokens = jnp.maximum(total(mask.sum(), axis), 1).astype(logits.dtype)
-    return total(jnp.where(mask, squares, 0).sum(), axis) / tokens
+    tokens = jnp.maximum(lax.psum(mask.sum(), axes), 1).astype(logits.dtype)
+    return lax.psum(jnp.where(mask, squares, 0).sum(), axes) / tokens
 
 
 def update_selection_bias(bias: Float[Array, " E"], load: Int[Array, " E"], rate: float = 1e-3) -> Float[Array, " E"]:

@@ -1,24 +1,19 @@
-"""What an MoE layer is: small frozen configurations, checked when they are made."""
+"""What an MoE layer is: small frozen configurations, checked when they are made. A checkpoint holds them."""
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from raggedmoe.kernels.expert_ffn.api import check_activation
-from raggedmoe.kernels.registry import KernelChoice
-from raggedmoe.moe.backends import Backend, backend_named
-from raggedmoe.names import unknown
-from raggedmoe.params import LARGEST_SIZE, ParamSpec, divisors
-from raggedmoe.partition import SPLITS
+from raggedmoe.moe.execution import MoEExecution
+from raggedmoe.names import refuse_keywords_of, unknown
+from raggedmoe.params import ParamSpec, check_sizes, divisors
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus", "logits")
 SELECTIONS = ("learned", "random", "hash", "balanced", "expert_choice")
 NORMALIZATIONS = ("none", "sum", "softmax")
-STRATEGIES = ("local", "capacity", "dense", "ring", "all_to_all")
-ACROSS_RANKS = ("ring", "all_to_all")  # strategies that are for experts on several devices
-TAKES_RANKS = (*ACROSS_RANKS, "dense", "capacity")  # and those that can have them there
 
 
 def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
@@ -110,9 +105,10 @@ class ExpertConfig:
             raise ValueError("shared_gate=True needs num_shared >= 1, got 0")
 
 
+@refuse_keywords_of(MoEExecution, "MoE(config, execution=MoEExecution({keywords}))")
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """One MoE layer."""
+    """What one MoE layer is. `MoEExecution` is how it runs."""
 
     num_experts: int  # E
     experts_per_token: int  # K; with expert-choice routing, the average
@@ -120,33 +116,25 @@ class MoEConfig:
     expert_dim: int  # F
     router: RouterConfig = field(default_factory=RouterConfig)
     experts: ExpertConfig = field(default_factory=ExpertConfig)
-    moe_backend: str = "auto"  # a named pair of strategy and kernels
-    strategy: str | None = None  # how rows reach their experts; None: the backend's
-    kernels: KernelChoice | None = None  # of operations that the backend does not name
-    capacity_factor: float | None = None  # strategy "capacity": an expert's slots in a sequence, over an even share
-    ragged_buffer_factor: float | None = None  # receive buffer, as a multiple of T·K rows; None: never too small
-    token_chunks: int = 1  # the tokens in this many parts, so that moving one overlaps with computing another
-    width_chunks: int = 1  # the model width in this many parts, so that moving one overlaps with multiplying another
-    tensor_split: str = "expert_dim"  # what the tensor axis of a mesh splits of the experts: F, or D ("model_dim")
-    hardware: str | None = None  # the chip to choose kernels for; None: that of the mesh or the arrays
-    param_dtype: Any = jnp.float32
+    # The slots of each expert in a sequence, over an even share; a token beyond them is dropped and counted. None drops
+    # no token. Expert choice needs it: an expert takes as many tokens as it has slots.
+    capacity_factor: float | None = None
+    param_dtype: DTypeLike = jnp.float32  # The type that weights are stored in; the router's are always float32.
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "experts_per_token", "model_dim", "expert_dim", "token_chunks", "width_chunks"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"expected {name} to be a positive integer, got {value!r}")
-            if value > LARGEST_SIZE:
-                raise ValueError(f"expected {name} to be at most {LARGEST_SIZE}, got {value}")
+        check_sizes(self, "num_experts", "experts_per_token", "model_dim", "expert_dim")
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token={self.experts_per_token} is more than num_experts={self.num_experts}; "
                 f"a token uses an expert at most once: use at most {self.num_experts}"
             )
-        _one_of("tensor_split", self.tensor_split, SPLITS)
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise ValueError(f"expected capacity_factor > 0, got {self.capacity_factor}")
+        if is_expert_choice(self) and self.capacity_factor is None:
+            raise ValueError(
+                "selection='expert_choice' has no fixed K and needs a capacity_factor, got None; 1.0 is an even share"
+            )
         self._check_groups()
-        self._check_strategy()
-        self._check_chunks()
 
     def _check_groups(self) -> None:
         router, experts = self.router, self.num_experts
@@ -166,95 +154,8 @@ class MoEConfig:
                 f"experts_per_token={self.experts_per_token}; use more groups per token"
             )
 
-    def _check_strategy(self) -> None:
-        backend = backend_named(self.moe_backend)
-        for operation, choice in vars(self.kernels or KernelChoice()).items():
-            named = getattr(backend.kernels, operation)
-            if "auto" not in (choice, named) and choice != named:
-                raise ValueError(
-                    f"moe_backend={self.moe_backend!r} already names {named!r} for {operation}, got {choice!r}; give "
-                    "either, the other operations' kernels are free"
-                )
-        if backend.strategy == "dense" and self.strategy not in (None, "dense"):
-            raise ValueError(
-                f"moe_backend={self.moe_backend!r} computes every expert on every token and moves no rows; "
-                f"it cannot be used with strategy={self.strategy!r}: leave strategy out, or use another backend"
-            )
-        strategy = self.strategy_name
-        _one_of("strategy", strategy, STRATEGIES)
-        if (self.capacity_factor is not None) != (strategy == "capacity"):
-            raise ValueError(
-                f"capacity_factor belongs to strategy='capacity' alone, got {self.capacity_factor} with {strategy!r}"
-            )
-        if self.capacity_factor is not None and self.capacity_factor <= 0:
-            raise ValueError(f"expected capacity_factor > 0, got {self.capacity_factor}")
-        if self.router.selection == "expert_choice" and strategy != "capacity":
-            raise ValueError(
-                f"selection='expert_choice' has no fixed K and needs strategy='capacity', got {strategy!r}"
-            )
-        if self.ragged_buffer_factor is not None:
-            if strategy not in ACROSS_RANKS:
-                raise ValueError(
-                    f"ragged_buffer_factor belongs to strategies {' and '.join(ACROSS_RANKS)}, got "
-                    f"{self.ragged_buffer_factor} with {strategy!r}; leave it out"
-                )
-            if not 0 < self.ragged_buffer_factor < math.inf:
-                raise ValueError(f"expected ragged_buffer_factor > 0, or None, got {self.ragged_buffer_factor}")
-        for operation, reason in self._unread(backend, strategy).items():
-            if getattr(self.kernel_choice, operation) != "auto":
-                raise ValueError(
-                    f"the kernel choice for {operation} would never be read with moe_backend={self.moe_backend!r} and "
-                    f"strategy={strategy!r}: {reason}; leave it out"
-                )
-
-    def _check_chunks(self) -> None:
-        fused = f"moe_backend={self.moe_backend!r} fuses the activation, which needs the sums over the whole width"
-        if self.backend.fused and self.width_chunks > 1:
-            raise ValueError(
-                f"{fused}; it cannot be used with width_chunks={self.width_chunks}: use width_chunks=1 or another "
-                "backend"
-            )
-        if self.backend.fused and self.tensor_split == "model_dim":
-            raise ValueError(f"{fused}; it cannot be used with tensor_split='model_dim': use 'expert_dim'")
-        if self.model_dim % self.width_chunks:
-            raise ValueError(f"model_dim={self.model_dim} is not divisible by width_chunks={self.width_chunks}")
-        if self.token_chunks > 1 and self.strategy_name == "capacity":
-            raise ValueError(
-                f"strategy='capacity' gives each expert slots in whole sequences; it cannot be used with "
-                f"token_chunks={self.token_chunks}: use token_chunks=1 or another strategy"
-            )
-
-    def _unread(self, backend: Backend, strategy: str) -> dict[str, str]:
-        """The operations that this layer never calls, and why."""
-        unread = {}
-        if backend.fused:
-            unread["grouped_matmul"] = "the experts are one expert_ffn"
-        else:
-            unread["expert_ffn"] = "the experts are split into matmuls; moe_backend='expert_ffn' fuses them"
-            if strategy in ("capacity", "dense"):
-                unread["grouped_matmul"] = "all experts have as many rows, which is one batched matmul"
-        if strategy == "dense":
-            unread["ragged_gather"] = unread["ragged_gather_reduce"] = "no rows are moved"
-        elif self.router.selection == "expert_choice":
-            unread["ragged_gather_reduce"] = "expert choice combines by a scatter-add"
-        return unread
-
-    @property
-    def backend(self) -> Backend:
-        return backend_named(self.moe_backend)
-
-    @property
-    def strategy_name(self) -> str:
-        return self.strategy or self.backend.strategy
-
-    @property
-    def kernel_choice(self) -> KernelChoice:
-        """The backend's kernels, and the given ones for the operations that it leaves free."""
-        named = {name: choice for name, choice in vars(self.backend.kernels).items() if choice != "auto"}
-        return replace(self.kernels or KernelChoice(), **named)
-
     def sequence_capacity(self, length: int) -> int:
-        """Slots that each expert has in a sequence of so many tokens under strategy "capacity", C.
+        """Slots that each expert has in a sequence of so many tokens with a capacity factor, C.
 
         An even share of the sequence's slots, ``ceil(S·K/E)``, times the factor, rounded down; never more than one for
         each token, as a token uses an expert once.
@@ -317,6 +218,56 @@ class MoEConfig:
         return {name: spec for name, spec in specs.items() if spec is not None}
 
 
-def chosen_by_experts(config: MoEConfig) -> bool:
+def is_expert_choice(config: MoEConfig) -> bool:
     """Each expert picks its tokens, so that a token has any number of experts."""
     return config.router.selection == "expert_choice"
+
+
+def strategy_name(config: MoEConfig, execution: MoEExecution) -> str:
+    """The strategy of a layer: "capacity" where its experts have fixed slots, otherwise what the execution says."""
+    return "capacity" if config.capacity_factor is not None else execution.strategy or execution.backend.strategy
+
+
+def check_execution(config: MoEConfig, execution: MoEExecution) -> None:
+    """Require that the layer can run so."""
+    if not isinstance(execution, MoEExecution):
+        raise TypeError(f"expected execution to be a MoEExecution, got {type(execution).__name__}")
+    strategy = strategy_name(config, execution)
+    if config.capacity_factor is not None and (
+        execution.strategy not in (None, "capacity") or execution.backend.strategy == "dense"
+    ):
+        raise ValueError(
+            f"capacity_factor={config.capacity_factor} gives the experts fixed slots, which is strategy='capacity', "
+            f"got {execution.strategy or execution.backend.strategy!r}; leave the strategy or the factor out"
+        )
+    if config.capacity_factor is None and strategy == "capacity":
+        raise ValueError("strategy='capacity' needs the MoEConfig's capacity_factor, got None; 1.0 is an even share")
+    for operation, reason in _unread_operations(config, execution).items():
+        if getattr(execution.kernel_choice, operation) != "auto":
+            raise ValueError(
+                f"the kernel choice for {operation} would never be read with moe_backend={execution.moe_backend!r} and "
+                f"strategy={strategy!r}: {reason}; leave it out"
+            )
+    if config.model_dim % execution.width_chunks:
+        raise ValueError(f"model_dim={config.model_dim} is not divisible by width_chunks={execution.width_chunks}")
+    if execution.token_chunks > 1 and strategy == "capacity":
+        raise ValueError(
+            f"strategy='capacity' gives each expert slots in whole sequences; it cannot be used with "
+            f"token_chunks={execution.token_chunks}: use token_chunks=1, or leave capacity_factor out"
+        )
+
+
+def _unread_operations(config: MoEConfig, execution: MoEExecution) -> dict[str, str]:
+    """The operations that the layer never calls, and why."""
+    strategy, unread = strategy_name(config, execution), {}
+    if execution.backend.fused:
+        unread["grouped_matmul"] = "the experts are one expert_ffn"
+    else:
+        unread["expert_ffn"] = "the experts are split into matmuls; moe_backend='expert_ffn' fuses them"
+        if strategy in ("capacity", "dense"):
+            unread["grouped_matmul"] = "all experts have as many rows, which is one batched matmul"
+    if strategy == "dense":
+        unread["ragged_gather"] = unread["ragged_gather_reduce"] = "no rows are moved"
+    elif is_expert_choice(config):
+        unread["ragged_gather_reduce"] = "expert choice combines by a scatter-add"
+    return unread

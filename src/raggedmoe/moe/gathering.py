@@ -10,67 +10,63 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from raggedmoe.kernels.arrays import varying_over
-from raggedmoe.mesh import AXES, EXPERT, FSDP, TOKEN_AXES
+from raggedmoe.kernels.arrays import pvary_over
 from raggedmoe.moe.config import MoEConfig
-from raggedmoe.moe.records import MoEParams, RouterParams
-from raggedmoe.partition import axes_of, partition
+from raggedmoe.moe.records import MoEParams
+from raggedmoe.sharding.axes import AXES, EXPERT, FSDP, TOKEN_AXES, axes_of
+from raggedmoe.sharding.rules import partition
 from raggedmoe.sharding.stage import (
     BETWEEN_PROJECTIONS,
     PER_DEVICE,
     PER_SHARD,
-    Lies,
+    BySplit,
     OnMesh,
     Placement,
-    field_name,
+    stage,
 )
 
 
-def gather_router(params: RouterParams, config: MoEConfig, run: OnMesh) -> Any:
+def gather_router(params: MoEParams, config: MoEConfig, run: OnMesh) -> Any:
     """The router's parameters, whole on every device."""
-    return _all_gather(params, "router_", config, run, over=(FSDP, EXPERT), result=PER_SHARD)
+    router = {name: array for name, array in params.items() if name.startswith("router_")}
+    return _all_gather(router, config, run, over=(FSDP, EXPERT), result=PER_SHARD)
 
 
 def gather_experts(params: MoEParams, config: MoEConfig, run: OnMesh, dtype: jnp.dtype) -> tuple[Any, Any]:
-    """The experts' matrices with the bias of the down projection, and the biases of the up projections, by name.
+    """The experts' matrices with the bias of the down projection, and the biases of the up projections.
 
     They come in the type that they are multiplied in, which is also what is sent.
     """
-    matrices: dict[str, Any] = {"wi_0": params.wi_0, "wi_1": params.wi_1, "wo": params.wo}
-    up_biases: dict[str, Any] = {}
-    if params.biases is not None:
-        matrices["bias_wo"] = params.biases.wo
-        up_biases = {"bias_wi_0": params.biases.wi_0, "bias_wi_1": params.biases.wi_1}
-    matrices, up_biases = jax.tree.map(lambda weight: weight.astype(dtype), (matrices, up_biases))
+    names = [name for name in params if not name.startswith(("router_", "shared_"))]
+    experts = {name: params[name].astype(dtype) for name in names}
+    up_biases = {name: experts.pop(name) for name in names if name.startswith("bias_wi")}
     return (
-        _all_gather(matrices, "", config, run, over=(FSDP,), result=PER_DEVICE),
-        _all_gather(up_biases, "", config, run, over=(FSDP,), result=BETWEEN_PROJECTIONS),
+        _all_gather(experts, config, run, over=(FSDP,), result=PER_DEVICE),
+        _all_gather(up_biases, config, run, over=(FSDP,), result=BETWEEN_PROJECTIONS),
     )
 
 
 def _all_gather(
-    params: Any, prefix: str, config: MoEConfig, run: OnMesh, *, over: tuple[str, ...], result: Lies
+    params: MoEParams, config: MoEConfig, run: OnMesh, *, over: tuple[str, ...], result: Placement | BySplit
 ) -> Any:
-    """Parameters gathered over some mesh axes, one copy for each device; ``prefix`` and a field make a spec's name."""
-    if run.mesh is None:
+    """Parameters gathered over logical axes, one copy for each device."""
+    mesh = run.mesh
+    if mesh is None:
         return params
-    sizes, split = run.mesh.shape, config.tensor_split
-    partitions = {
-        name.removeprefix(prefix): partition(name, spec, sizes, split) for name, spec in config.param_specs().items()
-    }
-    varies_over = AXES if run.placement(result) is PER_DEVICE else TOKEN_AXES
+    declared = config.param_specs()
+    specs = {name: partition(name, declared[name], mesh.sizes, run.tensor_split) for name in params}
+    varies_over = mesh.axes(*(AXES if run.placement(result) is PER_DEVICE else TOKEN_AXES))
 
-    def gather(path: Any, part: jax.Array) -> jax.Array:
+    def gather(name: str, part: jax.Array) -> jax.Array:
         # Each device's own before the gather: backward, the sum over the other axes is of the part that is kept.
-        part, split = varying_over(part, varies_over), partitions[field_name(path)]
-        for dim, entry in enumerate(split):
-            axes = tuple(axis for axis in axes_of(entry) if axis in over)
-            part = lax.all_gather(part, axes, axis=dim, tiled=True) if axes else part
+        part = pvary_over(part, varies_over)
+        for dim, entry in enumerate(specs[name]):
+            axes = mesh.axes(*(axis for axis in axes_of(entry) if axis in over))
+            part = lax.all_gather(part, axes, axis=dim, tiled=True)
         return part
 
-    return run.run(
-        lambda parts: jax.tree_util.tree_map_with_path(gather, parts),
-        params,
-        arguments=(Placement(spec=PartitionSpec(), fields=partitions),),
-        result=result,
-    )
+    @stage(parts=Placement(spec=PartitionSpec(), fields=specs), result=result)
+    def all_gather_weights(parts: MoEParams) -> MoEParams:
+        return {name: gather(name, part) for name, part in parts.items()}
+
+    return run(all_gather_weights, params)

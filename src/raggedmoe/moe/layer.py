@@ -9,12 +9,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from raggedmoe.kernels.eager import compiled_once
-from raggedmoe.mesh import TENSOR
-from raggedmoe.moe.balance import Axis
-from raggedmoe.moe.config import MoEConfig, chosen_by_experts
+from raggedmoe.kernels.eager import compile_once
+from raggedmoe.moe.config import MoEConfig, check_execution, is_expert_choice
 from raggedmoe.moe.dispatch import dispatch, prepare, strategy_settings, unpermute
 from raggedmoe.moe.dispatch.strategy import StrategySettings
+from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import (
     ExpertExecution,
     activate,
@@ -25,18 +24,21 @@ from raggedmoe.moe.experts import (
     tp_reduce,
 )
 from raggedmoe.moe.gathering import gather_experts, gather_router
-from raggedmoe.moe.records import MoEOutput, MoEParams, RouteOutput, RouterParams
-from raggedmoe.moe.router import checked_replay
-from raggedmoe.moe.router import route as choose
-from raggedmoe.sharding.stage import ACTIVATIONS, PER_SHARD, REPLICATED, TOKENS, OnMesh, stage
+from raggedmoe.moe.records import MoEOutput, MoEParams, RouteOutput
+from raggedmoe.moe.router import check_replay, route
+from raggedmoe.sharding.axes import TENSOR, TOKEN_AXES, LogicalMesh, logical_mesh
+from raggedmoe.sharding.stage import ACTIVATIONS, TOKENS, OnMesh, stage
+
+DEFAULT_EXECUTION = MoEExecution()
 
 
 def moe_route_and_compute(
     x: Float[Array, "T D"],
     params: MoEParams,
     config: MoEConfig,
+    execution: MoEExecution = DEFAULT_EXECUTION,
     *,
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: Mesh | AbstractMesh | LogicalMesh | None = None,
     mask: Bool[Array, " T"] | None = None,
     key: jax.Array | None = None,
     token_ids: Integer[Array, " T"] | None = None,
@@ -46,14 +48,17 @@ def moe_route_and_compute(
 ) -> MoEOutput:
     """The layer on a batch of tokens. `raggedmoe.moe.router.route` describes the optional arguments.
 
-    ``mesh``: devices to compute it on, with the axes of `raggedmoe.mesh`; arrays are global, and the result does not
-    depend on the mesh. Tokens are split over all axes but "tensor", parameters as `raggedmoe.partition` says.
+    ``params``: arrays by the names of ``config.param_specs()``.
+    ``mesh``: devices to compute it on, with the axes of `raggedmoe.sharding.axes`; arrays are global, and the result
+    does not depend on the mesh. Tokens are split over all axes but "tensor", parameters by `raggedmoe.sharding.rules`.
     ``first_expert``: where this layer's experts begin in weights that hold several layers', one after the other.
     """
+    check_execution(config, execution)
     if replay is not None and config.router.selection != "expert_choice":  # while its values can be looked at
-        checked_replay(replay, x.shape[0], config.experts_per_token, config.num_experts)
+        check_replay(replay, x.shape[0], config.experts_per_token, config.num_experts)
     arrays = (x, params, mask, key, token_ids, replay, first_expert)
-    return _route_and_compute(*arrays, config=config, mesh=mesh, num_sequences=num_sequences)
+    mesh = logical_mesh(mesh)
+    return _route_and_compute(*arrays, config=config, execution=execution, mesh=mesh, num_sequences=num_sequences)
 
 
 def _layer(
@@ -66,33 +71,40 @@ def _layer(
     first_expert: Int[Array, ""] | None,
     *,
     config: MoEConfig,
-    mesh: Mesh | AbstractMesh | None,
+    execution: MoEExecution,
+    mesh: LogicalMesh | None,
     num_sequences: int,
 ) -> MoEOutput:
-    run = OnMesh(mesh=mesh, tensor_split=config.tensor_split)
+    run = OnMesh(mesh=mesh, tensor_split=execution.tensor_split)
     num_tokens = tokens_of_device(x.shape[0], run)
     sequences = sequences_of_device(num_sequences, config, run)
-    strategy = strategy_settings(config, num_tokens, run, sequences)
+    strategy = strategy_settings(config, execution, num_tokens, run, sequences)
     if mask is not None:
         # What a masked token holds, NaN too, reaches nothing: neither the router's gradient nor a sum.
         x = jnp.where(mask[:, None], x, 0)
-    router = gather_router(params.router, config, run)
-    capacity = config.expert_choice_capacity(num_tokens) if chosen_by_experts(config) else None
+    router = gather_router(params, config, run)
+    capacity = config.expert_choice_capacity(num_tokens) if is_expert_choice(config) else None
     routing = run(
         route,
         *(x, router, mask, key, token_ids, replay),
-        config=config,
+        config=config.router,
+        experts_per_token=config.experts_per_token,
         num_sequences=sequences,
         capacity=capacity,
-        axis=run.token_axes,
+        axes=run.axes.tokens,
     )
     with jax.named_scope("experts"):
-        output, dropped = routed_experts(x, params, routing, first_expert, strategy=strategy, config=config, run=run)
+        output, dropped = routed_experts(
+            x, params, routing, first_expert, strategy=strategy, config=config, execution=execution, run=run
+        )
         output = run.constrain(output, TOKENS)
-    if params.shared is not None:
+    shared_params = {
+        name.removeprefix("shared_"): array for name, array in params.items() if name.startswith("shared_")
+    }
+    if shared_params:
         with jax.named_scope("shared_experts"):
             # In no stage: without a word about its layout, XLA exchanges two devices' gradients of x (docs/log.md).
-            shared = shared_experts(run.constrain(x, TOKENS), params.shared, config.experts.activation)
+            shared = shared_experts(run.constrain(x, TOKENS), shared_params, config.experts.activation)
             output = output + (shared if mask is None else jnp.where(mask[:, None], shared, 0))
     return MoEOutput(
         output=output,
@@ -114,6 +126,7 @@ def routed_experts(
     *,
     strategy: StrategySettings,
     config: MoEConfig,
+    execution: MoEExecution,
     run: OnMesh,
 ) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
     """The routed experts' weighted sum of every token, and how many slots were dropped.
@@ -122,59 +135,53 @@ def routed_experts(
     while it computes another, forward and backward. One chunk is the ordinary case.
     """
     weights, up_biases = gather_experts(params, config, run, x.dtype)
-    execution = expert_execution(config, run)
-    num_columns = x.shape[1] // (run.size(TENSOR) if config.tensor_split == "model_dim" else 1)
+    on_device = ExpertExecution(
+        activation=config.experts.activation,
+        kernels=execution.kernel_choice,
+        hardware=execution.hardware,
+        axes=run.axes,
+    )
+    splits_width = execution.tensor_split == "model_dim"
+    num_columns = x.shape[1] // (run.size(TENSOR) if splits_width else 1)
     outputs, dropped = [], jnp.zeros((), jnp.int32)
-    for tokens in even_parts(x.shape[0] // run.num_token_shards, config.token_chunks):
-        these: dict[str, Any] = {"strategy": strategy, "tokens": tokens}
-        metadata, more = run(prepare, routing, first_expert, **these, num_stacked=params.wi_0.shape[0])
+    for tokens in even_parts(x.shape[0] // run.size(*TOKEN_AXES), execution.token_chunks):
+        chunk: dict[str, Any] = {"strategy": strategy, "tokens": tokens}
+        metadata, more = run(prepare, routing, first_expert, **chunk, num_stacked=params["wi_0"].shape[0])
         dropped = dropped + more
-        if config.backend.fused:
-            rows = run(dispatch, x, routing, metadata, **these, columns=slice(0, num_columns))
-            rows = run(expert_ffn, rows, weights, up_biases, metadata, execution=execution)
-            outputs.append(run(unpermute, rows, routing, metadata, **these))
+        if execution.backend.fused:
+            rows = run(dispatch, x, routing, metadata, **chunk, columns=slice(0, num_columns))
+            rows = run(expert_ffn, rows, weights, up_biases, metadata, execution=on_device)
+            outputs.append(run(unpermute, rows, routing, metadata, **chunk))
             continue
         sums, columns_out = None, []
-        for columns in even_parts(num_columns, config.width_chunks):
-            rows = run(dispatch, x, routing, metadata, **these, columns=columns)
-            more = run(gmm_up, rows, weights, metadata, columns=columns, execution=execution)
+        for columns in even_parts(num_columns, execution.width_chunks):
+            rows = run(dispatch, x, routing, metadata, **chunk, columns=columns)
+            more = run(gmm_up, rows, weights, metadata, columns=columns, execution=on_device)
             sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
-        sums = _named(maybe_tp_reduce(sums, config, run), "moe_up")
-        hidden = run(activate, sums, up_biases, metadata, dtype=x.dtype, execution=execution)
-        for columns in even_parts(num_columns, config.width_chunks):
-            rows = run(gmm_down, hidden, weights, metadata, columns=columns, execution=execution)
-            columns_out.append(run(unpermute, _named(rows, "moe_down"), routing, metadata, **these))
-        outputs.append(concatenate(run, columns_out, dim=1))
-    return concatenate(run, outputs, dim=0), dropped
+        if splits_width:
+            sums = run(tp_reduce, sums, execution=on_device)
+        hidden = run(activate, _name_arrays(sums, "moe_up"), up_biases, metadata, dtype=x.dtype, execution=on_device)
+        for columns in even_parts(num_columns, execution.width_chunks):
+            rows = run(gmm_down, hidden, weights, metadata, columns=columns, execution=on_device)
+            columns_out.append(run(unpermute, _name_arrays(rows, "moe_down"), routing, metadata, **chunk))
+        outputs.append(concatenate_chunks(columns_out, run, dim=1))
+    return concatenate_chunks(outputs, run, dim=0), dropped
 
 
-def expert_execution(config: MoEConfig, run: OnMesh) -> ExpertExecution:
-    """How the experts of a layer are computed."""
-    return ExpertExecution(
-        activation=config.experts.activation,
-        kernels=config.kernel_choice,
-        hardware=config.hardware,
-        tensor_axis=run.tensor_axis,
-        adds_over=run.adds_over,
-    )
-
-
-def maybe_tp_reduce(sums: Any, config: MoEConfig, run: OnMesh) -> Any:
-    """The sums over the whole width, where each tensor rank has those over its own part."""
-    return run(tp_reduce, sums) if run.mesh is not None and config.tensor_split == "model_dim" else sums
-
-
-def _named(arrays: Any, name: str) -> Any:
+def _name_arrays(arrays: Any, name: str) -> Any:
     """The arrays under a name by which remat can keep them."""
     return jax.tree.map(lambda array: checkpoint_name(array, name), arrays)
 
 
-def concatenate(run: OnMesh, parts: list[Float[Array, "_ _"]], dim: int) -> Float[Array, "_ _"]:
+@stage(chunks=ACTIVATIONS, result=ACTIVATIONS)
+def concatenate(chunks: list[Float[Array, "_ _"]], *, dim: int) -> Float[Array, "_ _"]:
     """Chunks of the tokens (dim 0) or of their columns (1), after each other on every device."""
-    if len(parts) == 1:
-        return parts[0]
-    places = (ACTIVATIONS,) * len(parts)
-    return run.run(lambda *parts: jnp.concatenate(parts, axis=dim), *parts, arguments=places, result=ACTIVATIONS)
+    return jnp.concatenate(chunks, axis=dim)
+
+
+def concatenate_chunks(chunks: list[Float[Array, "_ _"]], run: OnMesh, dim: int) -> Float[Array, "_ _"]:
+    """The chunks of every device after each other; one is all there is in the ordinary case."""
+    return chunks[0] if len(chunks) == 1 else run(concatenate, chunks, dim=dim)
 
 
 def even_parts(size: int, num_parts: int) -> list[slice]:
@@ -183,50 +190,12 @@ def even_parts(size: int, num_parts: int) -> list[slice]:
     return [slice(start, end) for start, end in itertools.pairwise(bounds)] or [slice(0, 0)]
 
 
-_route_and_compute = compiled_once(_layer, static=("config", "mesh", "num_sequences"))
-
-
-@stage(
-    x=TOKENS,
-    router=PER_SHARD,
-    mask=TOKENS,
-    key=REPLICATED,
-    token_ids=TOKENS,
-    replay=TOKENS,
-    result=RouteOutput.PLACEMENT,
-)
-def route(
-    x: Float[Array, "T D"],
-    router: RouterParams,
-    mask: Bool[Array, " T"] | None,
-    key: jax.Array | None,
-    token_ids: Integer[Array, " T"] | None,
-    replay: Integer[Array, "T K"] | None,
-    *,
-    config: MoEConfig,
-    num_sequences: int,
-    capacity: int | None,
-    axis: Axis,
-) -> RouteOutput:
-    """What the router decides for a device's tokens, and what all devices agree on."""
-    return choose(
-        x,
-        router,
-        config.router,
-        config.experts_per_token,
-        mask=mask,
-        key=key,
-        token_ids=token_ids,
-        replay=replay,
-        num_sequences=num_sequences,
-        capacity=capacity,
-        axis=axis,
-    )
+_route_and_compute = compile_once(_layer, static=("config", "execution", "mesh", "num_sequences"))
 
 
 def tokens_of_device(num_tokens: int, run: OnMesh) -> int:
     """How many of the tokens are on each device."""
-    shards = run.num_token_shards
+    shards = run.size(*TOKEN_AXES)
     if num_tokens % shards:
         raise ValueError(
             f"expected tokens that can be split over data × fsdp × expert = {shards} devices, got {num_tokens}; "
@@ -237,9 +206,9 @@ def tokens_of_device(num_tokens: int, run: OnMesh) -> int:
 
 def sequences_of_device(num_sequences: int, config: MoEConfig, run: OnMesh) -> int:
     """How many whole sequences are on each device, where the balance loss or the capacity is of each sequence."""
-    shards, router = run.num_token_shards, config.router
-    if config.strategy_name == "capacity" and not chosen_by_experts(config):
-        what, instead = "a capacity_factor counts slots in whole sequences", "another strategy"
+    shards, router = run.size(*TOKEN_AXES), config.router
+    if config.capacity_factor is not None and not is_expert_choice(config):
+        what, instead = "a capacity_factor counts slots in whole sequences", "no capacity_factor"
     elif router.aux_loss == "sequence" and router.aux_loss_weight:
         what, instead = "aux_loss='sequence' is taken of whole sequences", "aux_loss='batch'"
     else:

@@ -1,18 +1,24 @@
 """`MoE`: the layer as a flax nnx module."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Integer
 
-from raggedmoe.moe.config import ACROSS_RANKS, MoEConfig
-from raggedmoe.moe.layer import moe_route_and_compute
+from raggedmoe.moe.config import MoEConfig, check_execution, strategy_name
+from raggedmoe.moe.dispatch import check_has_mesh
+from raggedmoe.moe.execution import MoEExecution
+from raggedmoe.moe.layer import DEFAULT_EXECUTION, moe_route_and_compute
 from raggedmoe.moe.records import MoEOutput, MoEParams
 from raggedmoe.params import check_param, check_params, init_params
+from raggedmoe.sharding.axes import LogicalMesh, MeshAxes, logical_mesh
+from raggedmoe.sharding.rules import param_shardings
 
 
 class SelectionBias(nnx.Variable):
@@ -32,29 +38,53 @@ class MoE(nnx.Module):
     ((2, 5, 16), 20, 0)
     """
 
-    def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs, mesh: Mesh | None = None) -> None:
-        """``mesh``: devices to compute on, of `raggedmoe.parallel.plan.Plan`; the tokens are split over them."""
-        if config.strategy_name in ACROSS_RANKS and mesh is None:
-            raise ValueError(
-                f"strategy={config.strategy_name!r} needs the mesh that experts are split over, got None; pass "
-                "mesh=..., or use strategy='local'"
-            )
-        self.config, self.mesh = config, mesh
-        self._set(init_params(config.param_specs(), rngs.params()))
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        rngs: nnx.Rngs,
+        execution: MoEExecution = DEFAULT_EXECUTION,
+        mesh: Mesh | LogicalMesh | None = None,
+        mesh_axes: MeshAxes | None = None,
+    ) -> None:
+        """Make a layer with new weights.
+
+        Args:
+          config: what the layer is.
+          rngs: whose key the weights are drawn from.
+          execution: how it runs, unless a call says otherwise.
+          mesh: devices to compute on; the tokens are split over them. `raggedmoe.Plan` makes one.
+          mesh_axes: for a mesh with other axes, which of them are "data", "fsdp", "expert" and "tensor", such as
+            ``{"fsdp": "replica", "expert": ("x", "y")}``. Along an axis that is not named all devices do the same, and
+            sum their gradients to agree on them, which a plan does not count.
+        """
+        check_execution(config, execution)
+        check_has_mesh(strategy_name(config, execution), mesh)
+        self.config, self.execution = config, execution
+        self.mesh, specs = logical_mesh(mesh, mesh_axes), config.param_specs()
+        draw: Any = functools.partial(init_params, specs)
+        if self.mesh is not None:  # each device draws its own part
+            draw = jax.jit(draw, out_shardings=param_shardings(self.mesh, specs, execution.tensor_split))
+        self._set(draw(rngs.params()))
 
     @classmethod
     def from_arrays(
         cls,
         config: MoEConfig,
-        arrays: Mapping[str, Any],
+        arrays: Mapping[str, jax.Array | np.ndarray],
         axes: Mapping[str, tuple[str, ...]],
-        mesh: Mesh | None = None,
+        *,
+        execution: MoEExecution = DEFAULT_EXECUTION,
+        mesh: Mesh | LogicalMesh | None = None,
+        mesh_axes: MeshAxes | None = None,
     ) -> "MoE":
         """A layer with given weights. ``axes`` names each one's dimensions, as in ``config.param_specs()``."""
         check_params(config.param_specs(), arrays, axes)
-        layer = nnx.eval_shape(
-            lambda: cls(config, rngs=nnx.Rngs(0), mesh=mesh)
-        )  # the structure alone: no weights are made
+
+        def make() -> MoE:
+            return cls(config, rngs=nnx.Rngs(0), execution=execution, mesh=mesh, mesh_axes=mesh_axes)
+
+        layer = nnx.eval_shape(make)  # the structure alone: no weights are made
         layer._set({name: jnp.asarray(array) for name, array in arrays.items()})
         return layer
 
@@ -66,12 +96,12 @@ class MoE(nnx.Module):
     @property
     def params(self) -> MoEParams:
         """The weights as the functional core takes them, their axes and shapes checked."""
-        flat = {}
+        params = {}
         for name, spec in self.config.param_specs().items():
             variable = getattr(self, name)
             check_param(name, spec, variable[...], tuple(variable.get_metadata().get("axes", spec.axes)))
-            flat[name] = variable[...]
-        return MoEParams.from_flat(flat)
+            params[name] = variable[...]
+        return params
 
     def __call__(
         self,
@@ -81,6 +111,7 @@ class MoE(nnx.Module):
         key: jax.Array | None = None,
         token_ids: Integer[Array, "..."] | None = None,
         replay: Integer[Array, "... K"] | None = None,
+        execution: MoEExecution | None = None,
     ) -> MoEOutput:
         """The layer on ``x [..., D]``; the other arguments have its leading dimensions.
 
@@ -90,6 +121,7 @@ class MoE(nnx.Module):
           key: for random selection and for jitter.
           token_ids: for hash selection.
           replay: a recorded routing, ``MoEOutput.experts`` of an earlier call, used again.
+          execution: how to run this call, if not as the layer was made to.
         """
         width = self.config.model_dim
         if x.ndim < 2 or x.shape[-1] != width:
@@ -105,6 +137,7 @@ class MoE(nnx.Module):
             flat,
             self.params,
             self.config,
+            execution or self.execution,
             mesh=self.mesh,
             mask=None if mask is None else mask.reshape(-1),
             key=key,

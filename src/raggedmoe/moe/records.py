@@ -7,70 +7,9 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 from raggedmoe.sharding.stage import PER_SHARD, REPLICATED, TOKENS, Placement
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class RouterParams:
-    """The router's parameters; None where the configuration has none."""
-
-    kernel: Float[Array, "E D"]
-    logit_bias: Float[Array, " E"] | None = None
-    selection_bias: Float[Array, " E"] | None = None
-    expert_scale: Float[Array, " E"] | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class SharedParams:
-    """The shared experts' parameters, as one MLP of width S."""
-
-    wi_0: Float[Array, "S D"]
-    wi_1: Float[Array, "S D"] | None
-    wo: Float[Array, "S D"]
-    gate: Float[Array, " D"] | None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class MoEParams:
-    """All parameters of a layer."""
-
-    router: RouterParams
-    wi_0: Float[Array, "G F D"]
-    wi_1: Float[Array, "G F D"] | None
-    wo: Float[Array, "G F D"]
-    biases: ExpertBiases | None
-    shared: SharedParams | None
-
-    @staticmethod
-    def from_flat(flat: Mapping[str, Any]) -> "MoEParams":
-        """From the names of `MoEConfig.param_specs`."""
-        biases = shared = None
-        if "bias_wo" in flat:
-            biases = ExpertBiases(flat["bias_wi_0"], flat.get("bias_wi_1"), flat["bias_wo"])
-        if "shared_wo" in flat:
-            shared = SharedParams(
-                wi_0=flat["shared_wi_0"],
-                wi_1=flat.get("shared_wi_1"),
-                wo=flat["shared_wo"],
-                gate=flat.get("shared_gate"),
-            )
-        return MoEParams(
-            router=RouterParams(
-                kernel=flat["router_kernel"],
-                logit_bias=flat.get("router_logit_bias"),
-                selection_bias=flat.get("router_selection_bias"),
-                expert_scale=flat.get("router_expert_scale"),
-            ),
-            wi_0=flat["wi_0"],
-            wi_1=flat.get("wi_1"),
-            wo=flat["wo"],
-            biases=biases,
-            shared=shared,
-        )
+MoEParams = Mapping[str, Any]  # arrays by the names of `MoEConfig.param_specs`, or those of them that a stage uses
 
 
 @jax.tree_util.register_dataclass

@@ -14,29 +14,40 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from raggedmoe.kernels.arrays import accumulator, int32
 from raggedmoe.moe import balance
-from raggedmoe.moe.balance import Axis
+from raggedmoe.moe.balance import Axes
 from raggedmoe.moe.config import RouterConfig
-from raggedmoe.moe.records import RouteOutput, RouterParams
+from raggedmoe.moe.records import MoEParams, RouteOutput
+from raggedmoe.sharding.stage import PER_SHARD, REPLICATED, TOKENS, stage
 
 
+@stage(
+    x=TOKENS,
+    params=PER_SHARD,
+    mask=TOKENS,
+    key=REPLICATED,
+    token_ids=TOKENS,
+    replay=TOKENS,
+    result=RouteOutput.PLACEMENT,
+)
 def route(
     x: Float[Array, "T D"],
-    params: RouterParams,
-    config: RouterConfig,
-    experts_per_token: int,
-    *,
+    params: MoEParams,
     mask: Bool[Array, " T"] | None = None,
     key: jax.Array | None = None,
     token_ids: Integer[Array, " T"] | None = None,
     replay: Integer[Array, "T K"] | None = None,
+    *,
+    config: RouterConfig,
+    experts_per_token: int,
     num_sequences: int = 1,
     capacity: int | None = None,
-    axis: Axis = None,
+    axes: Axes = (),
 ) -> RouteOutput:
-    """Choose experts and weights for every token.
+    """Choose experts and weights for every token, or for those of one device.
 
     Args:
       x: the tokens.
+      params: the layer's parameters, of which the router's are read.
       mask: True for tokens that count; the others go nowhere and enter no loss or statistic.
       key: for random selection, and for jitter, which is left out without one (evaluation).
       token_ids: for hash selection.
@@ -45,34 +56,34 @@ def route(
         values can be looked at, outside jit, it is refused.
       num_sequences: equal parts of the tokens, for the sequence-wise loss.
       capacity: tokens that each expert takes, for expert choice.
-      axis: the mesh axes over which tokens are split, inside `shard_map`: losses and statistics are those of all
+      axes: the mesh axes over which tokens are split, inside `shard_map`: losses and statistics are those of all
         tokens, and what is drawn or counted for a token does not depend on how they are split.
     """
     mask = jnp.ones(x.shape[0], bool) if mask is None else mask
-    first_token = 0 if axis is None else lax.axis_index(axis) * x.shape[0]
+    first_token = lax.axis_index(axes) * x.shape[0]
     logits = router_logits(x, params, config, key, first_token)
     scores = SCORES[config.score](logits)
     num_experts = logits.shape[1]
-    z_loss = config.z_loss_weight * balance.router_z_loss(logits, mask, axis)
+    z_loss = config.z_loss_weight * balance.router_z_loss(logits, mask, axes)
     if config.selection == "expert_choice":
         if replay is not None:
             raise ValueError("replay gives experts for each token, expert choice picks tokens; use another selection")
-        return _expert_choice(scores, params, config, mask, capacity, z_loss, axis)
+        return _expert_choice(scores, params, config, mask, capacity, z_loss, axes)
     if replay is not None:
-        experts = checked_replay(replay, x.shape[0], experts_per_token, num_experts)
+        experts = check_replay(replay, x.shape[0], experts_per_token, num_experts)
     else:
         experts = select_experts(
-            scores, params, config, experts_per_token, mask, key, token_ids, first_token=first_token, axis=axis
+            scores, params, config, experts_per_token, mask, key, token_ids, first_token=first_token, axes=axes
         )
     weights = combine_weights(scores, experts, params, config)
     routed = mask[:, None] & (experts >= 0) & (experts < num_experts)
     if replay is not None:  # what is chosen here is never named twice
-        routed &= ~named_before(experts)
+        routed &= ~is_repeated(experts)
     experts = jnp.where(routed, experts, num_experts)
     probabilities = balance_probabilities(logits, scores, params, config)
     parts = num_sequences if config.aux_loss == "sequence" else None
-    aux_loss = balance.load_balance_loss(probabilities, experts, mask, num_sequences=parts, axis=axis)
-    load = balance.total(balance.expert_counts(experts, num_experts), axis)
+    aux_loss = balance.load_balance_loss(probabilities, experts, mask, num_sequences=parts, axes=axes)
+    load = lax.psum(balance.expert_counts(experts, num_experts), axes)
     return RouteOutput(
         experts=experts,
         tokens=None,
@@ -88,7 +99,7 @@ def route(
 
 def router_logits(
     x: Float[Array, "T D"],
-    params: RouterParams,
+    params: MoEParams,
     config: RouterConfig,
     key: jax.Array | None,
     first_token: int | Int[Array, ""] = 0,
@@ -99,8 +110,9 @@ def router_logits(
     if config.jitter and key is not None:
         noise = uniform_of_tokens(jax.random.fold_in(key, 1), first_token, x.shape[0], x.shape[1], wide)
         x = x * (1 - config.jitter + 2 * config.jitter * noise)
-    logits = jnp.matmul(x, params.kernel.astype(wide).T, precision=lax.Precision.HIGHEST)
-    return logits if params.logit_bias is None else logits + params.logit_bias.astype(wide)[None, :]
+    logits = jnp.matmul(x, params["router_kernel"].astype(wide).T, precision=lax.Precision.HIGHEST)
+    bias = params.get("router_logit_bias")
+    return logits if bias is None else logits + bias.astype(wide)[None, :]
 
 
 def uniform_of_tokens(
@@ -128,7 +140,7 @@ SCORES = {
 
 
 def balance_probabilities(
-    logits: Float[Array, "T E"], scores: Float[Array, "T E"], params: RouterParams, config: RouterConfig
+    logits: Float[Array, "T E"], scores: Float[Array, "T E"], params: MoEParams, config: RouterConfig
 ) -> Float[Array, "T E"]:
     """What the balance loss takes for probabilities: numbers that sum to 1 over the experts."""
     if config.aux_loss_probabilities == "softmax":
@@ -137,10 +149,10 @@ def balance_probabilities(
         return scores
     if config.score == "logits":
         return jax.nn.softmax(logits, axis=-1)
-    return normalized(scores, config.normalize_epsilon)
+    return normalize_sum(scores, config.normalize_epsilon)
 
 
-def normalized(scores: Float[Array, "T N"], epsilon: float) -> Float[Array, "T N"]:
+def normalize_sum(scores: Float[Array, "T N"], epsilon: float) -> Float[Array, "T N"]:
     """``scores / (sum + epsilon)``. Scaled first: the gradient has that sum squared, and 1e-40 is 0 in float32."""
     size = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), epsilon))
     scaled = scores / size
@@ -149,7 +161,7 @@ def normalized(scores: Float[Array, "T N"], epsilon: float) -> Float[Array, "T N
 
 def select_experts(
     scores: Float[Array, "T E"],
-    params: RouterParams,
+    params: MoEParams,
     config: RouterConfig,
     experts_per_token: int,
     mask: Bool[Array, " T"],
@@ -157,13 +169,13 @@ def select_experts(
     token_ids: Integer[Array, " T"] | None = None,
     *,
     first_token: int | Int[Array, ""] = 0,
-    axis: Axis = None,
+    axes: Axes = (),
 ) -> Int[Array, "T K"]:
     """K different experts for every token. No gradient flows through who is chosen."""
     num_tokens, num_experts = scores.shape
     if config.selection == "learned":
         ranking = lax.stop_gradient(with_selection_bias(scores, params))
-        return lax.top_k(limited_to_groups(ranking, config), experts_per_token)[1]
+        return lax.top_k(limit_to_groups(ranking, config), experts_per_token)[1]
     if config.selection == "random":
         if key is None:
             raise ValueError("selection='random' needs a key, got None; pass key=jax.random.key(seed)")
@@ -177,18 +189,17 @@ def select_experts(
         first = ((token_ids.astype(jnp.uint32) * jnp.uint32(2654435769)) >> 7) % jnp.uint32(num_experts)
         first = first.astype(jnp.int32)
     else:  # balanced: a round robin over the tokens that count
-        first = (balance.tokens_before(mask, axis) + jnp.cumsum(mask, dtype=jnp.int32) - 1) * experts_per_token
+        first = (balance.tokens_before(mask, axes) + jnp.cumsum(mask, dtype=jnp.int32) - 1) * experts_per_token
     return (first[:, None] + jnp.arange(experts_per_token, dtype=jnp.int32)[None, :]) % num_experts
 
 
-def with_selection_bias(scores: Float[Array, "T E"], params: RouterParams) -> Float[Array, "T E"]:
+def with_selection_bias(scores: Float[Array, "T E"], params: MoEParams) -> Float[Array, "T E"]:
     """The scores that experts are ranked by."""
-    if params.selection_bias is None:
-        return scores
-    return scores + params.selection_bias.astype(scores.dtype)[None, :]
+    bias = params.get("router_selection_bias")
+    return scores if bias is None else scores + bias.astype(scores.dtype)[None, :]
 
 
-def limited_to_groups(ranking: Float[Array, "T E"], config: RouterConfig) -> Float[Array, "T E"]:
+def limit_to_groups(ranking: Float[Array, "T E"], config: RouterConfig) -> Float[Array, "T E"]:
     """The ranking with -inf for experts outside the token's best groups."""
     if config.num_groups == 1:
         return ranking
@@ -203,26 +214,27 @@ def limited_to_groups(ranking: Float[Array, "T E"], config: RouterConfig) -> Flo
 
 
 def combine_weights(
-    scores: Float[Array, "T E"], experts: Int[Array, "T K"], params: RouterParams, config: RouterConfig
+    scores: Float[Array, "T E"], experts: Int[Array, "T K"], params: MoEParams, config: RouterConfig
 ) -> Float[Array, "T K"]:
     """Weights of the chosen experts from the unbiased scores."""
     weights = jnp.take_along_axis(scores, experts, axis=1, mode="clip")
     if config.normalize == "sum":
-        weights = normalized(weights, config.normalize_epsilon)
+        weights = normalize_sum(weights, config.normalize_epsilon)
     elif config.normalize == "softmax":
         weights = jax.nn.softmax(weights, axis=-1)
-    if params.expert_scale is not None:
-        weights = weights * jnp.take(params.expert_scale, experts, mode="clip").astype(weights.dtype)
+    scale = params.get("router_expert_scale")
+    if scale is not None:
+        weights = weights * jnp.take(scale, experts, mode="clip").astype(weights.dtype)
     return weights * config.scale
 
 
-def named_before(experts: Int[Array, "T K"]) -> Bool[Array, "T K"]:
+def is_repeated(experts: Int[Array, "T K"]) -> Bool[Array, "T K"]:
     """Where a token's expert stands in an earlier place of its row already."""
     earlier = np.tri(experts.shape[1], k=-1, dtype=bool)
     return ((experts[:, :, None] == experts[:, None, :]) & earlier[None]).any(-1)
 
 
-def checked_replay(replay: jax.Array, num_tokens: int, experts_per_token: int, num_experts: int) -> jax.Array:
+def check_replay(replay: jax.Array, num_tokens: int, experts_per_token: int, num_experts: int) -> jax.Array:
     """As int32; what can be seen to be wrong, by its shape, or by its values if they are here, is refused."""
     expected = (num_tokens, experts_per_token)
     if replay.shape != expected or not jnp.issubdtype(replay.dtype, jnp.integer):
@@ -244,25 +256,26 @@ def checked_replay(replay: jax.Array, num_tokens: int, experts_per_token: int, n
 
 def _expert_choice(
     scores: Float[Array, "T E"],
-    params: RouterParams,
+    params: MoEParams,
     config: RouterConfig,
     mask: Bool[Array, " T"],
     capacity: int | None,
     z_loss: Float[Array, ""],
-    axis: Axis,
+    axes: Axes,
 ) -> RouteOutput:
     """Each expert takes the tokens that score highest with it: balanced by construction, so no balance loss."""
     if capacity is None:
-        raise ValueError("selection='expert_choice' needs a capacity, got None; use strategy='capacity'")
+        raise ValueError("selection='expert_choice' needs a capacity, got None; give the MoEConfig a capacity_factor")
     num_tokens = scores.shape[0]
     # A token whose scores are NaN comes last: it does not take other tokens' places.
     ranking = lax.stop_gradient(jnp.where(mask[:, None] & ~jnp.isnan(scores), scores, -jnp.inf))
     tokens = lax.top_k(ranking.T, capacity)[1]
     taken = jnp.take(mask, tokens)
     weights = jnp.take_along_axis(scores.T, tokens, axis=1) * config.scale
-    if params.expert_scale is not None:
-        weights = weights * params.expert_scale[:, None].astype(weights.dtype)
-    load = balance.total(taken.sum(1, dtype=jnp.int32), axis)
+    scale = params.get("router_expert_scale")
+    if scale is not None:
+        weights = weights * scale[:, None].astype(weights.dtype)
+    load = lax.psum(taken.sum(1, dtype=jnp.int32), axes)
     return RouteOutput(
         experts=None,
         tokens=jnp.where(taken, tokens, num_tokens),

@@ -5,22 +5,22 @@ a `PerDevice`: arrays with one entry for each device in front. So nothing is com
 devices' gradients are not summed there either: that happens where a stage says so, and nowhere else.
 """
 
+import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from raggedmoe.hardware import Hardware, hardware_of_device, target_hardware
-from raggedmoe.mesh import AXES, TENSOR, TOKEN_AXES
+from raggedmoe.sharding.axes import AXES, EXPERT, TENSOR, TOKEN_AXES, LogicalMesh
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """How an argument or a result of a stage lies on the mesh."""
+    """How an argument or a result of a stage lies on the mesh, by its logical axes."""
 
     spec: PartitionSpec
     per_device: bool = False  # every device along these axes has its own
@@ -51,24 +51,30 @@ ACTIVATIONS = BySplit(expert_dim=TOKENS, model_dim=COLUMNS)  # the tokens before
 # Between the projections each tensor rank has its part of F, or all of them have the same sums over D.
 BETWEEN_PROJECTIONS = BySplit(expert_dim=PER_DEVICE, model_dim=PER_SHARD)
 
-Lies = Placement | BySplit
+
+Result = Placement | BySplit | tuple[Placement | BySplit, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Stage:
     """What one device does, which is what calling it does, and where all that lies on a mesh, which `OnMesh` reads."""
 
     function: Callable[..., Any]
-    arguments: tuple[Lies, ...]
-    result: Lies | tuple[Lies, ...]
+    arguments: tuple[Placement | BySplit, ...]
+    result: Result
     checked: bool
 
     def __call__(self, *args: Any, **static: Any) -> Any:
         return self.function(*args, **static)
 
+    @property
+    def results(self) -> tuple[Placement | BySplit, ...]:
+        """The placements of its results, also of a single one."""
+        return self.result if isinstance(self.result, tuple) else (self.result,)
+
 
 def stage(
-    *, result: Lies | tuple[Lies, ...], checked: bool = True, **arguments: Lies
+    *, result: Result, checked: bool = True, **arguments: Placement | BySplit
 ) -> Callable[[Callable[..., Any]], Stage]:
     """Declare the placements of a stage's positional arguments, by name and in order, and of its result.
 
@@ -79,7 +85,9 @@ def stage(
     def declare(function: Callable[..., Any]) -> Stage:
         names = [name for name, entry in inspect.signature(function).parameters.items() if entry.kind in _POSITIONAL]
         assert names == list(arguments), f"{function.__name__}: placements of {list(arguments)} for {names}"
-        return Stage(function, tuple(arguments.values()), result, checked)
+        declared = Stage(function, tuple(arguments.values()), result, checked)
+        functools.update_wrapper(declared, function)
+        return declared
 
     return declare
 
@@ -103,129 +111,106 @@ class PerDevice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnMesh:
-    """Runs stages: on a mesh with the axes of `raggedmoe.mesh`, each in a `shard_map` of its own, or on one device."""
+class StageAxes:
+    """The mesh axes that the collectives of stages go over. On one device they are empty, and nothing is sent."""
 
-    mesh: Mesh | AbstractMesh | None = None
+    tokens: tuple[str, ...] = ()  # that tokens are split over
+    expert: tuple[str, ...] = ()  # that experts are split over
+    tensor: tuple[str, ...] = ()  # of the tensor ranks
+    partial_sums: tuple[str, ...] = ()  # whose ranks each have their part of F, so that their results are summed
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnMesh:
+    """Runs stages: on a mesh, each in a `shard_map` of its own, or on one device as plain calls."""
+
+    mesh: LogicalMesh | None = None
     tensor_split: str = "expert_dim"
 
-    def __post_init__(self) -> None:
-        if self.mesh is not None and tuple(self.mesh.axis_names) != AXES:
-            raise ValueError(
-                f"expected a mesh with the axes {AXES}, got {tuple(self.mesh.axis_names)}; "
-                "raggedmoe.parallel.plan.Plan(degrees=...).mesh() makes one"
-            )
-
     def __call__(self, stage: Stage, *args: Any, **static: Any) -> Any:
-        """The stage on every device's part of the arguments."""
-        with jax.named_scope(stage.function.__name__):
-            return self.run(
-                lambda *parts: stage.function(*parts, **static),
-                *args,
-                arguments=stage.arguments,
-                result=stage.result,
-                checked=stage.checked,
-            )
-
-    def run(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        arguments: tuple[Lies, ...],
-        result: Lies | tuple[Lies, ...],
-        checked: bool = True,
-    ) -> Any:
-        """Like calling the object, for a function whose placements are known only now."""
+        """The stage on every device's part of the arguments. All devices have the static arguments."""
         if self.mesh is None:
-            return function(*args)
-        places = [self.placement(lies) for lies in arguments]
-        results = [self.placement(lies) for lies in (result if isinstance(result, tuple) else (result,))]
-        given = [_grouped(arg, place) for arg, place in zip(args, places, strict=True)]
+            with jax.named_scope(stage.function.__name__):
+                return stage.function(*args, **static)
+        places, results = (tuple(map(self.placement, places)) for places in (stage.arguments, stage.results))
+        leaves = [_group_leaves(arg, place) for arg, place in zip(args, places, strict=True)]
         structures: list[_Structure] = []  # of the results, known when the function has been traced
 
         def on_device(*parts: _Groups) -> list[_Groups]:
-            whole = (_ungrouped(part, structure) for part, (_, structure) in zip(parts, given, strict=True))
-            out = function(*(_opened(arg) if place.per_device else arg for arg, place in zip(whole, places)))
-            outs = out if isinstance(result, tuple) else (out,)
-            found = [
-                _grouped(_closed(each) if p.per_device else each, p) for each, p in zip(outs, results, strict=True)
-            ]
-            structures[:] = [structure for _, structure in found]
-            return [groups for groups, _ in found]
+            trees = (_ungroup_leaves(part, structure) for part, (_, structure) in zip(parts, leaves, strict=True))
+            out = stage.function(*(_open(t) if p.per_device else t for t, p in zip(trees, places)), **static)
+            outs = out if isinstance(stage.result, tuple) else (out,)
+            groups = [_group_leaves(_close(o) if p.per_device else o, p) for o, p in zip(outs, results, strict=True)]
+            structures[:] = [structure for _, structure in groups]
+            return [group for group, _ in groups]
 
-        found = jax.shard_map(
-            on_device,
-            mesh=self.mesh,
-            in_specs=tuple(place.specs for place in places),
-            out_specs=[place.specs for place in results],
-            check_vma=checked,
-        )(*(groups for groups, _ in given))
-        values = tuple(_ungrouped(groups, structure) for groups, structure in zip(found, structures, strict=True))
-        return values if isinstance(result, tuple) else values[0]
+        with jax.named_scope(stage.function.__name__):
+            groups = jax.shard_map(
+                on_device,
+                mesh=self.mesh.mesh,
+                in_specs=tuple(tuple(map(self.mesh.spec, place.specs)) for place in places),
+                out_specs=[tuple(map(self.mesh.spec, place.specs)) for place in results],
+                check_vma=stage.checked,
+            )(*(group for group, _ in leaves))
+        values = tuple(map(_ungroup_leaves, groups, structures))
+        return values if isinstance(stage.result, tuple) else values[0]
 
-    def placement(self, lies: Lies) -> Placement:
+    def placement(self, place: Placement | BySplit) -> Placement:
         """Where something lies with this split."""
-        return lies if isinstance(lies, Placement) else getattr(lies, self.tensor_split)
+        return place if isinstance(place, Placement) else getattr(place, self.tensor_split)
 
-    def size(self, *axes: str) -> int:
-        """Devices along these axes together."""
-        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
+    def size(self, *logical: str) -> int:
+        """Devices along these logical axes together."""
+        return 1 if self.mesh is None else self.mesh.size(*logical)
 
     def hardware(self, name: str | None) -> Hardware:
         """The chip that a layer is for: the one that the caller named, or the mesh's."""
-        device = None if self.mesh is None or name is not None else self.mesh.abstract_mesh.abstract_device
+        device = None if self.mesh is None or name is not None else self.mesh.mesh.abstract_mesh.abstract_device
         return target_hardware(name) if device is None else hardware_of_device(device.platform, device.device_kind)
 
     def constrain(self, array: jax.Array, place: Placement) -> jax.Array:
         """Have the compiler lay the array out so."""
         if self.mesh is None:
             return array
-        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, place.spec))
+        return jax.lax.with_sharding_constraint(array, self.mesh.sharding(place.spec))
 
     @property
-    def num_token_shards(self) -> int:
-        """Parts that the tokens are split into."""
-        return self.size(*TOKEN_AXES)
-
-    @property
-    def token_axes(self) -> tuple[str, ...] | None:
-        """The axes to sum over all tokens in a stage; None: they are all here."""
-        return None if self.mesh is None else TOKEN_AXES
-
-    @property
-    def tensor_axis(self) -> str | None:
-        """The axis of the tensor ranks in a stage; None: there is one."""
-        return None if self.mesh is None else TENSOR
-
-    @property
-    def adds_over(self) -> str | None:
-        """The axis whose ranks' results of the down projection are summed, where each has its part of F."""
-        return self.tensor_axis if self.tensor_split == "expert_dim" else None
+    def axes(self) -> StageAxes:
+        """The axes that collectives inside of stages go over."""
+        if self.mesh is None:
+            return StageAxes()
+        tensor = self.mesh.axes(TENSOR)
+        return StageAxes(
+            tokens=self.mesh.axes(*TOKEN_AXES),
+            expert=self.mesh.axes(EXPERT),
+            tensor=tensor,
+            partial_sums=tensor if self.tensor_split == "expert_dim" else (),
+        )
 
 
 _Groups = tuple[list[Any], ...]  # the leaves of a tree, those of one partition spec together
 _Structure = tuple[Any, list[int]]  # the tree, and the group of each of its leaves
 
 
-def _grouped(tree: Any, place: Placement) -> tuple[_Groups, _Structure]:
+def _group_leaves(tree: Any, place: Placement) -> tuple[_Groups, _Structure]:
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     order = [place.specs.index(place.fields.get(field_name(path), place.spec)) for path, _ in leaves]
     groups = tuple([leaf for (_, leaf), i in zip(leaves, order) if i == group] for group in range(len(place.specs)))
     return groups, (structure, order)
 
 
-def _ungrouped(groups: _Groups, structure: _Structure) -> Any:
+def _ungroup_leaves(groups: _Groups, structure: _Structure) -> Any:
     tree, order = structure
     leaves = [iter(group) for group in groups]
     return jax.tree.unflatten(tree, [next(leaves[i]) for i in order])
 
 
-def _closed(tree: Any) -> PerDevice:
+def _close(tree: Any) -> PerDevice:
     leaves, structure = jax.tree.flatten(tree)
     return PerDevice([leaf[None] for leaf in leaves], structure)
 
 
-def _opened(parts: PerDevice) -> Any:
+def _open(parts: PerDevice) -> Any:
     return jax.tree.unflatten(parts.structure, [leaf[0] for leaf in parts.leaves])
 
 

@@ -1,42 +1,43 @@
-"""How a run begins: what was in its folder before, its description, and its first state."""
+"""The start of a run: what its folder holds from earlier, the checkpoint to resume from, and the initial state."""
 
 import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from raggedmoe import compat, interop
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, KernelChoice
+from raggedmoe.launch.processes import broadcast_from_first
 from raggedmoe.models.count import count_params
 from raggedmoe.models.decoder import Params
 from raggedmoe.models.flops import train_flops
-from raggedmoe.models.specs import param_specs
-from raggedmoe.parallel.processes import as_first_says
+from raggedmoe.models.parameters import param_specs
+from raggedmoe.sharding.training import TrainSharding
 from raggedmoe.train import run_folder
-from raggedmoe.train.checkpoint import Checkpoints, Restored
+from raggedmoe.train.checkpoint import Checkpoints, RestoredCheckpoint
 from raggedmoe.train.config import TrainConfig
 from raggedmoe.train.data import Data
-from raggedmoe.train.layout import Layout
 from raggedmoe.train.metrics import MetricsWriter, NoMetrics
 from raggedmoe.train.optimizer import make_optimizer
 from raggedmoe.train.programs import Programs, places_of, state_template
 from raggedmoe.train.rows import Batch
 from raggedmoe.train.run import Run
 from raggedmoe.train.screen import Screen
-from raggedmoe.train.settings import changed, plain
+from raggedmoe.train.settings import list_changes, plain
 from raggedmoe.train.speed import peak_flops
-from raggedmoe.train.state import TrainState, state_of
+from raggedmoe.train.state import TrainState, state_from_params
 from raggedmoe.version import __version__
 
 
-def headline(config: TrainConfig, data: Data, hardware: Hardware) -> str:
-    """What is about to happen."""
+def startup_summary(config: TrainConfig, data: Data, hardware: Hardware) -> str:
+    """Summarize the run that is about to start, for the screen."""
     model, count = config.step.model, count_params(config.step.model)
-    degrees = ", ".join(f"{axis} {size}" for axis, size in config.plan.degrees.sizes.items() if size > 1)
-    devices = f"{hardware.name} × {config.plan.degrees.num_devices} ({degrees})" if degrees else hardware.name
+    degrees = ", ".join(f"{axis} {size}" for axis, size in config.plan.sizes.items() if size > 1)
+    devices = f"{hardware.name} × {config.plan.num_devices} ({degrees})" if degrees else hardware.name
     return (
         f"{config.settings.values['model_name']}: {count.total / 1e6:.2f}M parameters, {count.active / 1e6:.2f}M active"
         f", {model.moe.experts_per_token} of {model.moe.num_experts} experts in {len(model.moe_layers)} of "
@@ -46,8 +47,8 @@ def headline(config: TrainConfig, data: Data, hardware: Hardware) -> str:
     )
 
 
-def kernel_lines(kernels: list[dict[str, Any]], choices: KernelChoice) -> list[str]:
-    """The kernels that were taken, forward / backward; and for what was asked for by name and not taken, why."""
+def kernel_summary(kernels: list[dict[str, Any]], choices: KernelChoice) -> list[str]:
+    """List the kernels that were chosen, forward / backward, and why a kernel that the user named was not."""
     taken: dict[str, dict[str, None]] = {}
     for kernel in kernels:
         taken.setdefault(f"{kernel['operation']} {kernel['direction']}", {})[kernel["chosen"]] = None
@@ -70,15 +71,15 @@ def _is_named(choice: Choice, direction: str) -> bool:
     return (getattr(choice, direction) if isinstance(choice, Directions) else choice) != "auto"
 
 
-def check_same_run(config: TrainConfig, data: Data, earlier: Mapping[str, Any], where: str) -> None:
-    """Refuse settings and data that what an earlier run computed does not allow to change."""
-    different = [
-        *changed(earlier.get("settings", {}), plain(config.settings.values)),
-        *_changed_batch(config, earlier),
+def check_resumable(config: TrainConfig, data: Data, earlier: Mapping[str, Any], where: str) -> None:
+    """Refuse to resume a run with other data, or with other values of settings that may not change."""
+    differences = [
+        *list_changes(earlier.get("settings", {}), plain(config.settings.values)),
+        *_batch_size_changes(config, earlier),
     ]
-    if different:
+    if differences:
         raise ValueError(
-            f"{where} is of a run with other settings: {'; '.join(different)}. Use those to resume it, or another "
+            f"{where} is of a run with other settings: {'; '.join(differences)}. Use those to resume it, or another "
             "run_name to begin anew"
         )
     if earlier.get("data_fingerprint") != data.fingerprint:
@@ -88,52 +89,58 @@ def check_same_run(config: TrainConfig, data: Data, earlier: Mapping[str, Any], 
         )
 
 
-def _changed_batch(config: TrainConfig, earlier: Mapping[str, Any]) -> list[str]:
-    """A run may go on on another mesh, with the same number of sequences in a micro-batch."""
+def _batch_size_changes(config: TrainConfig, earlier: Mapping[str, Any]) -> list[str]:
+    """Say if the micro-batch changed. A run may resume on another mesh, with as many sequences in a micro-batch."""
     old = earlier.get("settings", {}).get("per_device_batch_size", 0) * earlier.get("devices", 1)
-    new, num = config.run.micro_batch_size, config.plan.degrees.num_devices
+    new, num = config.run.micro_batch_size, config.plan.num_devices
     if old in (0, new):
         return []
     use = f"per_device_batch_size={old // num}" if old % num == 0 else f"a number of devices that divides {old}"
     return [f"per_device_batch_size × devices={old} is now {new}: on {num} use {use}"]
 
 
-def opened_checkpoints(config: TrainConfig) -> Any:
-    """A context with the run's checkpoints, or with None."""
+def open_checkpoints(config: TrainConfig) -> Any:
+    """Open the run's checkpoints as a context, which gives None if checkpointing is off."""
     return contextlib.nullcontext() if config.checkpoints is None else Checkpoints(config.checkpoints)
 
 
-def check_same_everywhere(config: TrainConfig, fingerprint: str) -> None:
-    """Processes with other settings or other data would train models of their own, and nobody would see it."""
-    mine = {**plain(config.settings.values), "the data": fingerprint}
-    first = as_first_says(mine)
-    other = [f"{name}={value} here and {first.get(name)} there" for name, value in mine.items() if first[name] != value]
-    if other:
+def check_processes_agree(config: TrainConfig, fingerprint: str) -> None:
+    """Require that all processes have the settings and data of process 0; others would train another model."""
+    settings = {**plain(config.settings.values), "the data": fingerprint}
+    process_0 = broadcast_from_first(settings)
+    differences = [
+        f"{name}={value} here and {process_0.get(name)} there"
+        for name, value in settings.items()
+        if process_0[name] != value
+    ]
+    if differences:
         raise ValueError(
-            f"process {jax.process_index()} differs from process 0: {'; '.join(other)}; expected all processes to be "
-            "started with the same words, and to find the same data"
+            f"process {jax.process_index()} differs from process 0: {'; '.join(differences)}; "
+            "expected all processes to be started with the same words, and to find the same data"
         )
 
 
-def restored_state(config: TrainConfig, data: Data, checkpoints: Checkpoints | None, layout: Layout) -> Restored | None:
-    """What the newest good checkpoint holds, if there is one and it is this run's."""
-    if checkpoints is None or not as_first_says(checkpoints.steps()):
+def restore_state(
+    config: TrainConfig, data: Data, checkpoints: Checkpoints | None, sharding: TrainSharding
+) -> RestoredCheckpoint | None:
+    """Restore the newest good checkpoint, and require that it is this run's; None if there is none."""
+    if checkpoints is None or not broadcast_from_first(checkpoints.steps()):
         return None
     folder = config.run.folder
-    earlier = run_folder.described(folder)
+    earlier = run_folder.read_description(folder)
     if earlier is not None:  # before its arrays are read, whose shapes may differ
-        check_same_run(config, data, earlier, f"{folder / run_folder.RUN}")
-    restored = checkpoints.restore(state_template(config.step, layout))
+        check_resumable(config, data, earlier, f"{folder / run_folder.RUN}")
+    restored = checkpoints.restore(state_template(config.step, sharding))
     assert restored is not None
-    check_same_run(config, data, restored.extra, str(restored.path))
+    check_resumable(config, data, restored.extra, str(restored.path))
     steps = config.run.steps
     if restored.step > steps:
         raise ValueError(f"steps={steps} is less than the {restored.step} that {restored.path} has done; use as many")
     return restored
 
 
-def opened_metrics(config: TrainConfig, restored: Restored | None, screen: Screen) -> MetricsWriter | NoMetrics:
-    """The files to go on with. Results that the run does not go on from are moved aside, not overwritten."""
+def open_metrics(config: TrainConfig, restored: RestoredCheckpoint | None, screen: Screen) -> MetricsWriter | NoMetrics:
+    """Open the metrics files to continue. Results that the run does not resume from are moved aside, not lost."""
     if jax.process_index() != 0:
         return NoMetrics()
     folder = config.run.folder
@@ -156,10 +163,10 @@ def make_run(
     checkpoints: Checkpoints | None,
     screen: Screen,
     hardware: Hardware,
-    layout: Layout,
+    sharding: TrainSharding,
     memory: int | None,
 ) -> Run:
-    """All parts together, described in run.json."""
+    """Put the parts of a run together, and write its description to run.json."""
     model, mtp_layers = config.step.model, config.step.mtp_layers
     layers = [*model.moe_layers, *range(model.num_layers, model.num_layers + mtp_layers)]
     run = Run(
@@ -170,11 +177,11 @@ def make_run(
         metrics=metrics,
         checkpoints=checkpoints,
         screen=screen,
-        layout=layout,
+        sharding=sharding,
         memory=memory,
-        batches=data.train_batches(layout.own_rows(config.data.batch_size, config.step.micro_batches)),
+        batches=data.train_batches(sharding.local_rows(config.data.batch_size, config.step.micro_batches)),
         flops_per_token=train_flops(model, config.data.sequence_length, mtp_layers=mtp_layers),
-        peak_flops=peak_flops(hardware, model.dtype, config.plan.degrees.num_devices),
+        peak_flops=peak_flops(hardware, jnp.dtype(model.dtype), config.plan.num_devices),
         load=np.zeros((len(layers), model.moe.num_experts), np.int64),
     )
     count = count_params(model)
@@ -183,8 +190,8 @@ def make_run(
         "raggedmoe": __version__,
         "jax": compat.JAX_VERSION,
         "hardware": hardware.name,
-        "devices": config.plan.degrees.num_devices,
-        "degrees": config.plan.degrees.sizes,
+        "devices": config.plan.num_devices,
+        "degrees": config.plan.sizes,
         "model": {
             "name": config.settings.values["model_name"],
             "total": count.total,
@@ -202,12 +209,14 @@ def make_run(
         "peak_flops": run.peak_flops,
     }
     if jax.process_index() == 0:
-        run_folder.describe(config.run.folder, description)
+        run_folder.write_description(config.run.folder, description)
     return run
 
 
-def first_state(run: Run, restored: Restored | None, given: Params | None, layout: Layout) -> TrainState:
-    """The state to go on from, with the data at its place."""
+def initial_state(
+    run: Run, restored: RestoredCheckpoint | None, initial_params: Params | None, sharding: TrainSharding
+) -> TrainState:
+    """Make the state to train from: restored with the data's position, from loaded parameters, or new."""
     if restored is not None:
         run.batches.set_state(restored.extra["data"])
         run.load = np.asarray(restored.extra["load"], np.int64).reshape(run.load.shape)
@@ -215,32 +224,32 @@ def first_state(run: Run, restored: Restored | None, given: Params | None, layou
         run.metrics.event(restored.step, "resumed", restored.path.name)
         return restored.state
     key = jax.random.key(run.config.run.seed)
-    if given is None:
+    if initial_params is None:
         return run.programs.init(key)
     optimizer = make_optimizer(run.config.step.optimizer, param_specs(run.config.step.model))
-    template = state_template(run.config.step, layout)
+    template = state_template(run.config.step, sharding)
     begin = jax.jit(
-        lambda params: state_of(params, optimizer, jax.random.split(key)[1]), out_shardings=places_of(template)
+        lambda params: state_from_params(params, optimizer, jax.random.split(key)[1]), out_shardings=places_of(template)
     )
-    return begin(layout.put_params(given, template.params))
+    return begin(sharding.put_params(initial_params, template.params))
 
 
-def given_params(config: TrainConfig) -> Params | None:
-    """The parameters of `load_parameters_path`, required to be this model's; None: the run makes its own."""
-    path, wanted = config.run.load_parameters_path, config.step.model
+def load_initial_params(config: TrainConfig) -> Params | None:
+    """Load the parameters of `load_parameters_path`, which must be this model's; None if it is not set."""
+    path, model = config.run.load_parameters_path, config.step.model
     if path is None:
         return None
-    found = interop.load(path, dtype=wanted.dtype, param_dtype=wanted.param_dtype, progress=True).params
-    specs = param_specs(wanted)
+    params = interop.load(path, dtype=model.dtype, param_dtype=model.param_dtype, progress=True).params
+    specs = param_specs(model)
     wrong = [
         f"{name}: expected {specs[name].shape if name in specs else 'none'}, "
-        f"found {found[name].shape if name in found else 'none'}"
-        for name in sorted(specs.keys() | found.keys())
-        if name not in specs or name not in found or specs[name].shape != found[name].shape
+        f"found {params[name].shape if name in params else 'none'}"
+        for name in sorted(specs.keys() | params.keys())
+        if name not in specs or name not in params or specs[name].shape != params[name].shape
     ]
     if wrong:
         raise ValueError(
             f"{path} is no checkpoint of model_name={config.settings.values['model_name']} as it is set; "
             f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}"
         )
-    return found
+    return params

@@ -1,11 +1,12 @@
-"""Checkpoints of a run that may die at any moment.
+"""Checkpoints of a run, which may be killed at any moment.
 
 One checkpoint is one folder, ``step_00000123``: orbax writes the arrays to ``state``, the manifest has all the rest and
-a checksum of every file. It is written as ``step_00000123.partial``, forced to the disk and renamed, so that a folder
-with the final name is whole. What is damaged afterwards is seen by its checksums, named, passed over and never deleted.
+a checksum of every file. It is written as ``step_00000123.partial``, flushed to disk and renamed, so that a folder with
+the final name is complete. A checkpoint that is damaged later is recognised by its checksums; it is named in a warning,
+passed over and never deleted.
 
-Of several processes each writes its own parts of the arrays, into a folder that all of them see; what is done once, all
-but the writing, process 0 does.
+In a run of several processes each writes its own parts of the arrays, into a folder that all of them see. Process 0
+does all the rest.
 """
 
 import logging
@@ -25,18 +26,18 @@ import jax
 import orbax.checkpoint as ocp
 
 from raggedmoe.disk import sync, sync_tree
-from raggedmoe.parallel.processes import as_first_says, wait_for_all
+from raggedmoe.launch.processes import broadcast_from_first, wait_for_all
 from raggedmoe.train.manifest import (
     STATE,
-    Damaged,
+    DamagedCheckpointError,
     Manifest,
+    hash_files,
     plain_json,
     read_manifest,
-    stored_files,
-    verified_manifest,
+    verify_checkpoint,
     write_manifest,
 )
-from raggedmoe.train.stored_arrays import described, named_leaves, read_state, start_writing
+from raggedmoe.train.stored_arrays import describe_leaf, leaves_by_name, read_state, start_writing
 
 logger = logging.getLogger("raggedmoe")
 
@@ -46,7 +47,7 @@ _PARTIAL = re.compile(r"step_\d{8,}\.partial")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where checkpoints are, and which of them stay."""
+    """Where checkpoints are written, and which of them are kept."""
 
     folder: Path
     keep_last: int = 2  # the newest ones
@@ -61,11 +62,11 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restored:
-    """A checkpoint that was read."""
+class RestoredCheckpoint:
+    """A checkpoint that was restored: the state, and what was saved beside it."""
 
     step: int
-    state: Any  # as the template: structure, shapes, types, places
+    state: Any  # with the structure, shapes, types and shardings of the template
     extra: dict[str, Any]
     path: Path
 
@@ -79,7 +80,7 @@ class Checkpoints:
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
         self._folder = config.folder.absolute()  # orbax wants it so
-        self._damaged: set[int] = set()  # found so, and still at their place
+        self._damaged: set[int] = set()  # steps of damaged checkpoints that still have their name
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._is_first = jax.process_index() == 0
@@ -98,13 +99,13 @@ class Checkpoints:
         self._remove_leftovers()
 
     def _check_all_see_it(self) -> None:
-        """Each process writes its own parts: a folder on a disk of its own would have some only."""
+        """Require that all processes see one folder: on disks of their own, each would have a part of a checkpoint."""
         if jax.process_count() == 1:
             return
         mark = self._folder / f"step_{secrets.randbelow(10**12):012}.partial"
         if self._is_first:
             mark.mkdir()
-        mark = mark.with_name(as_first_says(mark.name))
+        mark = mark.with_name(broadcast_from_first(mark.name))
         until = time.monotonic() + VISIBLE_SECONDS
         while not mark.is_dir():
             if time.monotonic() > until:
@@ -131,26 +132,27 @@ class Checkpoints:
                 logger.error("a checkpoint was not saved: %s", self._failure)
 
     def save(self, step: int, state: Any, extra: dict[str, Any], *, metric: float | None = None) -> None:
-        """Save a state. When this returns it is out of the caller's hands: its buffers may be donated.
+        """Save a state. When this returns, the state has been copied and its buffers may be donated.
 
-        Waits for an earlier save first, and raises what went wrong there. All processes must call it.
+        It waits for an earlier save first, and raises what went wrong there. All processes must call it.
 
         Args:
-          step: its number, greater than that of every good checkpoint in the folder.
-          state: a pytree of JAX arrays, typed random keys among them.
-          extra: what JSON can say: the position in the data, counters.
-          metric: the lower the better; without one, or if it is not finite, this checkpoint cannot be the best.
+          step: the number of the step, greater than that of every good checkpoint in the folder.
+          state: a pytree of JAX arrays, which may include typed random keys.
+          extra: a JSON object, such as the position in the data and counters.
+          metric: the metric of `keep_best`, the lower the better; without one, or if it is not finite, this checkpoint
+            cannot be the best.
         """
         self.wait()
         if self._is_first:
             self._check_is_next(step)
         wait_for_all("save")  # process 0 may have waited for long
-        leaves = named_leaves(state)
+        leaves = leaves_by_name(state)
         manifest = Manifest(
             step=step,
             metric=None if metric is None else float(metric),
             extra=plain_json(extra),
-            leaves={name: described(name, leaf) for name, leaf in leaves.items()},
+            leaves={name: describe_leaf(name, leaf) for name, leaf in leaves.items()},
             files={},
         )
         partial = self._path(step).with_name(f"{self._path(step).name}.partial")
@@ -171,39 +173,39 @@ class Checkpoints:
             self._finish(partial, manifest, writing)
 
     def wait(self) -> None:
-        """Until nothing is being written. What went wrong in the background is raised here."""
+        """Wait until nothing is being written, and raise what went wrong in the background."""
         self._join()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def restore(self, template: Any) -> Restored | None:
-        """The newest checkpoint that is as it was written; None if there are none at all.
+    def restore(self, template: Any) -> RestoredCheckpoint | None:
+        """Restore the newest checkpoint that is not damaged; None if there are no checkpoints.
 
-        Damaged ones are named in a warning and stay where they are. If all are damaged that is an error, and so is a
-        state that is not the template's: nobody should start anew, or from something older, without having been told.
+        Damaged ones are named in a warning and stay where they are. It is an error if all are damaged, or if the state
+        does not have the template's shapes: nobody should start anew, or from an older step, without having been told.
 
         Args:
           template: the state's structure: arrays, or ``jax.ShapeDtypeStruct``. Each array goes to the devices of its
             template; where that is not committed to any, neither is the array.
         """
         self.wait()
-        step = as_first_says(self._newest_good() if self._is_first else None)  # after it has read all of it
+        step = broadcast_from_first(self._newest_good() if self._is_first else None)  # after it has read all of it
         if step is None:
             return None
         path = self._path(step)
         manifest = read_manifest(path)
         state = read_state(path / STATE, template, manifest.leaves)
-        return Restored(step=step, state=state, extra=manifest.extra, path=path)
+        return RestoredCheckpoint(step=step, state=state, extra=manifest.extra, path=path)
 
     def _newest_good(self) -> int | None:
-        """The step of the newest checkpoint that is as it was written; None if there are none at all."""
+        """Find the step of the newest checkpoint that is not damaged; None if there are no checkpoints."""
         problems = []
         for step in reversed(self._steps_on_disk()):
             path = self._path(step)
             try:
-                verified_manifest(path)
-            except Damaged as damage:
+                verify_checkpoint(path)
+            except DamagedCheckpointError as damage:
                 self._damaged.add(step)
                 problems.append(f"{path}: {damage}")
                 logger.warning("%s is damaged; it stays there but is not used: %s", path, damage)
@@ -218,7 +220,7 @@ class Checkpoints:
         return None
 
     def steps(self) -> list[int]:
-        """The steps of complete checkpoints, ascending, without those that were found damaged."""
+        """List the steps of complete checkpoints, ascending, without those known to be damaged."""
         return [step for step in self._steps_on_disk() if step not in self._damaged]
 
     def _steps_on_disk(self) -> list[int]:
@@ -238,7 +240,7 @@ class Checkpoints:
             )
 
     def _remove_leftovers(self) -> None:
-        """Remove what killed runs left, in a save or in the deletion of an old checkpoint."""
+        """Remove partial folders that killed runs left while they saved or deleted a checkpoint."""
         for leftover in self._folder.iterdir():
             if _PARTIAL.fullmatch(leftover.name):
                 _remove(leftover)
@@ -255,7 +257,7 @@ class Checkpoints:
             self._failure = error  # the next call raises it
 
     def _finish(self, partial: Path, manifest: Manifest, writing: ocp.AsyncCheckpointer | None) -> None:
-        """Everything after the copy to the host: the rename is what makes it a checkpoint."""
+        """Do all that follows the copy to the host; the rename at the end makes the folder a checkpoint."""
         path = self._path(manifest.step)
         try:
             if writing is not None:
@@ -263,7 +265,7 @@ class Checkpoints:
                     writing.wait_until_finished()  # for all processes' parts
             if not self._is_first:
                 return
-            write_manifest(partial, replace(manifest, files=stored_files(partial / STATE)))
+            write_manifest(partial, replace(manifest, files=hash_files(partial / STATE)))
             sync_tree(partial)
             if path.exists():
                 self._set_aside(manifest.step)
@@ -283,7 +285,7 @@ class Checkpoints:
             _remove(partial)
 
     def _set_aside(self, step: int) -> None:
-        """Make room at the place of a damaged checkpoint, and keep it."""
+        """Rename a damaged checkpoint whose step is saved again, so that it is kept."""
         path = self._path(step)
         aside, number = path.with_name(f"{path.name}.damaged"), 1
         while aside.exists():
@@ -294,25 +296,25 @@ class Checkpoints:
         logger.warning("%s is damaged and its step is saved again: it is now %s", path, aside)
 
     def _prune(self) -> None:
-        """Delete all but the newest and the best. Damaged ones neither count nor go."""
+        """Delete all checkpoints but the newest and the best. Damaged ones neither count nor are deleted."""
         metrics = {}
         for step in self.steps():
             try:
                 metrics[step] = read_manifest(self._path(step)).metric
-            except Damaged as damage:
+            except DamagedCheckpointError as damage:
                 self._damaged.add(step)
                 logger.warning("%s is damaged; it stays there but is not used: %s", self._path(step), damage)
-        kept = set(sorted(metrics)[-self._config.keep_last :])
-        ranked = [(metric, step) for step, metric in metrics.items() if metric is not None and math.isfinite(metric)]
-        if self._config.keep_best and ranked:
-            kept.add(min(ranked)[1])  # of equal ones the earlier
-        for step in metrics.keys() - kept:
+        keep = set(sorted(metrics)[-self._config.keep_last :])
+        by_metric = [(metric, step) for step, metric in metrics.items() if metric is not None and math.isfinite(metric)]
+        if self._config.keep_best and by_metric:
+            keep.add(min(by_metric)[1])  # the earliest, if several are equal
+        for step in metrics.keys() - keep:
             path = self._path(step)
             _remove(path.rename(path.with_name(f"{path.name}.partial")))
 
 
 def _remove(partial: Path) -> None:
-    """Delete a folder that no longer has, or never had, the name of a checkpoint. What resists is left to the next."""
+    """Delete a partial folder; a warning names one that cannot be deleted."""
     shutil.rmtree(partial, ignore_errors=True)
     if partial.exists():
         logger.warning("%s could not be deleted; delete it by hand", partial)

@@ -9,15 +9,16 @@ import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, KernelChoice, Ordered
-from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.config import ModelConfig, check_execution
+from raggedmoe.models.execution import ModelExecution
+from raggedmoe.models.parameters import param_specs
 from raggedmoe.models.presets import model_preset
-from raggedmoe.models.sizes import FIELDS, OTHERS, resized
-from raggedmoe.models.specs import param_specs
+from raggedmoe.models.sizes import FIELDS, OTHERS, resize
 from raggedmoe.moe.backends import backend_named
-from raggedmoe.moe.config import ACROSS_RANKS, MoEConfig, RouterConfig
-from raggedmoe.parallel.degrees import Degrees, resolved
-from raggedmoe.parallel.plan import Plan
-from raggedmoe.partition import SPLITS
+from raggedmoe.moe.config import RouterConfig, strategy_name
+from raggedmoe.moe.execution import ACROSS_RANKS, MoEExecution
+from raggedmoe.sharding.axes import AXES
+from raggedmoe.sharding.plan import Plan
 from raggedmoe.train.checkpoint import CheckpointConfig
 from raggedmoe.train.data import TEXT_SUFFIXES, DataConfig
 from raggedmoe.train.keys import KERNEL_KEYS
@@ -77,16 +78,18 @@ def make_config(settings: Settings, hardware: Hardware, num_devices: int = 1) ->
     for name in ("base_output_directory", "load_parameters_path", "tokenizer_path"):
         if "://" in (v[name] or ""):
             raise ValueError(f"{name}: expected a place on this machine, got {v[name]!r}; mount it, or copy it")
-    model = make_model(settings, hardware, plan)
+    model = make_model(settings, hardware)
+    execution = make_execution(settings, model, plan)
     for name, spec in param_specs(model).items():
         plan.spec(name, spec)  # what does not divide is found here
     step = StepConfig(
         model=model,
+        execution=execution,
         optimizer=make_optimizer_config(settings),
         micro_batches=v["gradient_accumulation_steps"],
         bias_update_rate=v["bias_update_rate"],
         mtp_loss_weight=v["mtp_loss_weight"],
-        rerun_on_overflow=v["rerun_on_overflow"] and model.moe.ragged_buffer_factor is not None,
+        rerun_on_overflow=v["rerun_on_overflow"] and execution.moe.ragged_buffer_factor is not None,
     )
     if v["per_device_batch_size"] < 1:
         raise ValueError(f"expected per_device_batch_size >= 1, got {v['per_device_batch_size']}")
@@ -96,7 +99,7 @@ def make_config(settings: Settings, hardware: Hardware, num_devices: int = 1) ->
         suffixes=v["dataset_suffixes"] or TEXT_SUFFIXES,
         tokenizer=v["tokenizer_path"],
         sequence_length=v["max_target_length"],
-        batch_size=v["per_device_batch_size"] * plan.degrees.num_devices * v["gradient_accumulation_steps"],
+        batch_size=v["per_device_batch_size"] * plan.num_devices * v["gradient_accumulation_steps"],
         packing=v["packing"],
         held_out=v["held_out"],
         seed=v["data_seed"],
@@ -177,7 +180,7 @@ def make_run_config(settings: Settings, folder: Path, plan: Plan) -> RunConfig:
         folder=folder,
         **{name: v[name] for name in ("steps", "seed", "load_period", "eval_interval", "eval_steps")},
         line_period=line_period,
-        micro_batch_size=v["per_device_batch_size"] * plan.degrees.num_devices,
+        micro_batch_size=v["per_device_batch_size"] * plan.num_devices,
         checkpoint_period=v["checkpoint_period"],
         max_skipped_steps=v["max_skipped_steps"],
         tensorboard=v["tensorboard"],
@@ -196,15 +199,15 @@ def _run_name(values: Mapping[str, Any]) -> str:
 def make_plan(settings: Settings, num_devices: int) -> Plan:
     """The mesh that the degrees ask for, of so many devices."""
     v = settings.values
-    degrees = Degrees(**{name: v[f"{name}_parallelism"] for name in ("data", "fsdp", "expert", "tensor")})
-    return Plan(degrees=resolved(degrees, num_devices), tensor_split=v["tensor_split"])
+    degrees = {axis: v[f"{axis}_parallelism"] for axis in AXES}
+    return Plan(**degrees, tensor_split=v["tensor_split"]).resolve(num_devices)
 
 
 def _remarks(settings: Settings, plan: Plan, num_devices: int) -> list[str]:
     """What a user may not expect."""
     v, found = settings.values, []
-    if plan.degrees.num_devices < num_devices:
-        found.append(f"{plan.degrees.num_devices} of {num_devices} devices used; fsdp_parallelism=-1 takes them all")
+    if plan.num_devices < num_devices:
+        found.append(f"{plan.num_devices} of {num_devices} devices used; fsdp_parallelism=-1 takes them all")
     saves = v["enable_checkpointing"] and v["keep_best"] and v["held_out"]
     if saves and (not v["eval_interval"] or v["checkpoint_period"] % v["eval_interval"]):
         found.append(
@@ -214,8 +217,12 @@ def _remarks(settings: Settings, plan: Plan, num_devices: int) -> list[str]:
     return found
 
 
+def _strategy(step: StepConfig) -> str:
+    return strategy_name(step.model.moe, step.execution.moe)
+
+
 def _moves_rows(step: StepConfig) -> bool:
-    return step.model.moe.strategy_name in ACROSS_RANKS
+    return _strategy(step) in ACROSS_RANKS
 
 
 NO_ROW_LEAVES = (
@@ -253,13 +260,13 @@ READ_ONLY_IF: dict[str, tuple[Callable[[Mapping[str, Any], StepConfig], bool], s
     "eval_steps": (lambda v, step: v["held_out"] > 0, "nothing is held out"),
     "expert_strategy": (lambda v, step: _moves_rows(step), NO_ROW_LEAVES),
     "ragged_buffer_factor": (lambda v, step: _moves_rows(step), NO_ROW_LEAVES),
-    "rerun_on_overflow": (lambda v, step: step.model.moe.ragged_buffer_factor is not None, "no row can be dropped"),
+    "rerun_on_overflow": (lambda v, step: step.execution.moe.ragged_buffer_factor is not None, "no row can be dropped"),
     **{
-        key: (lambda v, step: step.model.moe.strategy_name not in ("dense", "capacity"), "the matmul is a dense one")
+        key: (lambda v, step: _strategy(step) not in ("dense", "capacity"), "the matmul is a dense one")
         for key in _kernel_keys("grouped_matmul")
     },
     **{
-        key: (lambda v, step: step.model.moe.strategy_name != "dense", "no rows are moved for a dense matmul")
+        key: (lambda v, step: _strategy(step) != "dense", "no rows are moved for a dense matmul")
         for operation in ("ragged_gather", "ragged_gather_reduce")
         for key in _kernel_keys(operation)
     },
@@ -340,18 +347,17 @@ def differences(settings: Settings, step: StepConfig) -> list[str]:
     ]
 
 
-def make_model(settings: Settings, hardware: Hardware, plan: Plan) -> ModelConfig:
+def make_model(settings: Settings, hardware: Hardware) -> ModelConfig:
     """The model with what the settings change."""
     v = settings.values
     sizes = {name: v[name] for name in (*FIELDS, *OTHERS) if v[name] is not None}
-    model = resized(model_preset(v["model_name"]), sizes, v["model_name"])
+    model = resize(model_preset(v["model_name"]), sizes, v["model_name"])
     if v["mtp_layers"] is not None:
         model = replace(model, mtp_layers=v["mtp_layers"])
     if v["max_target_length"] > model.max_length:  # trained on longer sequences, it is a model for longer ones
         model = replace(model, max_length=v["max_target_length"])
     auto = "float32" if hardware.platform == "cpu" else "bfloat16"
-    remat = v["remat"]
-    moe = make_moe(settings, model.moe, plan)
+    moe = replace(model.moe, router=make_router(settings, model.moe.router), capacity_factor=v["capacity_factor"])
     ours_typed = bool({"aux_loss", "aux_loss_weight"} & settings.typed)  # before what a file has
     if v["load_balance_loss_weight"] is not None and not (
         ours_typed and "load_balance_loss_weight" not in settings.typed
@@ -362,20 +368,30 @@ def make_model(settings: Settings, hardware: Hardware, plan: Plan) -> ModelConfi
         moe=moe,
         dtype=jnp.dtype(auto if v["dtype"] == "auto" else v["dtype"]),
         param_dtype=jnp.dtype(v["weight_dtype"]),
+    )
+
+
+def make_execution(settings: Settings, model: ModelConfig, plan: Plan) -> ModelExecution:
+    """How the settings run a model on the plan's mesh."""
+    v, remat = settings.values, settings.values["remat"]
+    execution = ModelExecution(
+        moe=make_moe_execution(settings, plan),
         attention_implementation=v["attention"],
         scan_layers=v["scan_layers"],
         remat=remat[0] if remat[0] in ("none", "full") and len(remat) == 1 else remat,
     )
+    check_execution(model, execution)
+    return execution
 
 
-def make_moe(settings: Settings, moe: MoEConfig, plan: Plan) -> MoEConfig:
-    """The MoE layers with what the settings change."""
+def make_moe_execution(settings: Settings, plan: Plan) -> MoEExecution:
+    """How the settings run the MoE layers on the plan's mesh."""
     v, given = settings.values, settings.given
     backend, factor = v["moe_backend"], v["capacity_factor"]
     is_dense = backend_named(backend).strategy == "dense"
     if v["sparse_matmul"] is not None and "moe_backend" in given and is_dense == v["sparse_matmul"]:
         raise ValueError(
-            f"{given['sparse_matmul']} and {given['moe_backend']} contradict each other: moe_backend=jax is the one "
+            f"{given['sparse_matmul']} and {given['moe_backend']} contradict each other: moe_backend=dense is the one "
             "without a sparse matmul; leave one out"
         )
     if v["sparse_matmul"] and factor is not None:
@@ -384,7 +400,7 @@ def make_moe(settings: Settings, moe: MoEConfig, plan: Plan) -> MoEConfig:
             "no token; use sparse_matmul=false for fixed slots, or leave the capacity factor out"
         )
     if v["sparse_matmul"] is False and factor is None:
-        backend, is_dense = "jax", True
+        backend, is_dense = "dense", True
     choices = {operation: kernel_choice(v, operation) for operation in KERNEL_KEYS}
     dense = ("grouped_matmul",) if factor is not None else SPARSE_OPERATIONS if is_dense else ()
     for operation in dense:
@@ -393,17 +409,12 @@ def make_moe(settings: Settings, moe: MoEConfig, plan: Plan) -> MoEConfig:
             choices[operation] = "auto"
     named = any(choice != "auto" for choice in choices.values())
     strategy = None
-    if factor is not None:
-        strategy = "capacity"
-    elif plan.degrees.expert > 1 and not is_dense:
+    if factor is None and plan.expert > 1 and not is_dense:
         strategy = "all_to_all" if v["expert_strategy"] == "auto" else v["expert_strategy"]
-    return replace(
-        moe,
-        router=make_router(settings, moe.router),
+    return MoEExecution(
         moe_backend=backend,
         kernels=KernelChoice(**choices) if named else None,
-        strategy=strategy or moe.strategy,
-        capacity_factor=factor,
+        strategy=strategy,
         ragged_buffer_factor=v["ragged_buffer_factor"] if strategy in ACROSS_RANKS else None,
         token_chunks=v["token_chunks"],
         width_chunks=v["width_chunks"],
@@ -421,24 +432,6 @@ def kernel_choice(values: Mapping[str, Any], operation: str) -> Choice:
         ordered(values[f"{operation}.{direction}"] or values[operation]) for direction in (FORWARD, BACKWARD)
     )
     return forward if forward == backward else Directions(forward=forward, backward=backward)
-
-
-def on_one_device(model: ModelConfig) -> ModelConfig:
-    """The model without the settings that belong to the mesh that trained it."""
-    strategy = None if model.moe.strategy in ACROSS_RANKS else model.moe.strategy
-    moe = replace(model.moe, strategy=strategy, ragged_buffer_factor=None, token_chunks=1, tensor_split=SPLITS[0])
-    return replace(model, moe=moe)
-
-
-def with_more_room(step: StepConfig, expert_parallelism: int) -> StepConfig:
-    """The step with twice the room for rows, or with room for all where that is no more than twice."""
-    moe = step.model.moe
-    assert moe.ragged_buffer_factor is not None
-    factor: float | None = 2 * moe.ragged_buffer_factor
-    if factor is not None and factor >= expert_parallelism:  # no rank can be sent more
-        factor = None
-    model = replace(step.model, moe=replace(moe, ragged_buffer_factor=factor))
-    return replace(step, model=model, rerun_on_overflow=factor is not None)
 
 
 def make_router(settings: Settings, router: RouterConfig) -> RouterConfig:

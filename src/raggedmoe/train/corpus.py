@@ -1,4 +1,4 @@
-"""Reading documents: the standard library's sources, or files of text, as bytes or through a tokenizer."""
+"""Reading the training corpus: the standard library's sources, or files of text, as bytes or through a tokenizer."""
 
 import json
 import logging
@@ -16,18 +16,18 @@ from jaxtyping import Integer
 from raggedmoe.interop.progress import bytes_bar
 
 _log = logging.getLogger(__name__)
-_NO_SOURCES = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-# The tokenizer takes about 150 bytes of memory a character while it works, and one core a text: so long texts go to it
-# in parts, of which it gets this many characters in a call.
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+# The tokenizer takes about 150 bytes of memory a character while it works, and one core a text: so long texts are split
+# into parts of this many characters, and it gets parts of this many characters in a call.
 _PART_CHARACTERS = 2**18
 _CALL_CHARACTERS = 2**21
-# Where tokenizers cut anyway: a part's tokens are those that the whole text would have there.
+# Tokenizers cut here anyway, so a part's tokens are those that the whole text would have there.
 _LINE_END = re.compile(r"(?<=[^\W_])(?=\n)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """One file's tokens."""
+    """The tokens of one file."""
 
     name: str  # relative, with slashes: the same on every machine
     tokens: Integer[np.ndarray, " N"]
@@ -35,7 +35,7 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Documents in the order of their names, none of them empty."""
+    """The documents of a dataset in the order of their names, none of them empty."""
 
     documents: tuple[Document, ...]
     unit: str  # "bytes" or "tokens"
@@ -43,10 +43,10 @@ class Corpus:
     tokenizer_json: str
 
 
-def standard_library() -> Corpus:
-    """The sources of the running Python, without its tests and without what was installed beside it."""
+def read_standard_library() -> Corpus:
+    """Read the sources of the running Python, without its tests and without installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [(_relative(path, root), path) for path in _walk(root, (".py",), _NO_SOURCES)]
+    files = [(_relative(path, root), path) for path in _walk(root, (".py",), _SKIPPED_FOLDERS)]
     documents = []
     for name, path in sorted(files):
         try:
@@ -62,48 +62,52 @@ def standard_library() -> Corpus:
     return _byte_corpus(documents)
 
 
-def text_files(paths: Sequence[str], suffixes: Sequence[str], tokenizer: str | None, vocab_size: int) -> Corpus:
-    """Files, and what folders hold below them, each file one document.
+def read_text_files(paths: Sequence[str], suffixes: Sequence[str], tokenizer: str | None, vocab_size: int) -> Corpus:
+    """Read files, and all files below folders, each as one document.
 
-    Left out: what begins with a dot below a given folder, and a file that was found before.
+    Names below a folder that begin with a dot are left out, and so is a file that was found before.
     """
-    encoder = None if tokenizer is None else _tokenizer(Path(tokenizer), vocab_size)
-    contents = [(name, path, _content(path)) for name, path in _found(paths, suffixes)]
+    encoder = None if tokenizer is None else _load_tokenizer(Path(tokenizer), vocab_size)
+    contents = [(name, path, _read_file(path)) for name, path in _find_files(paths, suffixes)]
     if not any(content for _, _, content in contents):
         raise ValueError(f"{', '.join(paths)}: expected text, got {len(contents)} empty files; name other paths")
     if encoder is None:
         return _byte_corpus([_byte_document(name, content) for name, _, content in contents if content])
-    tokens = _encoded(encoder, [_decoded(path, content) for _, path, content in contents])
-    documents = [Document(name=name, tokens=own) for (name, _, _), own in zip(contents, tokens) if len(own)]
+    tokens = _tokenize(encoder, [_decode_utf8(path, content) for _, path, content in contents])
+    documents = [
+        Document(name=name, tokens=document_tokens)
+        for (name, _, _), document_tokens in zip(contents, tokens)
+        if len(document_tokens)
+    ]
     if not documents:
         raise ValueError(f"{tokenizer}: expected tokens for the text of {len(contents)} files, got none")
     return Corpus(documents=tuple(documents), unit="tokens", vocab_size=encoder.vocab_size, tokenizer_json=encoder.text)
 
 
-def _found(paths: Sequence[str], suffixes: Sequence[str]) -> list[tuple[str, Path]]:
-    """The files by their names below what was given, in the order of those names."""
-    found: dict[str, tuple[str, Path]] = {}
-    for given in map(Path, paths):
+def _find_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[tuple[str, Path]]:
+    """List the files by their names relative to the paths, in the order of those names."""
+    files: dict[str, tuple[str, Path]] = {}
+    for root in map(Path, paths):
         try:
-            given.stat()
+            root.stat()
         except FileNotFoundError:
-            raise ValueError(f"{given}: expected a file or folder to read text from, found nothing there") from None
+            raise ValueError(f"{root}: expected a file or folder to read text from, found nothing there") from None
         except OSError as error:  # a link to itself, a folder that may not be entered
-            raise _unreadable(error) from None
-        inside = sorted(_walk(given, suffixes)) if given.is_dir() else [given]
+            raise _unreadable_error(error) from None
+        inside = sorted(_walk(root, suffixes)) if root.is_dir() else [root]
         if not inside:
             raise ValueError(
-                f"{given}: expected files that end in {', '.join(suffixes)}, found none; set suffixes=... to "
+                f"{root}: expected files that end in {', '.join(suffixes)}, found none; set suffixes=... to "
                 "others, or name the files themselves"
             )
         for path in inside:
-            # The same file twice would be trained on and held out. A link that leads to itself fails when it is read.
-            found.setdefault(os.path.realpath(path), (_relative(path, given), path))
-    return sorted(found.values())
+            # A file that is read twice could be trained on and held out. A link to itself fails when it is read.
+            files.setdefault(os.path.realpath(path), (_relative(path, root), path))
+    return sorted(files.values())
 
 
 def byte_tokenizer_json() -> str:
-    """A tokenizer.json whose tokens are the 256 bytes of UTF-8: no merges, and a token's number is its byte."""
+    """Make a tokenizer.json whose tokens are the 256 bytes of UTF-8, without merges; a token's number is its byte."""
     # The format writes a byte as a character that can be seen: itself where Latin-1 shows one, or else the next free
     # character from 256 on.
     shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
@@ -123,10 +127,10 @@ def byte_tokenizer_json() -> str:
 
 
 def _walk(root: Path, suffixes: Sequence[str], left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Files below a folder, in no order. A link to a folder is not followed: it may lead back."""
+    """Iterate over the files below a folder, in no order. Links to folders are not followed, as they may lead back."""
 
     def refuse(error: OSError) -> None:
-        raise _unreadable(error)
+        raise _unreadable_error(error)
 
     endings = tuple(suffix.lower() for suffix in suffixes)
     for folder, folders, files in os.walk(root, onerror=refuse):
@@ -140,21 +144,21 @@ def _relative(path: Path, root: Path) -> str:
     return path.name if path == root else path.relative_to(root).as_posix()
 
 
-def _content(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     # Whoever reads a pipe waits for a writer.
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: expected a file, got something else by that name; leave it out")
     try:
         return path.read_bytes()
     except OSError as error:
-        raise _unreadable(error) from None
+        raise _unreadable_error(error) from None
 
 
-def _unreadable(error: OSError) -> ValueError:
+def _unreadable_error(error: OSError) -> ValueError:
     return ValueError(f"{error.filename}: expected to read it, got {error.strerror}; mend it or leave it out")
 
 
-def _decoded(path: Path, content: bytes) -> str:
+def _decode_utf8(path: Path, content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -174,13 +178,15 @@ def _byte_corpus(documents: Sequence[Document]) -> Corpus:
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoder:
+    """A tokenizer of the tokenizers package, and its file."""
+
     tokenizer: Any
-    text: str  # of its file
+    text: str  # the content of its file
     vocab_size: int  # one more than its largest token
 
 
-def _tokenizer(path: Path, vocab_size: int) -> _Encoder:
-    """The tokenizer of a file, for a model with that vocabulary."""
+def _load_tokenizer(path: Path, vocab_size: int) -> _Encoder:
+    """Load a tokenizer.json, and require that its tokens are in the model's vocabulary."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -190,7 +196,7 @@ def _tokenizer(path: Path, vocab_size: int) -> _Encoder:
         ) from None
     if not path.is_file():
         raise ValueError(f"{path}: expected a tokenizer.json, found no file there")
-    text = _decoded(path, _content(path))
+    text = _decode_utf8(path, _read_file(path))
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library raises the bare Exception for a file that it cannot read
@@ -209,30 +215,31 @@ def _tokenizer(path: Path, vocab_size: int) -> _Encoder:
     return _Encoder(tokenizer=tokenizer, text=text, vocab_size=largest + 1)
 
 
-def _encoded(encoder: _Encoder, texts: Sequence[str]) -> list[np.ndarray]:
-    """Each text's tokens, without the special ones that the tokenizer would put around a prompt."""
-    kind = np.uint16 if encoder.vocab_size <= 2**16 else np.uint32
-    encoded: list[list[np.ndarray]] = [[np.zeros(0, kind)] for _ in texts]
-    parts = [(number, part) for number, text in enumerate(texts) for part in _parts(text)]
+def _tokenize(encoder: _Encoder, texts: Sequence[str]) -> list[np.ndarray]:
+    """Tokenize texts, without the special tokens that a tokenizer would put around a prompt."""
+    dtype = np.uint16 if encoder.vocab_size <= 2**16 else np.uint32
+    text_arrays: list[list[np.ndarray]] = [[np.zeros(0, dtype)] for _ in texts]
+    parts = [(number, part) for number, text in enumerate(texts) for part in _split_text(text)]
     with bytes_bar("tokenizing", sum(map(len, texts)), shown=True) as advance:
-        for call in _calls(parts):
-            found = encoder.tokenizer.encode_batch_fast([part for _, part in call], add_special_tokens=False)
-            for (number, _), one in zip(call, found):
-                encoded[number].append(np.asarray(one.ids, kind))
+        for call in _batch_parts(parts):
+            encodings = encoder.tokenizer.encode_batch_fast([part for _, part in call], add_special_tokens=False)
+            for (number, _), encoding in zip(call, encodings):
+                text_arrays[number].append(np.asarray(encoding.ids, dtype))
             advance(sum(len(part) for _, part in call))
-    return [np.concatenate(arrays) for arrays in encoded]
+    return [np.concatenate(arrays) for arrays in text_arrays]
 
 
-def _parts(text: str) -> Iterator[str]:
+def _split_text(text: str) -> Iterator[str]:
+    """Split a long text at line ends."""
     start = 0
-    while found := _LINE_END.search(text, start + _PART_CHARACTERS):
-        yield text[start : found.start()]
-        start = found.start()
+    while cut := _LINE_END.search(text, start + _PART_CHARACTERS):
+        yield text[start : cut.start()]
+        start = cut.start()
     yield text[start:]
 
 
-def _calls(parts: Sequence[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """The parts in groups, each group long enough for one call."""
+def _batch_parts(parts: Sequence[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    """Group parts into batches, each long enough for one call of the tokenizer."""
     call, size = [], 0
     for number, part in parts:
         call.append((number, part))

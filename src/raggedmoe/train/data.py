@@ -1,4 +1,4 @@
-"""What a run trains on: documents split, cut into rows and put in an order that a resumed run finds again."""
+"""The data of a run: documents are split, cut into rows and shuffled in an order that a resumed run finds again."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from raggedmoe.names import unknown
-from raggedmoe.train.corpus import Corpus, Document, standard_library, text_files
+from raggedmoe.train.corpus import Corpus, Document, read_standard_library, read_text_files
 from raggedmoe.train.rows import Batch, Rows, TokenRows, synthetic_rows, token_rows
 
 _log = logging.getLogger(__name__)
@@ -31,14 +31,14 @@ class DataConfig:
     """
 
     dataset: str = "stdlib"  # "stdlib", "text" or "synthetic"
-    paths: tuple[str, ...] = ()  # of "text": files, and folders to look through
+    paths: tuple[str, ...] = ()  # files of dataset "text", and folders to search
     suffixes: tuple[str, ...] = TEXT_SUFFIXES  # what files in those folders end in; a file that is named is taken
     tokenizer: str | None = None  # a tokenizer.json for "text"; None: bytes
     sequence_length: int = 256  # S
     batch_size: int = 16  # sequences of one step, all micro-batches together
     packing: bool = True  # documents one after the other in a row; off: each row is one document's, padded
     held_out: float = 0.05  # the share of the tokens that training never sees, in whole documents where that can be
-    seed: int = 0  # of the order, of the split, and of synthetic tokens
+    seed: int = 0  # seed of the order, the split and synthetic tokens
 
     def __post_init__(self) -> None:
         if self.dataset not in DATASETS:
@@ -60,7 +60,7 @@ class DataConfig:
 
 @runtime_checkable
 class Batches(Protocol):
-    """Batches without end, and the place among them: a small JSON object that counts those handed out."""
+    """An endless iterator of batches, whose state is a small JSON object, as of grain's iterators."""
 
     def __iter__(self) -> "Batches": ...
 
@@ -73,7 +73,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Opened data: the rows to train on, and those held out."""
+    """The data of a run: the rows to train on, and those held out for evaluation."""
 
     config: DataConfig
     train: Rows
@@ -81,75 +81,76 @@ class Data:
     vocab_size: int  # one more than the largest token that can occur
     num_tokens: int | None  # to train on, in an epoch; None: endless
     num_documents: int | None  # to train on; None: endless
-    fingerprint: str  # of the content and of every setting that the order depends on
+    fingerprint: str  # hash of the content and of every setting that the order depends on
     description: str
     tokenizer_text: str | None
 
     def describe(self) -> str:
-        """One line for the screen."""
+        """Describe the data in one line, for the screen."""
         return self.description
 
     def tokenizer_json(self) -> str | None:
-        """The tokenizer.json to store beside the trained model. None: the tokens are no text."""
+        """Return the tokenizer.json to store beside the trained model; None if the tokens are no text."""
         return self.tokenizer_text
 
-    def train_batches(self, own: Sequence[int] | None = None) -> Batches:
-        """Batches from the first on, every epoch in another order; `set_state` goes to where `get_state` was called.
+    def train_batches(self, positions: Sequence[int] | None = None) -> Batches:
+        """Iterate over batches from the first on, every epoch in another order; `set_state` resumes at a `get_state`.
 
-        A batch goes on into the next epoch where one ends, so no row is left out, however few there are.
-
-        ``own``: of each batch's rows, which are the same whoever asks, make only those at these places.
+        A batch continues into the next epoch where one ends, so no row is left out, however few there are. All
+        processes have the same batches; with ``positions`` a process makes only the rows at those positions of each.
         """
         import grain  # takes a second, which a command that only shows its options has not
 
         rows = grain.MapDataset.range(self.train.num_rows)
-        shuffled = rows.shuffle(_number("order", self.config.seed) % 2**32).repeat()
+        shuffled = rows.shuffle(_hash_to_int("order", self.config.seed) % 2**32).repeat()
 
-        def made(numbers: Sequence[int]) -> Batch:
-            return self.train.batch(numbers if own is None else [numbers[place] for place in own])
+        def make_batch(rows_of_batch: Sequence[int]) -> Batch:
+            return self.train.batch(
+                rows_of_batch if positions is None else [rows_of_batch[position] for position in positions]
+            )
 
-        batches = shuffled.batch(self.config.batch_size, drop_remainder=True, batch_fn=made)
+        batches = shuffled.batch(self.config.batch_size, drop_remainder=True, batch_fn=make_batch)
         # One thread makes the next two batches while the step runs. A row's number costs grain about 10 us.
         return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
     def held_out_batches(self, num: int, size: int | None = None) -> list[Batch]:
-        """Batches that are the same in every run, their rows spread evenly over the held-out documents.
+        """Make the batches for evaluation, with rows spread evenly over the held-out documents, the same in every run.
 
-        A batch has ``size`` rows, by default as many as one to train on.
-
-        Fewer than `num` where there are not so many rows; the last one is then filled up with rows of padding.
+        A batch has ``size`` rows, by default as many as one to train on. There are fewer than ``num`` batches where
+        there are not so many rows; the last one is then filled up with rows of padding.
         """
         if self.held_out is None:
             return []
         size = size or self.config.batch_size
-        available = self.held_out.num_rows
-        wanted = min(num * size, available)
-        chosen = [number * available // wanted for number in range(wanted)]
+        num_available = self.held_out.num_rows
+        num_rows = min(num * size, num_available)
+        row_numbers = [number * num_available // num_rows for number in range(num_rows)]
         return [
-            _filled(self.held_out.batch(chosen[start : start + size]), size) for start in range(0, len(chosen), size)
+            _pad_batch(self.held_out.batch(row_numbers[start : start + size]), size)
+            for start in range(0, len(row_numbers), size)
         ]
 
 
 def open_data(config: DataConfig, vocab_size: int) -> Data:
-    """Reads the data for a model with that vocabulary. What cannot be trained on is an error here, before any step."""
+    """Read the data for a model with that vocabulary. Data that cannot be trained on is an error here."""
     if config.dataset == "synthetic":
-        return _synthetic(config, vocab_size)
+        return _open_synthetic(config, vocab_size)
     if config.tokenizer is None and vocab_size < 256:
         raise ValueError(
             f"expected a model with a vocabulary of 256 or more for bytes, got {vocab_size}; enlarge it"
             + (", or give a tokenizer" if config.dataset == "text" else "")
         )
     if config.dataset == "stdlib":
-        corpus = standard_library()
+        corpus = read_standard_library()
     else:
-        corpus = text_files(config.paths, config.suffixes, config.tokenizer, vocab_size)
-    train, held_out = split(corpus.documents, share=config.held_out, seed=config.seed)
-    rows = _rows(config, train)
+        corpus = read_text_files(config.paths, config.suffixes, config.tokenizer, vocab_size)
+    train, held_out = split_documents(corpus.documents, share=config.held_out, seed=config.seed)
+    rows = _make_rows(config, train)
     _check_rows(config, rows, corpus.unit)
     return Data(
         config=config,
         train=rows,
-        held_out=_rows(config, held_out) if held_out else None,
+        held_out=_make_rows(config, held_out) if held_out else None,
         vocab_size=corpus.vocab_size,
         num_tokens=len(rows.tokens),
         num_documents=len(train),
@@ -159,43 +160,46 @@ def open_data(config: DataConfig, vocab_size: int) -> Data:
     )
 
 
-def split(documents: Sequence[Document], *, share: float, seed: int) -> tuple[Sequence[Document], Sequence[Document]]:
-    """Documents to train on and documents held out, both in an order that the seed draws.
+def split_documents(
+    documents: Sequence[Document], *, share: float, seed: int
+) -> tuple[Sequence[Document], Sequence[Document]]:
+    """Split documents into those to train on and those held out, both in an order that the seed draws.
 
-    Held out are whole documents, drawn by seed and name, until they have that share of the tokens. One that would take
+    Whole documents are held out, drawn by seed and name, until they have that share of the tokens. One that would take
     them above a quarter of all tokens (or above the share, if that is more) stays in training. Where no document is
     small enough, as with one or two files, the end of the longest is held out instead.
     """
-    drawn = sorted(documents, key=lambda document: _number("split", seed, document.name))
+    shuffled = sorted(documents, key=lambda document: _hash_to_int("split", seed, document.name))
     if not share:
-        return drawn, ()
-    total = _num_tokens(drawn)
-    wanted, most = share * total, max(share, 0.25) * total
-    train, held_out, held = [], [], 0
-    for document in drawn:
+        return shuffled, ()
+    total = _num_tokens(shuffled)
+    target, limit = share * total, max(share, 0.25) * total
+    train, held_out, num_held_out = [], [], 0
+    for document in shuffled:
         size = len(document.tokens)
-        if held < wanted and held + size <= most and size > 1:
+        if num_held_out < target and num_held_out + size <= limit and size > 1:
             held_out.append(document)
-            held += size
+            num_held_out += size
         else:
             train.append(document)
     if held_out:
         return train, held_out
-    longest = max(drawn, key=lambda document: len(document.tokens))
-    cut = len(longest.tokens) - max(2, round(wanted))
+    longest = max(shuffled, key=lambda document: len(document.tokens))
+    cut = len(longest.tokens) - max(2, round(target))
     if cut < 2:
         raise ValueError(
-            f"expected enough to hold out {share:.0%}, got {total} tokens in {len(drawn)} documents; set held_out=0 or "
-            "give more"
+            f"expected enough to hold out {share:.0%}, got {total} tokens in {len(shuffled)} documents; set "
+            "held_out=0 or give more"
         )
     shortened = Document(name=longest.name, tokens=longest.tokens[:cut])
     return (
-        [shortened if document is longest else document for document in drawn],
+        [shortened if document is longest else document for document in shuffled],
         [Document(name=longest.name, tokens=longest.tokens[cut:])],
     )
 
 
-def _synthetic(config: DataConfig, vocab_size: int) -> Data:
+def _open_synthetic(config: DataConfig, vocab_size: int) -> Data:
+    """Make the synthetic data."""
     if vocab_size < 2:
         raise ValueError(f"expected a model with a vocabulary of 2 or more, got {vocab_size}")
 
@@ -203,8 +207,8 @@ def _synthetic(config: DataConfig, vocab_size: int) -> Data:
         return synthetic_rows(
             vocab_size=vocab_size,
             sequence_length=config.sequence_length,
-            seed=_number("cycle", config.seed),
-            key=_number(part, config.seed),
+            seed=_hash_to_int("cycle", config.seed),
+            key=_hash_to_int(part, config.seed),
         )
 
     settings = [config.dataset, config.seed, config.sequence_length, config.batch_size, vocab_size, config.held_out > 0]
@@ -221,7 +225,7 @@ def _synthetic(config: DataConfig, vocab_size: int) -> Data:
     )
 
 
-def _rows(config: DataConfig, documents: Sequence[Document]) -> TokenRows:
+def _make_rows(config: DataConfig, documents: Sequence[Document]) -> TokenRows:
     tokens = [document.tokens for document in documents]
     return token_rows(tokens, sequence_length=config.sequence_length, packing=config.packing)
 
@@ -247,7 +251,7 @@ def _check_rows(config: DataConfig, rows: TokenRows, unit: str) -> None:
 
 
 def _fingerprint(config: DataConfig, corpus: Corpus) -> str:
-    """Paths and suffixes are not in it: what they found is."""
+    """Hash the documents and the settings that the order depends on. Paths and suffixes count by what they found."""
     settings = [config.dataset, config.seed, config.sequence_length, config.batch_size, config.packing, config.held_out]
     digest = _digest([*settings, corpus.tokenizer_json])
     for document in corpus.documents:
@@ -281,13 +285,13 @@ def _digest(values: Sequence[object]) -> Any:
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=16)
 
 
-def _number(*values: object) -> int:
-    """63 bits that these values determine, on every machine."""
+def _hash_to_int(*values: object) -> int:
+    """Hash values to 63 bits, the same on every machine."""
     return int.from_bytes(_digest(values).digest()[:8]) >> 1
 
 
-def _filled(batch: Batch, size: int) -> Batch:
-    """The batch with rows of padding below, up to that many: every batch has one shape, so one compilation serves."""
+def _pad_batch(batch: Batch, size: int) -> Batch:
+    """Pad a batch with empty rows to ``size``, so that all batches have one shape and are compiled once."""
     missing = size - len(batch.ids)
     padding = jax.tree.map(lambda values: np.zeros((missing, *values.shape[1:]), values.dtype), batch)
     padding = Batch(**{**vars(padding), "segments": padding.segments - 1})

@@ -1,15 +1,15 @@
-"""Being asked to stop: SIGTERM and SIGINT are remembered until the step under way is done."""
+"""Requests to stop a run: SIGTERM and SIGINT are remembered until the current step is done."""
 
 import signal
 from types import TracebackType
 
-from raggedmoe.parallel.stop_signals import StopSignals
+from raggedmoe.launch.stop_signals import StopSignals
 
 
 class Interruption:
-    """Inside a ``with``, the first request to stop is only remembered; a second one stops at once.
+    """A context in which the first request to stop is only remembered, while a second one stops at once.
 
-    Outside, before there is anything to save, signals do what they do by default.
+    Outside of it, before there is anything to save, signals do what they do by default.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Interruption:
 
     @property
     def reason(self) -> str:
-        """What a run that stops says of it; of several processes perhaps only one was asked."""
+        """Why the run stops, to be printed; in a run of several processes the signal may have gone to another."""
         return self.signal or "a signal to another process"
 
     def _remember(self, number: signal.Signals) -> None:

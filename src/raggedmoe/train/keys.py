@@ -1,6 +1,6 @@
-"""Every setting of `raggedmoe train`, once: its name, type, default and what it does. Help, docs and parsing read this.
+"""The table of settings of `raggedmoe train`: name, type, default and help of each. Parsing and `--help` read it.
 
-Names are those that MaxText's users know where both mean the same; `raggedmoe.interop.maxtext` has the rest of theirs.
+A setting that MaxText has too has its name there; `raggedmoe.interop.maxtext` translates MaxText's other settings.
 """
 
 import math
@@ -10,80 +10,80 @@ from typing import Any
 
 from raggedmoe.interop.maxtext import FALSE, TRUE
 from raggedmoe.kernels.registry import BACKWARD, FORWARD
-from raggedmoe.models.config import SAVED_NAMES
+from raggedmoe.models.execution import SAVED_NAMES
 from raggedmoe.moe.backends import BACKENDS
-from raggedmoe.partition import SPLITS
+from raggedmoe.sharding.rules import SPLITS
 
 SCHEDULES = ("cosine", "wsd", "constant")
 WARMUP_STARTS = ("first", "zero")
 DECAY_STYLES = ("linear", "cosine")
-DECAYING = ("matrices", "all")
+WEIGHT_DECAY_TARGETS = ("matrices", "all")
 BOOLS = {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}
 
 
-def _bool(text: str) -> bool:
+def _parse_bool(text: str) -> bool:
     return BOOLS[text.lower()]
 
 
-def _names(text: str) -> tuple[str, ...]:
+def _parse_names(text: str) -> tuple[str, ...]:
     parts = tuple(part.strip() for part in text.split(",") if part.strip())
     if not parts:
         raise ValueError(text)
     return parts
 
 
-def _integer(text: str) -> int:
+def _parse_int(text: str) -> int:
     number = float(text.replace("_", ""))
     if not number.is_integer():
         raise ValueError(text)
     return int(text.replace("_", "")) if "." not in text and "e" not in text.lower() else int(number)
 
 
-def _number(text: str) -> float:
+def _parse_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(text)
     return number
 
 
-def _word(text: str) -> str:
+def _parse_word(text: str) -> str:
     if not text:
         raise ValueError(text)
     return text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A type of value: how it is read, and how an error describes it."""
+class ValueType:
+    """The type of a setting's value: how it is parsed, and how an error describes it."""
 
     read: Callable[[str], Any]
     expected: str
 
 
-KINDS: dict[str, Kind] = {
-    "int": Kind(read=_integer, expected="a whole number"),
-    "float": Kind(read=_number, expected="a finite number"),
-    "bool": Kind(read=_bool, expected="true or false"),
-    "str": Kind(read=_word, expected="a word"),
-    "names": Kind(read=_names, expected="names separated by commas"),
+VALUE_TYPES: dict[str, ValueType] = {
+    "int": ValueType(read=_parse_int, expected="a whole number"),
+    "float": ValueType(read=_parse_float, expected="a finite number"),
+    "bool": ValueType(read=_parse_bool, expected="true or false"),
+    "str": ValueType(read=_parse_word, expected="a word"),
+    "names": ValueType(read=_parse_names, expected="names separated by commas"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One setting."""
+    """One setting of a run."""
 
     name: str
     section: str
-    kind: str  # of KINDS
+    kind: str  # a name in VALUE_TYPES
     default: Any
     help: str
     choices: tuple[str, ...] = ()
-    may_change: bool = False  # a run can be resumed with another value: what was computed so far stays as it is
+    may_change: bool = False  # whether a run can be resumed with another value, as earlier steps do not depend on it
 
     def parse(self, text: str) -> Any:
-        """The value that a user typed."""
-        kind = KINDS[self.kind]
+        """Parse a value as a user typed it."""
+        kind = VALUE_TYPES[self.kind]
         if text.lower() in ("none", "null") and self.default is None:
             return None
         try:
@@ -96,288 +96,273 @@ class Key:
 
 
 def _section(name: str, *keys: tuple) -> list[Key]:
-    made = []
+    """Make the keys of one section of the help."""
+    section_keys = []
     for key_name, kind, default, text, *more in keys:
         options = more[0] if more else {}
-        made.append(Key(name=key_name, section=name, kind=kind, default=default, help=text, **options))
-    return made
+        section_keys.append(Key(name=key_name, section=name, kind=kind, default=default, help=text, **options))
+    return section_keys
 
 
-_FREE: dict[str, Any] = {"may_change": True}
+_RESUMABLE: dict[str, Any] = {"may_change": True}
 KERNEL_KEYS = ("ragged_gather", "ragged_gather_reduce", "grouped_matmul", "expert_ffn")
 
 
 def _kernel_keys() -> list[tuple]:
-    """For every operation of a layer its implementation, in both directions or in one."""
-    found: list[tuple] = []
+    """List the keys that choose the kernels of each operation of a layer, in both directions or in one."""
+    keys: list[tuple] = []
     for operation in KERNEL_KEYS:
-        found.append((operation, "names", ("auto",), "implementation, or several in order of preference", _FREE))
+        keys.append((operation, "names", ("auto",), "Kernel, or several in order of preference", _RESUMABLE))
         for direction in (FORWARD, BACKWARD):
-            found.append((f"{operation}.{direction}", "names", (), f"that of the {direction} pass alone", _FREE))
-    return found
+            keys.append((f"{operation}.{direction}", "names", (), f"Kernel of the {direction} pass alone", _RESUMABLE))
+    return keys
 
 
 _LEFT = "; -1: all devices that are left"
 
+_MODEL = _section(
+    "model",
+    ("model_name", "str", "demo", "Model to train: a name that `raggedmoe models` lists, or demo"),
+    ("num_layers", "int", None, "Number of layers: the model's first ones, or more of its last kind"),
+    ("load_parameters_path", "str", None, "Checkpoint to start from: a Hugging Face folder or one of ours"),
+    ("attention", "str", "auto", "Attention kernel: auto, dot_product, chunked, …", _RESUMABLE),
+    (
+        "remat",
+        "names",
+        ("none",),
+        "Activations saved for the backward pass: none (no remat, all are saved), full (none are saved), "
+        f"or names out of {', '.join(SAVED_NAMES)}",
+        _RESUMABLE,
+    ),
+    ("scan_layers", "bool", True, "Scan over like layers; false compiles longer and runs faster", _RESUMABLE),
+    (
+        "dtype",
+        "str",
+        "auto",
+        "Type of activations; auto: float32 on a CPU, else bfloat16",
+        {"choices": ("auto", "float32", "bfloat16")},
+    ),
+    ("weight_dtype", "str", "float32", "Type of the master weights", {"choices": ("float32", "bfloat16")}),
+    ("mtp_layers", "int", None, "Number of multi-token-prediction modules; none: as the model has"),
+    ("mtp_loss_weight", "float", 0.3, "Weight of the multi-token-prediction loss; 0 does not train it"),
+)
+_SIZES = _section(
+    "sizes",
+    ("vocab_size", "int", None, "Vocabulary size; none, here and below: as the model has"),
+    ("base_emb_dim", "int", None, "Embedding (model) width D"),
+    ("base_num_query_heads", "int", None, "Number of query heads"),
+    ("base_num_kv_heads", "int", None, "Number of key and value heads"),
+    ("head_dim", "int", None, "Width of an attention head"),
+    ("base_mlp_dim", "int", None, "Hidden width of a dense MLP"),
+    ("num_experts", "int", None, "Number of experts in an MoE layer, E"),
+    ("num_experts_per_tok", "int", None, "Number of experts that a token is routed to, K"),
+    ("base_moe_mlp_dim", "int", None, "Hidden width of an expert, F"),
+    ("shared_experts", "int", None, "Number of shared experts, which process every token"),
+    ("first_num_dense_layers", "int", None, "Number of first layers with a dense MLP instead of experts"),
+    ("interleave_moe_layer_step", "int", None, "Every n-th layer has experts, the others a dense MLP"),
+    ("mlp_bias", "bool", None, "Whether experts have biases"),
+    ("routed_score_func", "str", None, "Function from router logits to scores: softmax, sigmoid, sqrtsoftplus"),
+    (
+        "routed_bias",
+        "bool",
+        None,
+        "Router bias: in DeepSeek V3 for the selection of experts only, in others on the logits",
+    ),
+    ("routed_scaling_factor", "float", None, "Factor on a token's routing weights, in DeepSeek's models"),
+    ("norm_topk_prob", "bool", None, "Whether a token's routing weights are normalized to sum to one"),
+    ("n_routing_groups", "int", None, "DeepSeek V3: number of groups of experts; -1: no groups"),
+    ("topk_routing_group", "int", None, "DeepSeek V3: number of groups that a token may be routed to; -1: all"),
+    ("q_lora_rank", "int", None, "Latent attention: rank of compressed queries; 0: not compressed"),
+    ("kv_lora_rank", "int", None, "Latent attention: rank of compressed keys and values"),
+    ("qk_nope_head_dim", "int", None, "Latent attention: width of a query and key head without rope"),
+    ("qk_rope_head_dim", "int", None, "Latent attention: width of a query and key head with rope"),
+    ("v_head_dim", "int", None, "Latent attention: width of a value head"),
+    ("attention_bias", "bool", None, "Whether the attention projections have biases"),
+    ("attention_sink", "bool", None, "Whether each head has a sink, a learned logit in its softmax"),
+    ("sliding_window_size", "int", None, "Keys that a query attends to, in layers with a sliding window"),
+    ("rope_max_timescale", "float", None, "Rope theta, the base of its frequencies"),
+    ("normalization_layer_epsilon", "float", None, "Epsilon of RMSNorm"),
+    ("logits_via_embedding", "bool", None, "Whether the output head is the embedding (tied)"),
+)
+_EXPERTS = _section(
+    "experts",
+    ("moe_backend", "str", "auto", f"Bundle of dispatch strategy and kernels: {', '.join(BACKENDS)}", _RESUMABLE),
+    (
+        "sparse_matmul",
+        "bool",
+        None,
+        "false: every expert on every token, as moe_backend=dense; with a capacity factor, fixed slots",
+        _RESUMABLE,
+    ),
+    *_kernel_keys(),
+    ("width_chunks", "int", 1, "Chunks of the model width, one sent while another is computed", _RESUMABLE),
+    ("routing", "str", None, "How experts are selected: learned, random, balanced, hash; none: as the model has"),
+    (
+        "capacity_factor",
+        "float",
+        None,
+        "Slots of each expert in each sequence, as a multiple of an even share; tokens beyond are dropped"
+        " and counted; none: no token is dropped",
+    ),
+    (
+        "load_balance_loss_weight",
+        "float",
+        None,
+        "Weight of MaxText's load-balancing loss (per sequence, K times ours, mean over layers); sets "
+        "aux_loss and its weight",
+    ),
+    ("aux_loss_weight", "float", None, "Weight of the load-balancing loss; none: as the model has"),
+    (
+        "aux_loss",
+        "str",
+        None,
+        "Balance over the whole batch or each sequence; none: as the model has",
+        {"choices": ("batch", "sequence")},
+    ),
+    ("z_loss_weight", "float", None, "Weight of the router's z-loss; none: as the model has"),
+    ("bias_update_rate", "float", 1e-3, "Update rate of the selection bias, in models that have one; 0: never"),
+)
+_DATA = _section(
+    "data",
+    (
+        "dataset_type",
+        "str",
+        "stdlib",
+        "Training data: Python's own sources (as bytes), text files, or random tokens",
+        {"choices": ("stdlib", "text", "synthetic")},
+    ),
+    ("dataset_path", "names", (), "Files or folders of text, separated by commas, for dataset_type=text"),
+    ("dataset_suffixes", "names", (), "Suffixes of the files to read in folders; none: the usual ones"),
+    ("tokenizer_path", "str", None, "A tokenizer.json for dataset_type=text; none: tokens are bytes"),
+    ("max_target_length", "int", 256, "Sequence length in tokens"),
+    ("per_device_batch_size", "int", 16, "Sequences per device in a micro-batch", _RESUMABLE),
+    ("gradient_accumulation_steps", "int", 1, "Micro-batches per step, whose gradients are accumulated"),
+    ("packing", "bool", True, "Pack several documents into a row; false: one per row, padded"),
+    ("held_out", "float", 0.05, "Share of the data that is held out for evaluation"),
+    ("data_seed", "int", 0, "Seed of the train/held-out split and of the shuffling"),
+)
+_LEARNING = _section(
+    "learning",
+    ("steps", "int", 1000, "Number of training steps, which the schedule spans by default", _RESUMABLE),
+    ("learning_rate", "float", 3e-3, "Peak learning rate"),
+    ("schedule", "str", "cosine", "Learning-rate schedule after the warm-up", {"choices": SCHEDULES}),
+    ("warmup_steps", "int", None, "Steps of linear warm-up; none: set by warmup_fraction"),
+    ("warmup_fraction", "float", 0.02, "Warm-up as a share of the steps, if warmup_steps is none"),
+    (
+        "warmup_from",
+        "str",
+        "first",
+        "Learning rate of warm-up step i of n, counted from 0: first has (i + 1)/n of the peak, zero has "
+        "i/n, so that the first step changes nothing",
+        {"choices": WARMUP_STARTS},
+    ),
+    ("schedule_steps", "int", None, "Steps that the schedule spans, then the rate is 0; none: all steps"),
+    ("decay_fraction", "float", 0.2, "Share of the steps over which schedule=wsd decays"),
+    ("decay_style", "str", "linear", "Shape of the decay of schedule=wsd", {"choices": DECAY_STYLES}),
+    ("final_fraction", "float", 0.1, "Final learning rate as a share of the peak"),
+    ("adam_b1", "float", 0.9, "Adam's beta1, decay of the first moment"),
+    ("adam_b2", "float", 0.95, "Adam's beta2, decay of the second moment"),
+    ("adam_eps", "float", 1e-8, "Adam's epsilon, added outside the square root"),
+    ("adam_eps_root", "float", 0.0, "Adam's epsilon inside the square root"),
+    ("weight_decay", "float", 0.1, "Weight decay of AdamW"),
+    (
+        "weight_decay_of",
+        "str",
+        "matrices",
+        "Parameters that decay: matrices, or all",
+        {"choices": WEIGHT_DECAY_TARGETS},
+    ),
+    (
+        "grad_dtype",
+        "str",
+        "float32",
+        "Type that gradients are rounded to before clipping",
+        {"choices": ("float32", "bfloat16")},
+    ),
+    (
+        "mu_dtype",
+        "str",
+        "float32",
+        "Type of Adam's first moment; the second is float32",
+        {"choices": ("float32", "bfloat16")},
+    ),
+    ("gradient_clipping_threshold", "float", 1.0, "Largest global norm of the gradients; 0: no clipping"),
+    (
+        "max_skipped_steps",
+        "int",
+        10,
+        "Steps in a row whose loss or gradient is not finite, each skipped, after which the run stops",
+        _RESUMABLE,
+    ),
+    ("seed", "int", 0, "Seed of the initial parameters and of all randomness in a step"),
+)
+_RUN = _section(
+    "run",
+    ("base_output_directory", "str", "out", "Folder in which runs are written", _RESUMABLE),
+    ("run_name", "str", None, "Name of the run and of its folder; none: the model's name", _RESUMABLE),
+    (
+        "line_period",
+        "int",
+        None,
+        "Steps between printed lines, not on a terminal; none: 10, or 1 in a run of 20 steps or fewer",
+        _RESUMABLE,
+    ),
+    ("load_period", "int", 10, "Steps between lines of load.jsonl, the load of every expert", _RESUMABLE),
+    ("eval_interval", "int", 100, "Steps between evaluations; 0: at the start and the end only", _RESUMABLE),
+    ("eval_steps", "int", 16, "Batches per evaluation", _RESUMABLE),
+    ("tensorboard", "bool", True, "Write TensorBoard events as well", _RESUMABLE),
+    ("profiler", "str", "none", "xplane records a trace for xprof", {"choices": ("none", "xplane"), **_RESUMABLE}),
+    ("profiler_steps", "int", 3, "Number of steps in the trace", _RESUMABLE),
+    ("skip_first_n_steps_for_profiler", "int", 1, "Number of steps before the trace", _RESUMABLE),
+)
+_CHECKPOINTS = _section(
+    "checkpoints",
+    ("enable_checkpointing", "bool", True, "Write checkpoints, and resume from the newest", _RESUMABLE),
+    ("checkpoint_period", "int", 100, "Steps between checkpoints", _RESUMABLE),
+    ("keep_last", "int", 2, "Number of newest checkpoints to keep", _RESUMABLE),
+    ("keep_best", "bool", True, "Also keep the checkpoint with the lowest held-out loss", _RESUMABLE),
+    ("async_checkpointing", "bool", True, "Write checkpoints while training continues", _RESUMABLE),
+)
+_PARALLEL = _section(
+    "parallel",
+    ("data_parallelism", "int", 1, f"Devices that split the batch and replicate the state{_LEFT}", _RESUMABLE),
+    ("fsdp_parallelism", "int", 1, f"Devices that split the batch and shard the state{_LEFT}", _RESUMABLE),
+    ("expert_parallelism", "int", 1, f"Devices that split the batch and hold E/n experts each{_LEFT}", _RESUMABLE),
+    ("tensor_parallelism", "int", 1, f"Devices that split heads, vocabulary and the experts' width{_LEFT}", _RESUMABLE),
+    (
+        "expert_strategy",
+        "str",
+        "auto",
+        "How tokens reach experts on other devices; auto: all_to_all",
+        {"choices": ("auto", "all_to_all", "ring"), **_RESUMABLE},
+    ),
+    ("token_chunks", "int", 1, "Chunks of a device's tokens, one sent while another is computed", _RESUMABLE),
+    (
+        "ragged_buffer_factor",
+        "float",
+        None,
+        "Rows that a device can receive, as a multiple of an even share; rows beyond are dropped and "
+        "counted; none: room for all that can come",
+        _RESUMABLE,
+    ),
+    ("rerun_on_overflow", "bool", False, "Rerun a step that drops rows, with twice the buffer", _RESUMABLE),
+    (
+        "tensor_split",
+        "str",
+        "expert_dim",
+        "What tensor parallelism splits of the experts: width F, or D",
+        {"choices": SPLITS, **_RESUMABLE},
+    ),
+)
 KEYS: dict[str, Key] = {
     key.name: key
-    for key in [
-        *_section(
-            "model",
-            ("model_name", "str", "demo", "a model of `raggedmoe models`, or demo"),
-            ("num_layers", "int", None, "the model with so many layers: its first ones, or more of its last kind"),
-            ("load_parameters_path", "str", None, "start from a checkpoint: a Hugging Face folder or one of ours"),
-            ("attention", "str", "auto", "implementation of attention: auto, dot_product, chunked, …", _FREE),
-            (
-                "remat",
-                "names",
-                ("none",),
-                f"kept for the backward pass: none (all), full (nothing), or names out of {', '.join(SAVED_NAMES)}",
-                _FREE,
-            ),
-            ("scan_layers", "bool", True, "like layers by one scan; false: compiles longer, runs faster", _FREE),
-            (
-                "dtype",
-                "str",
-                "auto",
-                "of activations; auto: float32 on a CPU, bfloat16 elsewhere",
-                {"choices": ("auto", "float32", "bfloat16")},
-            ),
-            (
-                "weight_dtype",
-                "str",
-                "float32",
-                "of the master weights",
-                {"choices": ("float32", "bfloat16")},
-            ),
-            ("mtp_layers", "int", None, "modules of multi-token prediction; none: as the model has"),
-            ("mtp_loss_weight", "float", 0.3, "of their loss; 0 does not train them"),
-        ),
-        *_section(
-            "sizes",
-            ("vocab_size", "int", None, "tokens that the model knows; none, here and below: as the model has"),
-            ("base_emb_dim", "int", None, "the model's width D"),
-            ("base_num_query_heads", "int", None, "heads of attention"),
-            ("base_num_kv_heads", "int", None, "heads of keys and values"),
-            ("head_dim", "int", None, "width of a head"),
-            ("base_mlp_dim", "int", None, "width of a dense MLP"),
-            ("num_experts", "int", None, "experts of a layer, E"),
-            ("num_experts_per_tok", "int", None, "experts of a token, K"),
-            ("base_moe_mlp_dim", "int", None, "width of an expert, F"),
-            ("shared_experts", "int", None, "experts that see every token"),
-            ("first_num_dense_layers", "int", None, "first layers that have a dense MLP instead of experts"),
-            ("interleave_moe_layer_step", "int", None, "every so many layers one has experts, the others a dense MLP"),
-            ("mlp_bias", "bool", None, "experts have biases"),
-            ("routed_score_func", "str", None, "from logits to scores: softmax, sigmoid, sqrtsoftplus"),
-            (
-                "routed_bias",
-                "bool",
-                None,
-                "DeepSeek V3: a bias decides who is chosen, and enters no weight; others: one of the logits",
-            ),
-            ("routed_scaling_factor", "float", None, "of a token's weights, in DeepSeek's models"),
-            ("norm_topk_prob", "bool", None, "true: a token's weights sum to one, scaled or not"),
-            ("n_routing_groups", "int", None, "DeepSeek V3: groups of experts; -1: none"),
-            ("topk_routing_group", "int", None, "DeepSeek V3: groups that a token may use; -1: all"),
-            ("q_lora_rank", "int", None, "latent attention: width of compressed queries; 0: not compressed"),
-            ("kv_lora_rank", "int", None, "latent attention: width of compressed keys and values"),
-            ("qk_nope_head_dim", "int", None, "latent attention: of a head, what has no position"),
-            ("qk_rope_head_dim", "int", None, "latent attention: of a head, what has one"),
-            ("v_head_dim", "int", None, "latent attention: width of a head's values"),
-            ("attention_bias", "bool", None, "the projections of attention have biases"),
-            ("attention_sink", "bool", None, "a learned logit of each head takes a share of the softmax"),
-            ("sliding_window_size", "int", None, "keys that a query sees, in layers that have a window"),
-            ("rope_max_timescale", "float", None, "the rotation's slowest period, theta"),
-            ("normalization_layer_epsilon", "float", None, "of the norms"),
-            ("logits_via_embedding", "bool", None, "the head is the embedding"),
-        ),
-        *_section(
-            "experts",
-            ("moe_backend", "str", "auto", f"bundle of strategy and kernels: {', '.join(BACKENDS)}", _FREE),
-            (
-                "sparse_matmul",
-                "bool",
-                None,
-                "false: every expert on every token, as moe_backend=jax; with a capacity factor, fixed slots",
-                _FREE,
-            ),
-            *_kernel_keys(),
-            ("width_chunks", "int", 1, "the model width in so many parts, moved while others are multiplied", _FREE),
-            ("routing", "str", None, "learned, random, balanced, hash; none: as the model has"),
-            (
-                "capacity_factor",
-                "float",
-                None,
-                "slots of each expert in each sequence, as a multiple of an even share; tokens beyond are dropped "
-                "and counted; none: nothing is dropped",
-            ),
-            (
-                "load_balance_loss_weight",
-                "float",
-                None,
-                "of MaxText's balance loss: of each sequence, K times ours, the mean over the layers; sets aux_loss "
-                "and its weight",
-            ),
-            ("aux_loss_weight", "float", None, "of the load-balancing loss; none: as the model has"),
-            (
-                "aux_loss",
-                "str",
-                None,
-                "balance over the whole batch or over each sequence; none: as the model has",
-                {"choices": ("batch", "sequence")},
-            ),
-            ("z_loss_weight", "float", None, "of the router's z-loss; none: as the model has"),
-            ("bias_update_rate", "float", 1e-3, "of the loss-free rule, for models with a selection bias; 0: never"),
-        ),
-        *_section(
-            "data",
-            (
-                "dataset_type",
-                "str",
-                "stdlib",
-                "stdlib (Python's own sources, as bytes), text or synthetic",
-                {"choices": ("stdlib", "text", "synthetic")},
-            ),
-            ("dataset_path", "names", (), "of text: files or folders, separated by commas"),
-            ("dataset_suffixes", "names", (), "of text: endings of the files in folders; none: the usual ones"),
-            ("tokenizer_path", "str", None, "of text: a tokenizer.json; none: bytes"),
-            ("max_target_length", "int", 256, "tokens of a sequence"),
-            ("per_device_batch_size", "int", 16, "sequences of a micro-batch for each device of the mesh", _FREE),
-            ("gradient_accumulation_steps", "int", 1, "micro-batches of a step, whose gradients are added up"),
-            ("packing", "bool", True, "documents one after the other in a row; false: one a row, padded"),
-            ("held_out", "float", 0.05, "share of the documents that is never trained on"),
-            ("data_seed", "int", 0, "of the split and the order"),
-        ),
-        *_section(
-            "learning",
-            ("steps", "int", 1000, "of the run, over which the schedule goes", _FREE),
-            ("learning_rate", "float", 3e-3, "Peak learning rate"),
-            ("schedule", "str", "cosine", "after the warm-up", {"choices": SCHEDULES}),
-            ("warmup_steps", "int", None, "linear rise; none: by warmup_fraction"),
-            ("warmup_fraction", "float", 0.02, "of the steps that the rise takes, where warmup_steps does not say"),
-            (
-                "warmup_from",
-                "str",
-                "first",
-                "step i of n, from 0, has (i + 1)/n of the peak; zero: i/n, so that the first step changes nothing",
-                {"choices": WARMUP_STARTS},
-            ),
-            ("schedule_steps", "int", None, "that the schedule spans, after which the rate is 0; none: all steps"),
-            ("decay_fraction", "float", 0.2, "of the steps that schedule=wsd decays over"),
-            ("decay_style", "str", "linear", "of schedule=wsd", {"choices": DECAY_STYLES}),
-            ("final_fraction", "float", 0.1, "of the learning rate that is left at the end"),
-            ("adam_b1", "float", 0.9, "decay of the mean of gradients"),
-            ("adam_b2", "float", 0.95, "decay of the mean of their squares"),
-            ("adam_eps", "float", 1e-8, "added to the root of that"),
-            ("adam_eps_root", "float", 0.0, "added under that root"),
-            ("weight_decay", "float", 0.1, "of matrices; norms and biases do not decay"),
-            ("weight_decay_of", "str", "matrices", "what decays: matrices, or all", {"choices": DECAYING}),
-            (
-                "grad_dtype",
-                "str",
-                "float32",
-                "to which gradients are rounded before they are clipped and used",
-                {"choices": ("float32", "bfloat16")},
-            ),
-            (
-                "mu_dtype",
-                "str",
-                "float32",
-                "of Adam's mean of gradients; that of their squares is float32 in any case",
-                {"choices": ("float32", "bfloat16")},
-            ),
-            ("gradient_clipping_threshold", "float", 1.0, "longest gradient; 0: not clipped"),
-            (
-                "max_skipped_steps",
-                "int",
-                10,
-                "steps in a row with a loss or gradient that is not finite, each skipped, after which the run stops",
-                _FREE,
-            ),
-            ("seed", "int", 0, "of the parameters and of all that is random in a step"),
-        ),
-        *_section(
-            "run",
-            ("base_output_directory", "str", "out", "where runs are written", _FREE),
-            ("run_name", "str", None, "folder of the run in there; none: the model's name", _FREE),
-            (
-                "line_period",
-                "int",
-                None,
-                "steps between lines where the output is not a terminal; none: 10, or 1 in a run of 20 steps or fewer",
-                _FREE,
-            ),
-            ("load_period", "int", 10, "steps between lines of load.jsonl, the loads of every expert", _FREE),
-            ("eval_interval", "int", 100, "steps between held-out losses; 0: at the start and the end only", _FREE),
-            ("eval_steps", "int", 16, "batches of the held-out loss", _FREE),
-            ("tensorboard", "bool", True, "write TensorBoard events too", _FREE),
-            (
-                "profiler",
-                "str",
-                "none",
-                "xplane: record a trace that xprof opens",
-                {"choices": ("none", "xplane"), **_FREE},
-            ),
-            ("profiler_steps", "int", 3, "steps in the trace", _FREE),
-            ("skip_first_n_steps_for_profiler", "int", 1, "steps before it", _FREE),
-        ),
-        *_section(
-            "checkpoints",
-            ("enable_checkpointing", "bool", True, "save, and resume where the run was left", _FREE),
-            ("checkpoint_period", "int", 100, "steps between them", _FREE),
-            ("keep_last", "int", 2, "newest ones to keep", _FREE),
-            (
-                "keep_best",
-                "bool",
-                True,
-                "and the one with the lowest held-out loss of those evaluated",
-                _FREE,
-            ),
-            ("async_checkpointing", "bool", True, "write while training goes on", _FREE),
-        ),
-        *_section(
-            "parallel",
-            ("data_parallelism", "int", 1, f"devices that split the batch, each with the whole state{_LEFT}", _FREE),
-            ("fsdp_parallelism", "int", 1, f"that split the batch and the state, gathered when used{_LEFT}", _FREE),
-            ("expert_parallelism", "int", 1, f"that split the batch and hold E/n experts each{_LEFT}", _FREE),
-            (
-                "tensor_parallelism",
-                "int",
-                1,
-                f"that share the same tokens, and split heads, vocabulary and the experts' width{_LEFT}",
-                _FREE,
-            ),
-            (
-                "expert_strategy",
-                "str",
-                "auto",
-                "how rows reach experts on other devices; auto: all_to_all where there are such",
-                {"choices": ("auto", "all_to_all", "ring"), **_FREE},
-            ),
-            ("token_chunks", "int", 1, "a device's tokens in so many parts, moved while others are multiplied", _FREE),
-            (
-                "ragged_buffer_factor",
-                "float",
-                None,
-                "rows that a device has room for, as a multiple of an even share; those beyond are dropped and "
-                "counted; none: as many as can come",
-                _FREE,
-            ),
-            ("rerun_on_overflow", "bool", False, "a step that drops rows is run again with twice the room", _FREE),
-            (
-                "tensor_split",
-                "str",
-                "expert_dim",
-                "what tensor parallelism splits of the experts: their width F, or the model's D",
-                {"choices": SPLITS, **_FREE},
-            ),
-        ),
-    ]
+    for section in (_MODEL, _SIZES, _EXPERTS, _DATA, _LEARNING, _RUN, _CHECKPOINTS, _PARALLEL)
+    for key in section
 }
 SECTIONS = tuple(dict.fromkeys(key.section for key in KEYS.values()))
 
-# What a model brings along, where the user says nothing else. The demo: about two minutes on two cores, in which a bias
-# that moves by the published 0.001 a step would not balance the experts (docs/log.md).
+# Defaults that a model brings along. The demo takes about two minutes on two cores, in which a bias that moves by the
+# published 0.001 a step would not balance the experts (docs/log.md).
 RECIPES: dict[str, dict[str, Any]] = {
     "demo": {
         "steps": 500,

@@ -7,24 +7,24 @@ from typing import Any
 import jax
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.parallel.processes import CANNOT_WRITE, agreed_stop, wait_for_all
+from raggedmoe.launch.processes import CANNOT_WRITE, agree_to_stop, wait_for_all
+from raggedmoe.sharding.training import check_all_take_part, train_sharding
 from raggedmoe.train import run_folder
 from raggedmoe.train.begin import (
-    check_same_everywhere,
-    first_state,
-    given_params,
-    headline,
-    kernel_lines,
+    check_processes_agree,
+    initial_state,
+    kernel_summary,
+    load_initial_params,
     make_run,
-    opened_checkpoints,
-    opened_metrics,
-    restored_state,
+    open_checkpoints,
+    open_metrics,
+    restore_state,
+    startup_summary,
 )
-from raggedmoe.train.config import TrainConfig, with_more_room
+from raggedmoe.train.config import TrainConfig
 from raggedmoe.train.data import open_data
 from raggedmoe.train.fit import check_compiled_fit, check_fit, memory_bytes
 from raggedmoe.train.interruption import Interruption
-from raggedmoe.train.layout import check_all_take_part, make_layout
 from raggedmoe.train.profile import Trace
 from raggedmoe.train.programs import compile_programs
 from raggedmoe.train.run import Run, evaluate, finish, log_step, save
@@ -45,35 +45,35 @@ class Outcome:
 def train(config: TrainConfig, hardware: Hardware, screen: Screen) -> Outcome:
     """Train, from the newest checkpoint if there is one. All that can be refused is refused before it is compiled."""
     model, plan = config.step.model, config.plan
-    available = memory_bytes(hardware, -(-plan.degrees.num_devices // jax.process_count()))
-    device_tokens = config.run.micro_batch_size * config.data.sequence_length // plan.degrees.num_token_shards
+    available = memory_bytes(hardware, -(-plan.num_devices // jax.process_count()))
+    device_tokens = config.run.micro_batch_size * config.data.sequence_length // plan.num_token_shards
     name, mu_dtype = config.settings.values["model_name"], config.step.optimizer.mu_dtype
     check_fit(name, model, device_tokens, available, plan, mu_dtype)
-    layout = make_layout(plan)
-    check_all_take_part(layout)
+    sharding = train_sharding(plan)
+    check_all_take_part(sharding)
     data = open_data(config.data, model.vocab_size)
-    check_same_everywhere(config, data.fingerprint)
-    with run_folder.locked(config.run.folder):
-        screen.say(headline(config, data, hardware))
+    check_processes_agree(config, data.fingerprint)
+    with run_folder.lock_folder(config.run.folder):
+        screen.say(startup_summary(config, data, hardware))
         for note in config.notes:
             screen.say(f"  {note}")
-        with opened_checkpoints(config) as checkpoints:
-            restored = restored_state(config, data, checkpoints, layout)
-            given = given_params(config) if restored is None else None
-            with opened_metrics(config, restored, screen) as metrics:
+        with open_checkpoints(config) as checkpoints:
+            restored = restore_state(config, data, checkpoints, sharding)
+            given = load_initial_params(config) if restored is None else None
+            with open_metrics(config, restored, screen) as metrics:
                 held_out = data.held_out_batches(config.run.eval_steps, config.run.micro_batch_size)
                 start = time.perf_counter()
                 example = held_out[0] if held_out else None
-                programs = compile_programs(config.step, next(data.train_batches()), example, layout)
+                programs = compile_programs(config.step, next(data.train_batches()), example, sharding)
                 check_compiled_fit(programs.bytes_needed, available, plan)
                 screen.say(f"compiled in {time.perf_counter() - start:.1f} s")
-                for line in kernel_lines(programs.kernels, model.moe.kernel_choice):
+                for line in kernel_summary(programs.kernels, config.step.execution.moe.kernel_choice):
                     screen.say(line)
                 wait_for_all("compiled")
                 run = make_run(
-                    config, data, held_out, programs, metrics, checkpoints, screen, hardware, layout, available
+                    config, data, held_out, programs, metrics, checkpoints, screen, hardware, sharding, available
                 )
-                state = first_state(run, restored, given, layout)
+                state = initial_state(run, restored, given, sharding)
                 if restored is None:
                     evaluate(run, state, 0)
                 return _steps(run, state)
@@ -112,7 +112,7 @@ def _step_by_step(run: Run, state: TrainState, interruption: Interruption, trace
             log_step(run, *pending)
         pending = (done, report)
         trace.step_done(report)
-        last, stopped = done == steps, agreed_stop(done, interruption.signal is not None)
+        last, stopped = done == steps, agree_to_stop(done, interruption.signal is not None)
         evaluates = last or (config.eval_interval > 0 and done % config.eval_interval == 0)
         is_due = done % config.checkpoint_period == 0
         if not (evaluates or is_due or stopped or run.skipped_in_a_row >= config.max_skipped_steps):
@@ -134,16 +134,25 @@ def _step_by_step(run: Run, state: TrainState, interruption: Interruption, trace
 
 def _make_more_room(run: Run, step: int, dropped: int) -> None:
     """From here on the steps have a larger buffer: the one that dropped rows is run again, and left no trace."""
-    before = run.config.step.model.moe.ragged_buffer_factor
-    larger = with_more_room(run.config.step, run.config.plan.degrees.expert)
-    factor = larger.model.moe.ragged_buffer_factor
+    step_config = run.config.step
+    before = step_config.execution.moe.ragged_buffer_factor
+    factor = larger_buffer_factor(before, run.config.plan.expert)
+    moe = replace(step_config.execution.moe, ragged_buffer_factor=factor)
+    execution = replace(step_config.execution, moe=moe)
+    larger = replace(step_config, execution=execution, rerun_on_overflow=factor is not None)
     text = f"{dropped} rows dropped with ragged_buffer_factor={before}: run again with {factor or 'room for all'}"
     run.metrics.event(step, "rerun", text)
     run.screen.say(f"step {step}: {text}")
-    programs = compile_programs(larger, next(run.data.train_batches()), None, run.layout)
+    programs = compile_programs(larger, next(run.data.train_batches()), None, run.sharding)
     check_compiled_fit(programs.bytes_needed, run.memory, run.config.plan)
     run.config = replace(run.config, step=larger)
     run.programs = replace(programs, held_out=run.programs.held_out)
+
+
+def larger_buffer_factor(factor: float | None, expert_parallelism: int) -> float | None:
+    """Twice the room for rows, or None for all of them where no rank can be sent more than that."""
+    assert factor is not None
+    return None if 2 * factor >= expert_parallelism else 2 * factor
 
 
 def _interrupted(run: Run, step: int, signal: str) -> Outcome:

@@ -1,8 +1,8 @@
-"""Cross-entropy over a large vocabulary, a few tokens at a time.
+"""Cross-entropy over a large vocabulary, computed for a chunk of tokens at a time.
 
 The logits of all tokens, `[T V]` in float32, are often the largest array of a training step: 2 GB for 4096 tokens of a
-vocabulary of 129280. Here they exist for one chunk of tokens only, and where a gradient is wanted it is taken while
-the chunk's logits are there, so that nothing is computed twice. On a mesh each device cuts its own tokens into chunks,
+vocabulary of 129280. Here they exist for one chunk of tokens only, and gradients are taken while the chunk's logits are
+there, so that nothing is computed twice. On a mesh each device cuts its own tokens into chunks,
 and has the logits of its own entries of the vocabulary: what the ranks of the tensor axis exchange is a few numbers a
 token, and the gradients of its hidden state.
 """
@@ -16,17 +16,17 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Integer
 
-from raggedmoe.kernels.arrays import accumulator, int32, matmul_precision, varying_like
-from raggedmoe.mesh import TENSOR, TOKEN_AXES
+from raggedmoe.kernels.arrays import accumulator, int32, matmul_precision, pvary_like
 from raggedmoe.models.matmul import wide_project
-from raggedmoe.models.vocabulary import TOKENS, TableSharding, table_sharding
+from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh, logical_mesh
+from raggedmoe.sharding.vocabulary import TableSharding, table_sharding
 
 CHUNK_ELEMENTS = 2**24  # logits that exist at once: 64 MB in float32
-LEAST_CHUNKS = 4  # and never more than this part of them
+LEAST_CHUNKS = 4  # tokens are cut into at least this many chunks
 
 
 def chunk_tokens(num_tokens: int, vocab_size: int) -> int:
-    """Tokens of one chunk: as few chunks as can be, as even as can be."""
+    """Return the tokens of one chunk, such that there are as few chunks as possible, and these are even."""
     most = max(1, min(CHUNK_ELEMENTS // vocab_size, -(-num_tokens // LEAST_CHUNKS)))
     return -(-num_tokens // -(-num_tokens // most))
 
@@ -36,91 +36,96 @@ def cross_entropy_sum(
     head: Float[Array, "V D"],
     targets: Integer[Array, " T"],
     weights: Float[Array, " T"],
-    mesh: Mesh | None = None,
+    mesh: Mesh | LogicalMesh | None = None,
 ) -> Float[Array, ""]:
-    """``Σ_t weights[t] · (logsumexp(logits[t]) - logits[t, targets[t]])`` with ``logits = hidden · headᵀ`` in float32.
+    """Compute the weighted sum of the cross-entropy of all tokens.
 
-    Divide by the sum of the weights for the mean. A token of weight zero adds nothing, whatever its hidden state holds.
-    The weights are given, not learned: they get no gradient. With a plan's mesh, T is split over its token axes.
+    This is ``Σ_t weights[t] · (logsumexp(logits[t]) - logits[t, targets[t]])`` with ``logits = hidden · headᵀ`` in
+    float32. Divide by the sum of the weights for the mean. A token of weight zero adds nothing, whatever its
+    hidden state holds. The weights get no gradient, as they are not learned. With a mesh, T is
+    split over its token axes.
     """
-    place = None if mesh is None else table_sharding(mesh, head.shape)
-    return _cross_entropy_sum(hidden, head, int32(targets), weights, place)
+    sharding = None if mesh is None else table_sharding(logical_mesh(mesh), head.shape)
+    return _cross_entropy_sum(hidden, head, int32(targets), weights, sharding)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _cross_entropy_sum(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, place: TableSharding | None
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, sharding: TableSharding | None
 ) -> jax.Array:
-    def own(hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-        head = _whole(head, hidden.dtype, place)
+    def local_sum(hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+        head = _gather_width(head, hidden.dtype, sharding)
 
         def body(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-            losses, _ = _losses(place, head, *chunk)
+            losses, _ = _losses(sharding, head, *chunk)
             return total + losses.sum(), None
 
-        start = varying_like(jnp.zeros((), accumulator(hidden.dtype)), hidden, targets, weights)
-        return _of_all_tokens(lax.scan(body, start, _chunks(head, hidden, targets, weights))[0], place)
+        start = pvary_like(jnp.zeros((), accumulator(hidden.dtype)), hidden, targets, weights)
+        return _sum_over_tokens(lax.scan(body, start, _chunks(head, hidden, targets, weights))[0], sharding)
 
-    return _on_each_device(own, place, PartitionSpec())(hidden, head, targets, weights)
+    return _shard_map(local_sum, sharding, PartitionSpec())(hidden, head, targets, weights)
 
 
-def _on_each_device(function: Any, place: TableSharding | None, results: Any) -> Any:
-    if place is None:
+def _shard_map(function: Any, sharding: TableSharding | None, out_specs: Any) -> Any:
+    """Run a function on each device's tokens and entries of the vocabulary, if there is a mesh."""
+    if sharding is None:
         return function
-    arguments = (TOKENS, place.spec, TOKENS, TOKENS)
-    return jax.shard_map(function, mesh=place.mesh, in_specs=arguments, out_specs=results)
+    tokens = sharding.token_spec
+    in_specs = (tokens, sharding.mesh_spec, tokens, tokens)
+    return jax.shard_map(function, mesh=sharding.mesh.mesh, in_specs=in_specs, out_specs=out_specs)
 
 
-def _whole(head: jax.Array, dtype: Any, place: TableSharding | None) -> jax.Array:
-    """This device's entries of the vocabulary, with their whole width."""
-    return head if place is None else place.whole_width(head.astype(dtype))
+def _gather_width(head: jax.Array, dtype: Any, sharding: TableSharding | None) -> jax.Array:
+    """Gather the whole width of this device's entries of the vocabulary."""
+    return head if sharding is None else sharding.gather_width(head.astype(dtype))
 
 
-def _of_all_tokens(total: jax.Array, place: TableSharding | None) -> jax.Array:
-    return total if place is None else lax.psum(total, TOKEN_AXES)
+def _sum_over_tokens(total: jax.Array, sharding: TableSharding | None) -> jax.Array:
+    """Sum over the devices that tokens are split over."""
+    return total if sharding is None else lax.psum(total, sharding.mesh.axes(*TOKEN_AXES))
 
 
-def _over_entries(reduced: Any, array: jax.Array, place: TableSharding | None) -> jax.Array:
-    """A reduction over this device's entries made one over all."""
-    return array if place is None or not place.is_split else reduced(array, TENSOR)
+def _reduce_over_vocab(reduce: Any, array: jax.Array, sharding: TableSharding | None) -> jax.Array:
+    """Complete a reduction over this device's entries of the vocabulary to one over all of them."""
+    return array if sharding is None or not sharding.is_split else reduce(array, sharding.tensor_axes)
 
 
 def _forward(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, place: TableSharding | None
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, sharding: TableSharding | None
 ) -> tuple[jax.Array, tuple]:
-    """The value, and both gradients for a cotangent of one."""
-    results = None if place is None else (PartitionSpec(), (TOKENS, place.spec))
-    own = functools.partial(_value_and_gradients, place=place)
-    return _on_each_device(own, place, results)(hidden, head, targets, weights)
+    """Compute the value, and both gradients for a cotangent of one."""
+    results = None if sharding is None else (PartitionSpec(), (sharding.token_spec, sharding.mesh_spec))
+    value_and_gradients = functools.partial(_value_and_gradients, sharding=sharding)
+    return _shard_map(value_and_gradients, sharding, results)(hidden, head, targets, weights)
 
 
 def _value_and_gradients(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, place: TableSharding | None
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, sharding: TableSharding | None
 ) -> tuple[jax.Array, tuple]:
     stored_dtype, wide = head.dtype, accumulator(hidden.dtype)
-    head = _whole(head, hidden.dtype, place)
+    head = _gather_width(head, hidden.dtype, sharding)
     product = functools.partial(jnp.einsum, precision=matmul_precision(hidden.dtype), preferred_element_type=wide)
 
     def body(carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> tuple[tuple, jax.Array]:
         total, d_head = carry
         rows = jnp.where(chunk[2][:, None] != 0, chunk[0], 0)  # 0 · NaN would be NaN in the head's gradient
-        losses, d_logits = _losses(place, head, rows, *chunk[1:])
+        losses, d_logits = _losses(sharding, head, rows, *chunk[1:])
         narrow = d_logits.astype(hidden.dtype)
-        d_rows = _over_entries(lax.psum, product("tv,vd->td", narrow, head.astype(hidden.dtype)), place)
+        d_rows = _reduce_over_vocab(lax.psum, product("tv,vd->td", narrow, head.astype(hidden.dtype)), sharding)
         d_head = d_head + product("tv,td->vd", narrow, rows)
         return (total + losses.sum(), d_head), d_rows.astype(hidden.dtype)
 
     start = (
-        varying_like(jnp.zeros((), wide), hidden, targets, weights),
-        varying_like(jnp.zeros(head.shape, wide), head, hidden, targets, weights),
+        pvary_like(jnp.zeros((), wide), hidden, targets, weights),
+        pvary_like(jnp.zeros(head.shape, wide), head, hidden, targets, weights),
     )
     (total, d_head), d_rows = lax.scan(body, start, _chunks(head, hidden, targets, weights))
     d_hidden = d_rows.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
-    d_head = d_head if place is None else place.stored_part(d_head)
-    return _of_all_tokens(total, place), (d_hidden, d_head.astype(stored_dtype))
+    d_head = d_head if sharding is None else sharding.scatter_gradient(d_head)
+    return _sum_over_tokens(total, sharding), (d_hidden, d_head.astype(stored_dtype))
 
 
-def _backward(place: TableSharding | None, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple:
+def _backward(sharding: TableSharding | None, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple:
     d_hidden, d_head = saved
     return (d_hidden * cotangent).astype(d_hidden.dtype), (d_head * cotangent).astype(d_head.dtype), None, None
 
@@ -129,29 +134,31 @@ _cross_entropy_sum.defvjp(_forward, _backward)
 
 
 def _losses(
-    place: TableSharding | None, head: jax.Array, rows: jax.Array, targets: jax.Array, weights: jax.Array
+    sharding: TableSharding | None, head: jax.Array, rows: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[Float[Array, " C"], Float[Array, "C V"]]:
-    """Weighted losses of a chunk, and their gradient for the logits of the entries that are here."""
+    """Compute the weighted losses of a chunk, and their gradient with respect to this device's logits."""
     logits = wide_project(rows, head)
     counts = weights != 0
     logits = jnp.where(counts[:, None], logits, 0)
-    peak = _over_entries(lax.pmax, logits.max(axis=1, keepdims=True), place)
+    peak = _reduce_over_vocab(lax.pmax, logits.max(axis=1, keepdims=True), sharding)
     exponentials = jnp.exp(logits - peak)
-    sums = _over_entries(lax.psum, exponentials.sum(axis=1, keepdims=True), place)
-    first = 0 if place is None else place.first_entry(head.shape[0])
-    hit = (jnp.arange(head.shape[0]) + first)[None] == targets[:, None]
-    if place is None:
-        of_target = jnp.take_along_axis(logits, targets[:, None], axis=1)
+    sums = _reduce_over_vocab(lax.psum, exponentials.sum(axis=1, keepdims=True), sharding)
+    first = 0 if sharding is None else sharding.first_entry(head.shape[0])
+    is_target = (jnp.arange(head.shape[0]) + first)[None] == targets[:, None]
+    if sharding is None:
+        target_logit = jnp.take_along_axis(logits, targets[:, None], axis=1)
     else:  # it may be another rank's
-        of_target = _over_entries(lax.psum, jnp.where(hit, logits, 0).sum(axis=1, keepdims=True), place)
-    losses = weights * (jnp.log(sums) + peak - of_target)[:, 0]
-    return losses, weights[:, None] * (exponentials / sums - hit)
+        target_logit = _reduce_over_vocab(
+            lax.psum, jnp.where(is_target, logits, 0).sum(axis=1, keepdims=True), sharding
+        )
+    losses = weights * (jnp.log(sums) + peak - target_logit)[:, 0]
+    return losses, weights[:, None] * (exponentials / sums - is_target)
 
 
 def _chunks(
     head: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The tokens in equal chunks; those added to fill the last one have weight zero."""
+    """Cut the tokens into equal chunks; padding in the last one has weight zero."""
     num_tokens = hidden.shape[0]
     size = chunk_tokens(num_tokens, head.shape[0])
     missing = -num_tokens % size

@@ -1,6 +1,6 @@
-"""What a checkpoint says about itself: its arrays, and its files with their checksums.
+"""The manifest of a checkpoint: its arrays, and its files with their checksums.
 
-orbax reads a file with a flipped bit as if nothing had happened: sizes and checksums are compared before it reads any.
+orbax reads a file with a flipped bit without an error, so sizes and checksums are compared before it reads any.
 """
 
 import hashlib
@@ -15,27 +15,31 @@ MANIFEST = "manifest.json"
 STATE = "state"  # the folder of the arrays, beside the manifest
 
 
-class Damaged(Exception):
-    """A checkpoint's files are not those that were written. The text says which, and how they differ."""
+class DamagedCheckpointError(Exception):
+    """The files of a checkpoint are not as they were written. The text says which, and how they differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredLeaf:
-    """One array of the state, as the caller knows it."""
+    """Shape and type of one array of the state."""
 
     shape: tuple[int, ...]
     dtype: str
-    key_impl: str | None = None  # of typed random keys, whose data is what is stored
+    key_impl: str | None = None  # the implementation of a typed random key, whose data is what is stored
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
+    """Size and checksum of one file of a checkpoint."""
+
     size: int
     sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
+    """What a checkpoint holds beside its arrays."""
+
     step: int
     metric: float | None
     extra: dict[str, Any]
@@ -44,26 +48,27 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    (folder / MANIFEST).write_bytes(_rendered({"format": FORMAT, **asdict(manifest)}))
+    """Write the manifest of a checkpoint, with a checksum of itself."""
+    (folder / MANIFEST).write_bytes(_encode({"format": FORMAT, **asdict(manifest)}))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """A checkpoint's manifest. ``Damaged`` if it is not, byte for byte, as it was written."""
+    """Read a checkpoint's manifest. Raise `DamagedCheckpointError` if it is not, byte for byte, as it was written."""
     try:
         raw = (folder / MANIFEST).read_bytes()
         content = json.loads(raw)
     except FileNotFoundError:
-        raise Damaged(f"{MANIFEST} is missing") from None
+        raise DamagedCheckpointError(f"{MANIFEST} is missing") from None
     except OSError as error:
-        raise Damaged(f"{MANIFEST} cannot be read: {error}") from None
+        raise DamagedCheckpointError(f"{MANIFEST} cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{MANIFEST} is not JSON: {error}") from None
+        raise DamagedCheckpointError(f"{MANIFEST} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise Damaged(f"{MANIFEST}: expected a JSON object, found {type(content).__name__}")
+        raise DamagedCheckpointError(f"{MANIFEST}: expected a JSON object, found {type(content).__name__}")
     content.pop("sha256", None)
-    # Written anew it has the same bytes, or something in it changed: values, their checksum, or a mere space.
-    if _rendered(content) != raw:
-        raise Damaged(f"{MANIFEST} does not match its checksum")
+    # Encoded again it has the same bytes, unless something in it changed: a value, the checksum, or a mere space.
+    if _encode(content) != raw:
+        raise DamagedCheckpointError(f"{MANIFEST} does not match its checksum")
     if content["format"] != FORMAT:
         raise ValueError(
             f"{folder}: expected a checkpoint of format {FORMAT}, found {content['format']}; "
@@ -80,22 +85,24 @@ def read_manifest(folder: Path) -> Manifest:
     )
 
 
-def verified_manifest(folder: Path) -> Manifest:
-    """Like `read_manifest`, and all files are as they were written; ``Damaged`` names those that are not."""
+def verify_checkpoint(folder: Path) -> Manifest:
+    """Like `read_manifest`, but also compare all files with their checksums; the error names those that differ."""
     manifest = read_manifest(folder)
-    said = int(folder.name.removeprefix("step_"))
-    if manifest.step != said:
-        raise Damaged(f"{MANIFEST}: expected step {said}, as the folder is called, found {manifest.step}")
+    expected_step = int(folder.name.removeprefix("step_"))
+    if manifest.step != expected_step:
+        raise DamagedCheckpointError(
+            f"{MANIFEST}: expected step {expected_step}, as the folder is called, found {manifest.step}"
+        )
     problems = list(_problems(folder / STATE, manifest.files))
     if problems:
-        raise Damaged("; ".join(problems))
+        raise DamagedCheckpointError("; ".join(problems))
     return manifest
 
 
 def _problems(state: Path, expected: dict[str, StoredFile]) -> Iterator[str]:
-    found = set(_files(state))
-    for name in sorted(expected.keys() | found):
-        if name not in found:
+    present = set(_files(state))
+    for name in sorted(expected.keys() | present):
+        if name not in present:
             yield f"{STATE}/{name} is missing"
         elif name not in expected:
             yield f"{STATE}/{name} was not there when the checkpoint was written"
@@ -115,15 +122,15 @@ def _problem(path: Path, expected: StoredFile) -> str | None:
         return f"cannot be read: {error}"
 
 
-def stored_files(state: Path) -> dict[str, StoredFile]:
-    """All files below a folder with their sizes and checksums."""
+def hash_files(state: Path) -> dict[str, StoredFile]:
+    """List all files below a folder with their sizes and checksums."""
     return {
         name: StoredFile(size=(state / name).stat().st_size, sha256=_sha256(state / name)) for name in _files(state)
     }
 
 
 def plain_json(value: Any, where: str = "extra") -> Any:
-    """A copy of a value that JSON gives back as it is. What it would change or refuse is an error that says where."""
+    """Copy a value that JSON preserves. A part that JSON would change or refuse raises an error that says where."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, list):
@@ -139,7 +146,7 @@ def plain_json(value: Any, where: str = "extra") -> Any:
     return {key: plain_json(item, f"{where}[{key!r}]") for key, item in value.items()}
 
 
-def _rendered(content: dict[str, Any]) -> bytes:
+def _encode(content: dict[str, Any]) -> bytes:
     checksum = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return f"{json.dumps({'sha256': checksum, **content}, indent=1)}\n".encode()
 

@@ -1,4 +1,4 @@
-"""What a run leaves on disk to look at: JSON lines of its steps and of its experts' load, and TensorBoard's events."""
+"""The metrics files of a run: JSON lines of its steps and of its experts' load, and TensorBoard's events."""
 
 import json
 import math
@@ -22,9 +22,9 @@ TENSORBOARD_SECONDS = 10.0  # between two flushes while nobody asks for one; eac
 class MetricsWriter:
     """Appends to ``metrics.jsonl``, ``load.jsonl`` and TensorBoard's event files in a run's folder.
 
-    ``resume_step=None`` starts a run and refuses a folder that has metrics. A number goes on after that step: what a
-    killed run wrote past it is cut off, half a line at the end too: those steps are done again. Each line is handed to
-    the operating system at once, for those who watch the file.
+    ``resume_step=None`` starts a run and refuses a folder that has metrics. A number resumes the run after that step:
+    lines that a killed run wrote past it are removed, as those steps are done again. Each line is handed to the
+    operating system at once, for those who watch the file.
     """
 
     def __init__(self, folder: Path, *, resume_step: int | None, tensorboard: bool = True) -> None:
@@ -39,25 +39,25 @@ class MetricsWriter:
             _require_tensorboard()
         folder.mkdir(parents=True, exist_ok=True)
         for path in (metrics, load):
-            _cut_after(path, -1 if resume_step is None else resume_step)
+            _truncate_after(path, -1 if resume_step is None else resume_step)
         self._metrics: BinaryIO = metrics.open("ab")
         self._load: BinaryIO = load.open("ab")
         self._events = _TensorBoardFile(folder / TENSORBOARD, resume_step) if tensorboard else None
 
     def train(self, step: int, values: Mapping[str, SupportsFloat | None]) -> None:
-        """One training step: ``loss``, ``learning_rate``, ``tokens_per_second``, … What is not finite becomes null."""
+        """Write the values of a training step, such as ``loss``. A value that is not finite becomes null."""
         self._record("train", step, values)
 
     def held_out(self, step: int, values: Mapping[str, SupportsFloat | None]) -> None:
-        """One evaluation after that many steps."""
+        """Write the values of an evaluation after that many steps."""
         self._record("eval", step, values)
 
     def event(self, step: int, what: str, text: str = "") -> None:
-        """Something that happened once: ``resumed``, ``interrupted``, ``skipped``, ``checkpoint``."""
+        """Write an event, such as ``resumed``, ``interrupted``, ``skipped`` or ``checkpoint``."""
         _append(self._metrics, {"kind": "event", "step": int(step), "what": what, "text": text})
 
     def load(self, step: int, load: Sequence[Sequence[int]] | np.ndarray) -> None:
-        """How many tokens each expert got since the previous line, ``[layers, E]``."""
+        """Write how many tokens each expert got since the previous line, ``[layers, E]``."""
         counts = np.asarray(load)
         if counts.ndim != 2 or not (np.issubdtype(counts.dtype, np.number) and (counts == np.floor(counts)).all()):
             raise ValueError(
@@ -66,7 +66,7 @@ class MetricsWriter:
         _append(self._load, {"step": int(step), "load": counts.astype(np.int64).tolist()})
 
     def flush(self) -> None:
-        """Returns when all that was written would survive a power cut. Call it before a checkpoint commits."""
+        """Flush all lines to disk, so that they survive a power cut. Call it before a checkpoint commits."""
         for file in (self._metrics, self._load):
             file.flush()
             os.fsync(file.fileno())
@@ -74,7 +74,7 @@ class MetricsWriter:
             self._events.flush()
 
     def close(self) -> None:
-        """Flushes and closes. Closing twice does no harm."""
+        """Flush and close the files. Closing twice does no harm."""
         if self._metrics.closed:
             return
         self.flush()
@@ -102,7 +102,7 @@ class MetricsWriter:
 
 
 class NoMetrics:
-    """What stands for `Metrics` in the processes of a run that are not the first: it writes nothing."""
+    """Takes the place of `MetricsWriter` in all processes but the first, and writes nothing."""
 
     def train(self, step: int, values: Mapping[str, SupportsFloat | None]) -> None: ...
 
@@ -123,7 +123,7 @@ class NoMetrics:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file, one a line. A last line that was cut off is left out: a killed run leaves one.
+    """Read a file of JSON objects, one a line. An incomplete last line, which a killed run leaves, is left out.
 
     NaN and Infinity, which are no JSON but which some write, read as None, as does our null.
     """
@@ -131,13 +131,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def last_step(path: Path) -> int:
-    """The last step that a file has a line of; -1: none."""
+    """Return the last step that a file has a line of; -1 if it has none."""
     return max((step for step, _ in _steps(path)), default=-1)
 
 
 def _numbered_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     lines = path.read_bytes().split(b"\n")
-    found = []
+    numbered = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -151,21 +151,21 @@ def _numbered_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
             raise ValueError(
                 f"{path}, line {number}: expected a JSON object, got {error}; remove the line or move the file away"
             ) from None
-        found.append((number, values))
-    return found
+        numbered.append((number, values))
+    return numbered
 
 
-def _cut_after(path: Path, step: int) -> None:
-    """Leaves only the lines up to a step, and only whole ones."""
+def _truncate_after(path: Path, step: int) -> None:
+    """Remove the lines after a step, and an incomplete last one."""
     if not path.exists():
         return
-    content = b"".join(_line(values) for own_step, values in _steps(path) if own_step <= step)
+    content = b"".join(_line(values) for line_step, values in _steps(path) if line_step <= step)
     if content != path.read_bytes():
         replace_file(path, content)
 
 
 def _steps(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each line with its step, which all lines that a run goes on from must have."""
+    """Iterate over the lines with their steps, which every line of a run to resume must have."""
     for number, values in _numbered_lines(path):
         if not isinstance(values.get("step"), int):
             raise ValueError(
@@ -185,7 +185,7 @@ def _append(file: BinaryIO, values: dict[str, Any]) -> None:
 
 
 def _number(value: SupportsFloat | None) -> float | int | None:
-    """A Python number that is written as it is: a float32 becomes the float64 of the same value."""
+    """Convert a value to a Python number; one that is not finite to None."""
     if value is None:
         return None
     if not isinstance(value, (int, float)):

@@ -1,4 +1,4 @@
-"""AdamW as an optax chain: the schedule, clipping, and which parameters decay."""
+"""The optimizer, AdamW as an optax chain: its schedule, clipping, and which parameters decay."""
 
 import itertools
 from dataclasses import dataclass
@@ -8,40 +8,40 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from raggedmoe.models.specs import is_trained
+from raggedmoe.models.parameters import is_trained
 from raggedmoe.names import unknown
 from raggedmoe.params import Specs
-from raggedmoe.train.keys import DECAY_STYLES, DECAYING, SCHEDULES, WARMUP_STARTS
+from raggedmoe.train.keys import DECAY_STYLES, SCHEDULES, WARMUP_STARTS, WEIGHT_DECAY_TARGETS
 
 CHOICES = {
     "schedule": SCHEDULES,
     "warmup_from": WARMUP_STARTS,
     "decay_style": DECAY_STYLES,
-    "weight_decay_of": DECAYING,
+    "weight_decay_of": WEIGHT_DECAY_TARGETS,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How parameters learn."""
+    """The settings of AdamW and its schedule."""
 
-    steps: int  # that the schedule spans; after them the learning rate is 0
+    steps: int  # steps of the schedule, after which the learning rate is 0
     learning_rate: float = 3e-3  # the peak of the schedule
     schedule: str = "cosine"  # after the warm-up: a cosine down, "wsd" (stable, then a decay), or "constant"
     warmup_steps: int = 10
     warmup_from: str = "first"  # step i of n warm-up steps, from 0, has (i + 1)/n of the peak, or i/n with "zero"
-    decay_style: str = "linear"  # of "wsd": or "cosine"
-    decay_fraction: float = 0.2  # of the steps, that "wsd" decays over
-    final_fraction: float = 0.1  # of the learning rate, that is left at the end
+    decay_style: str = "linear"  # how "wsd" decays: "linear" or "cosine"
+    decay_fraction: float = 0.2  # share of the steps over which "wsd" decays
+    final_fraction: float = 0.1  # the final learning rate as a share of the peak
     b1: float = 0.9
     b2: float = 0.95
-    epsilon: float = 1e-8  # added to the root of the mean square
-    epsilon_root: float = 0.0  # and under it
+    epsilon: float = 1e-8  # added outside the square root
+    epsilon_root: float = 0.0  # added inside the square root
     weight_decay: float = 0.1
-    weight_decay_of: str = "matrices"  # norms and biases do not decay; or "all" trained parameters
-    clip_norm: float | None = 1.0  # gradients longer than this are shortened to it; None: never
-    grad_dtype: str = "float32"  # to which gradients are rounded before they are used
-    mu_dtype: str = "float32"  # of Adam's mean of gradients
+    weight_decay_of: str = "matrices"  # "matrices", without norms and biases, or "all" trained parameters
+    clip_norm: float | None = 1.0  # the largest global norm of gradients; None: no clipping
+    grad_dtype: str = "float32"  # the type to which gradients are rounded before they are clipped
+    mu_dtype: str = "float32"  # the type of Adam's first moment
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -76,19 +76,21 @@ class OptimizerConfig:
 
     @property
     def decay_steps(self) -> int:
-        """Steps that "wsd" decays over."""
+        """Steps over which "wsd" decays."""
         return int(self.decay_fraction * self.steps)
 
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """The learning rate of each step, counted from 0: up in the warm-up, then at the peak or down to what is to be left
-    at the last step, which "wsd" does in its last ``decay_steps``; 0 after that.
+    """Make the schedule of the learning rate, with steps counted from 0.
+
+    It rises to the peak in the warm-up, stays there or decays to ``final_fraction`` of it at the last step, which "wsd"
+    does in its last ``decay_steps``, and is 0 after that.
     """
-    warmup, left = config.warmup_steps, config.steps - config.warmup_steps
-    decay = {"cosine": left, "wsd": config.decay_steps, "constant": 0}[config.schedule]
+    warmup, remaining = config.warmup_steps, config.steps - config.warmup_steps
+    decay = {"cosine": remaining, "wsd": config.decay_steps, "constant": 0}[config.schedule]
     style = "cosine" if config.schedule == "cosine" else config.decay_style
     stable = optax.constant_schedule(config.learning_rate)
-    parts = [(warmup, _warmup(config)), (left - decay, stable), (decay, _decay(config, decay, style))]
+    parts = [(warmup, _warmup(config)), (remaining - decay, stable), (decay, _decay(config, decay, style))]
     parts = [(num_steps, schedule) for num_steps, schedule in parts if num_steps]
     ends = list(itertools.accumulate(num_steps for num_steps, _ in parts))
     return optax.join_schedules([*(schedule for _, schedule in parts), optax.constant_schedule(0.0)], ends)
@@ -102,8 +104,9 @@ def _warmup(config: OptimizerConfig) -> optax.Schedule:
 
 
 def _decay(config: OptimizerConfig, num_steps: int, style: str) -> optax.Schedule:
-    """From the peak at the first of these steps to what is left at the last; a single one is MaxText's: at the peak by
-    a line, at the end by a cosine.
+    """Make the decay from the peak at the first of these steps to the final learning rate at the last.
+
+    A single step has MaxText's learning rate: the peak if the decay is linear, the final one if it is a cosine.
     """
     peak, last = config.learning_rate, config.learning_rate * config.final_fraction
     if num_steps <= 1:
@@ -113,16 +116,16 @@ def _decay(config: OptimizerConfig, num_steps: int, style: str) -> optax.Schedul
     return optax.linear_schedule(peak, last, num_steps - 1)
 
 
-def decays(specs: Specs, which: str = "matrices") -> dict[str, bool]:
-    """Which trained parameters decay: those that a matmul sums over, not norms, biases and sinks; or all."""
+def decay_mask(specs: Specs, which: str = "matrices") -> dict[str, bool]:
+    """Tell which trained parameters decay: weights of matmuls, not norms, biases and sinks; or all."""
     trained = {name: spec for name, spec in specs.items() if is_trained(name)}
     return {name: which == "all" or spec.contracts is not None for name, spec in trained.items()}
 
 
 def make_optimizer(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """Clipping and AdamW over the trained parameters, by name.
+    """Make the optimizer of the trained parameters, by name: clipping and AdamW.
 
-    Moments are float32, or float64 for such parameters; the first is ``mu_dtype`` if that is narrower.
+    Moments are float32, or float64 for parameters of that type; the first is ``mu_dtype`` if that is narrower.
     """
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     adam = optax.adamw(
@@ -132,19 +135,19 @@ def make_optimizer(config: OptimizerConfig, specs: Specs) -> optax.GradientTrans
         eps=config.epsilon,
         eps_root=config.epsilon_root,
         weight_decay=config.weight_decay,
-        mask=decays(specs, config.weight_decay_of),
+        mask=decay_mask(specs, config.weight_decay_of),
         mu_dtype=None if config.mu_dtype == "float32" else config.mu_dtype,
     )
     return optax.chain(clip, adam)
 
 
-def wide(gradient: jax.Array) -> jax.Array:
-    """A gradient in float32 at least, in which moments and sums over micro-batches are kept."""
+def widen_to_float32(gradient: jax.Array) -> jax.Array:
+    """Cast a gradient to float32 at least, the type of moments and of sums over micro-batches."""
     return gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
 
 
-def rounded(gradient: jax.Array, dtype: str) -> jax.Array:
-    """A gradient with the precision of ``grad_dtype``. XLA may undo a cast there and back, but not this."""
+def round_to_dtype(gradient: jax.Array, dtype: str) -> jax.Array:
+    """Round a gradient to the precision of ``grad_dtype``. XLA may remove a cast there and back, but not this."""
     if dtype == "float32":
         return gradient
     info = jnp.finfo(dtype)

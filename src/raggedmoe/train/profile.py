@@ -1,4 +1,4 @@
-"""A trace of a few steps, for xprof: `profiler=xplane`."""
+"""The profiler, which records a trace of a few steps for xprof (`profiler=xplane`)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +10,9 @@ import jax
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Which steps are traced."""
+    """Which steps the profiler traces."""
 
-    skip: int  # steps of this process before it
+    skip: int  # steps of this process before the trace
     steps: int
 
     def __post_init__(self) -> None:
@@ -23,7 +23,7 @@ class ProfileConfig:
 
 
 class Trace:
-    """Records the steps that its configuration names; without one, nothing."""
+    """Records the steps that its configuration names; without a configuration it does nothing."""
 
     def __init__(self, config: ProfileConfig | None, folder: Path) -> None:
         self._config, self._folder = config, folder
@@ -33,7 +33,7 @@ class Trace:
         self._begin_if_due()
 
     def step_done(self, result: Any) -> None:
-        """A step was started; ``result`` is what it will return."""
+        """Count a step that was started; ``result`` is what it will return."""
         if self._config is None:
             return
         self._done += 1
@@ -44,7 +44,7 @@ class Trace:
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded."""
+        """Stop recording, and write the trace."""
         if self._recording:
             jax.profiler.stop_trace()
             self._recording = False

@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 
-from raggedmoe.kernels.registry import Selection, recorded_selections
-from raggedmoe.models.specs import param_specs
-from raggedmoe.parallel.degrees import Degrees
-from raggedmoe.parallel.plan import Plan
-from raggedmoe.train.layout import Layout, make_layout
+from raggedmoe.kernels.chosen import describe_choices
+from raggedmoe.kernels.registry import record_selections
+from raggedmoe.models.parameters import param_specs
+from raggedmoe.sharding.plan import Plan
+from raggedmoe.sharding.training import TrainSharding, train_sharding
 from raggedmoe.train.optimizer import make_optimizer
 from raggedmoe.train.rows import Batch
-from raggedmoe.train.state import TrainState, new_state
+from raggedmoe.train.state import TrainState, init_state
 from raggedmoe.train.step import StepConfig, held_out_loss, train_step
 
 
@@ -30,22 +30,22 @@ class Programs:
     bytes_needed: int | None  # at the fullest of a step or an evaluation; None: the compiler does not say
 
 
-ONE_DEVICE = make_layout(Plan(degrees=Degrees()))
+ONE_DEVICE = train_sharding(Plan())
 
 
-def state_template(config: StepConfig, layout: Layout = ONE_DEVICE) -> TrainState:
+def state_template(config: StepConfig, sharding: TrainSharding = ONE_DEVICE) -> TrainState:
     """The shapes of a run's state, and where each part is."""
-    return layout.state(jax.eval_shape(_init(config), jax.random.key(0)), param_specs(config.model))
+    return sharding.state(jax.eval_shape(_init(config), jax.random.key(0)), param_specs(config.model))
 
 
-def make_init(config: StepConfig, layout: Layout = ONE_DEVICE) -> Callable[[jax.Array], TrainState]:
+def make_init(config: StepConfig, sharding: TrainSharding = ONE_DEVICE) -> Callable[[jax.Array], TrainState]:
     """The start of a run from its key, each part of it made where it belongs, and none whole on one device."""
-    return jax.jit(_init(config), out_shardings=places_of(state_template(config, layout)))
+    return jax.jit(_init(config), out_shardings=places_of(state_template(config, sharding)))
 
 
 def _init(config: StepConfig) -> Callable[[jax.Array], TrainState]:
     optimizer = make_optimizer(config.optimizer, param_specs(config.model))
-    return lambda key: new_state(config.model, optimizer, key)
+    return lambda key: init_state(config.model, optimizer, key)
 
 
 def places_of(template: TrainState) -> Any:
@@ -54,34 +54,34 @@ def places_of(template: TrainState) -> Any:
 
 
 def compile_programs(
-    config: StepConfig, batch: Batch, held_out_batch: Batch | None, layout: Layout = ONE_DEVICE
+    config: StepConfig, batch: Batch, held_out_batch: Batch | None, sharding: TrainSharding = ONE_DEVICE
 ) -> Programs:
     """Trace and compile for batches like these; without one that is held out, nothing is evaluated.
 
     The step is given a batch, or of several processes' each its own rows of it, and puts it where it belongs.
     """
-    template, shapes = state_template(config, layout), layout.batch(batch, config.micro_batches)
-    step = functools.partial(train_step, config=config, mesh=layout.mesh)
-    with recorded_selections() as selections:
+    template, shapes = state_template(config, sharding), sharding.batch(batch, config.micro_batches)
+    step = functools.partial(train_step, config=config, mesh=sharding.mesh)
+    with record_selections() as selections:
         lowered = jax.jit(step, donate_argnums=0, out_shardings=(places_of(template), None)).lower(template, shapes)
     held_out, needed = None, []
     if held_out_batch is not None:
-        held_out_shapes = layout.batch(held_out_batch)
+        held_out_shapes = sharding.batch(held_out_batch)
         # The loss of the model, whatever room its training has.
-        model = replace(config.model, moe=replace(config.model.moe, ragged_buffer_factor=None))
-        evaluate = jax.jit(functools.partial(held_out_loss, config=model, mesh=layout.mesh))
-        evaluated = evaluate.lower(template.params, held_out_shapes).compile()
-        held_out = lambda params, batch: evaluated(params, layout.put(batch, held_out_shapes))  # noqa: E731
+        execution = replace(config.execution, moe=replace(config.execution.moe, ragged_buffer_factor=None))
+        evaluate = functools.partial(held_out_loss, config=config.model, execution=execution, mesh=sharding.mesh)
+        evaluated = jax.jit(evaluate).lower(template.params, held_out_shapes).compile()
+        held_out = lambda params, batch: evaluated(params, sharding.put(batch, held_out_shapes))  # noqa: E731
         # With room for all rows it can need more than a step; the rest of the state is there meanwhile.
         needed.append(_bytes_needed(evaluated, beside=_device_bytes(template.optimizer)))
     compiled = lowered.compile()
     needed.append(_bytes_needed(compiled))
-    rows = layout.own_rows(batch.ids.shape[0], config.micro_batches)
+    rows = sharding.local_rows(batch.ids.shape[0], config.micro_batches)
     return Programs(
-        init=make_init(config, layout),
-        step=lambda state, batch: compiled(state, layout.put(batch, shapes, rows)),
+        init=make_init(config, sharding),
+        step=lambda state, batch: compiled(state, sharding.put(batch, shapes, rows)),
         held_out=held_out,
-        kernels=described_kernels(selections),
+        kernels=describe_choices(selections),
         bytes_needed=max((each for each in needed if each is not None), default=None),
     )
 
@@ -101,29 +101,3 @@ def _bytes_needed(compiled: Any, beside: int = 0) -> int | None:
         return None
     shared = found.alias_size_in_bytes  # the new state lies where the old one was
     return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes - shared + beside
-
-
-def described_kernels(selections: list[Selection]) -> list[dict[str, Any]]:
-    """Each distinct choice once, as JSON can hold it."""
-    found: dict[str, dict[str, Any]] = {}
-    for selection in selections:
-        call = selection.call
-        shapes = " ".join(f"{name}[{','.join(map(str, array.shape))}]" for name, array in call.arrays.items())
-        taken = next(c for c in selection.candidates if c.implementation is selection.chosen)
-        after = f"could run, but {selection.chosen.name} comes first"
-        entry = {
-            "operation": call.operation,
-            "direction": call.direction,
-            "shapes": shapes,
-            "chosen": selection.chosen.name,
-            "level": taken.level.name.lower(),
-            "shown_by": taken.shown_by,
-            "note": taken.note,
-            "others": [
-                {"name": c.implementation.name, "reason": c.reason or after}
-                for c in selection.candidates
-                if c is not taken
-            ],
-        }
-        found.setdefault(f"{call.operation} {call.direction} {shapes} {sorted(call.options.items())!r}", entry)
-    return list(found.values())

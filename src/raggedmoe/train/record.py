@@ -1,4 +1,4 @@
-"""What a report knows of a run: its files, read so that an old or cut-off run is still one, and series made of them."""
+"""The record of a run, for its report: its files, which may be old or incomplete, and series made of them."""
 
 import math
 from dataclasses import dataclass
@@ -19,13 +19,14 @@ DEAD_LINES = 10  # an expert that got nothing in so many last lines of load.json
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One value over steps; NaN where a line lacks it."""
+    """One value over the steps of a run; NaN where a line lacks it."""
 
     steps: np.ndarray
     values: np.ndarray
 
     @property
     def known(self) -> np.ndarray:
+        """The finite values."""
         return self.values[np.isfinite(self.values)]
 
     @property
@@ -35,15 +36,16 @@ class Series:
 
     @property
     def median(self) -> float:
+        """The median of the known values, NaN if there are none."""
         return float(np.median(self.known)) if self.known.size else math.nan
 
     def mean_of_last(self, window: int) -> float:
-        """The mean of the known values among the last ``window`` ones, NaN if there are none."""
+        """Average the known values among the last ``window`` ones; NaN if there are none."""
         known = self.values[-window:][np.isfinite(self.values[-window:])]
         return float(known.mean()) if known.size else math.nan
 
-    def smoothed(self, window: int) -> "Series":
-        """At each step the mean of the known values around it; of fewer near the start, where curves are steep."""
+    def smooth(self, window: int) -> "Series":
+        """Average the known values around each step, over fewer of them near the start, where curves are steep."""
         half, size = window // 2, len(self.values)
         known = np.isfinite(self.values)
         # Each sum by itself: differences of a running sum would be lost after one step of 1e30.
@@ -58,27 +60,27 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadHistory:
-    """Tokens of each expert between recorded steps: ``counts [lines, layers, E]``."""
+    """The number of tokens of each expert between recorded steps, ``counts [lines, layers, E]``."""
 
     steps: np.ndarray
     counts: np.ndarray
     layers: list[int]  # the layers' numbers in the model
-    left_out: int  # lines that are no counts, or whose shape differs from the last one's
+    num_left_out: int  # lines that are no counts, or whose shape differs from the last one's
 
     @property
-    def dead(self) -> list[tuple[int, int]]:
-        """(layer, expert) of those that got no token in the last lines."""
+    def dead_experts(self) -> list[tuple[int, int]]:
+        """The (layer, expert) pairs of experts that got no token in the last lines."""
         idle = self.counts[-DEAD_LINES:].sum(axis=0) == 0
         return [(self.layers[layer], int(expert)) for layer, expert in np.argwhere(idle)]
 
     @property
     def dead_since(self) -> int:
-        """The first step that those last lines tell of."""
+        """The first step that those last lines cover."""
         before = self.steps[:-DEAD_LINES]
         return int(before[-1]) + 1 if before.size else 1
 
     def in_bins(self, max_bins: int) -> "BinnedLoad":
-        """The counts summed over equal stretches of steps, so that a gap in the record is a gap in the picture."""
+        """Sum the counts over equal intervals of steps, so that a gap in the record is a gap in the picture."""
         between = np.diff(self.steps)
         usual = float(np.median(between)) if between.size else float(max(self.steps[0], 1))
         last = float(self.steps[-1])
@@ -95,7 +97,7 @@ class LoadHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class BinnedLoad:
-    """Load over the mean of the layer's experts, ``relative [bins, layers, E]``; NaN where nothing was recorded."""
+    """The load over the mean of the layer's experts, ``relative [bins, layers, E]``; NaN where nothing was recorded."""
 
     first: float
     last: float
@@ -116,33 +118,36 @@ class RunRecord:
 
     @property
     def name(self) -> str:
+        """The name of the run."""
         return str(self.info.get("name") or self.folder.resolve().name)
 
     @property
     def model(self) -> dict[str, Any]:
-        return part(self.info, "model", dict)
+        """What run.json says of the model."""
+        return get_typed(self.info, "model", dict)
 
     def series(self, name: str) -> Series:
+        """Return a value of the training steps as a series."""
         return series(self.train, name)
 
     def total(self, name: str) -> float:
-        """The sum over all steps, NaN if no line has the value."""
+        """Sum a value over all training steps; NaN if no line has it."""
         known = self.series(name).known
         return float(known.sum()) if known.size else math.nan
 
     def steps_of(self, what: str) -> list[int]:
-        """Where such an event happened."""
+        """List the steps at which such an event happened."""
         return sorted({event["step"] for event in self.events if event.get("what") == what})
 
     @property
-    def skipped(self) -> list[int]:
+    def skipped_steps(self) -> list[int]:
         """Steps whose update was left out, by their own line or by an event."""
         by_line = {line["step"] for line in self.train if _float(line.get("skipped")) > 0}
         return sorted(by_line | set(self.steps_of("skipped")))
 
 
 def read_run(folder: Path) -> RunRecord:
-    """A run's files. A missing one is a problem to print; a folder with none of them is no run."""
+    """Read the files of a run. A missing file is a problem that the report shows; a folder without any is refused."""
     if not any((folder / name).is_file() for name in (METRICS, RUN)):
         raise ValueError(
             f"{folder}: expected the folder of a run, with {METRICS} or {RUN}, found neither; name another"
@@ -175,19 +180,19 @@ def read_run(folder: Path) -> RunRecord:
         train=by_kind["train"],
         held_out=by_kind["eval"],
         events=sorted((line for line in lines if line.get("kind") == "event"), key=_step),
-        load=_load_history(folder / LOAD, part(part(info, "model", dict), "moe_layers", list)),
+        load=_load_history(folder / LOAD, get_typed(get_typed(info, "model", dict), "moe_layers", list)),
         problems=problems,
     )
 
 
-def part(values: dict[str, Any], name: str, kind: type) -> Any:
-    """A value of that kind, or an empty one: run.json may be of another version."""
+def get_typed(values: dict[str, Any], name: str, kind: type) -> Any:
+    """Return a value if it has that type, or else an empty one, as run.json may be of another version."""
     value = values.get(name)
     return value if isinstance(value, kind) else kind()
 
 
 def series(lines: list[dict[str, Any]], name: str) -> Series:
-    """A value over the lines' steps."""
+    """Make a series of one value of the lines."""
     return Series(
         steps=np.array([line["step"] for line in lines], dtype=np.int64),
         values=np.array([_float(line.get(name)) for line in lines], dtype=np.float64),
@@ -199,7 +204,7 @@ def _step(line: dict[str, Any]) -> int:
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether a value is a number that can be reckoned with: neither NaN nor past `LARGEST_VALUE`."""
+    """Tell whether a value is a number that can be computed with: neither NaN nor past `LARGEST_VALUE`."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_VALUE
 
 
@@ -234,5 +239,5 @@ def _load_history(path: Path, layers: list[Any]) -> LoadHistory | None:
         steps=np.array(steps, dtype=np.int64),
         counts=counts,
         layers=numbers if len(numbers) == counts.shape[1] else list(range(counts.shape[1])),
-        left_out=num_lines - len(steps),
+        num_left_out=num_lines - len(steps),
     )

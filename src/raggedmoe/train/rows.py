@@ -1,4 +1,4 @@
-"""Rows of tokens, each made from its number alone: any order, and a resumed one, needs no history."""
+"""Rows of tokens, each made from its number alone, so that a shuffled or resumed order needs no history."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,25 +15,18 @@ JUMP = 8  # one synthetic token in this many goes somewhere else
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One step's sequences, all [B S]; NumPy arrays of int32 as they come, whatever a tree map makes of them after."""
+    """The sequences of one step as arrays [B S]: NumPy's int32 at first, or whatever a tree map makes of them."""
 
     ids: Any
     targets: Any  # the next token of the same document; 0 where there is none
     segments: Any  # the document's number in the row: 0, 1, ...; -1 is padding
-    positions: Any  # the place in that piece of the document, for rope: starts at 0 in every segment
+    positions: Any  # positions for rope, which start at 0 in every segment
     weights: Any  # float32: 1 where there is a target to learn, 0 at a document's last token and at padding
-
-
-def in_micro_batches(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    """The shape of a batch's array with its micro-batches apart, ``[parts B/parts …]``."""
-    if shape[0] % parts:
-        raise ValueError(f"a batch of {shape[0]} sequences cannot be cut into {parts} equal micro-batches")
-    return (parts, shape[0] // parts, *shape[1:])
 
 
 @runtime_checkable
 class Rows(Protocol):
-    """What a dataset is to the order: a number of rows, and the batch of some of them."""
+    """A dataset of numbered rows, of which any can be put into a batch."""
 
     @property
     def num_rows(self) -> int: ...
@@ -43,10 +36,9 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows:
-    """Documents one after the other in one array, and which stretch of it each row holds.
+    """The rows of a corpus: its documents in one array, and the span of that array that each row holds.
 
-    Packing is a matter of the stretches only: with it they cover the array without a gap, without it none crosses the
-    end of a document.
+    With packing the spans cover the array without a gap; without it none crosses the end of a document.
     """
 
     tokens: Integer[np.ndarray, " N"]
@@ -62,23 +54,23 @@ class TokenRows:
     def batch(self, rows: Sequence[int]) -> Batch:
         numbers = np.asarray(rows, np.int64)
         starts, lengths = self.starts[numbers], self.lengths[numbers]
-        # One place more than a row has: its last target.
+        # One position more than a row has, for its last target.
         places = np.arange(self.sequence_length + 1, dtype=np.int32)
         tokens = self.tokens.take(starts[:, None] + places, mode="clip").astype(np.int32)
         begins = self._begins(starts)
         present = places[:-1] < lengths[:, None]
         learned = present & ~begins[:, 1:]
-        began = np.maximum.accumulate(np.where(begins, places, 0)[:, :-1], axis=1)
+        segment_start = np.maximum.accumulate(np.where(begins, places, 0)[:, :-1], axis=1)
         return Batch(
             ids=np.where(present, tokens[:, :-1], 0),
             targets=np.where(learned, tokens[:, 1:], 0),
             segments=np.where(present, np.cumsum(begins[:, :-1], axis=1, dtype=np.int32), np.int32(-1)),
-            positions=np.where(present, places[:-1] - began, 0),
+            positions=np.where(present, places[:-1] - segment_start, 0),
             weights=learned.astype(np.float32),
         )
 
     def _begins(self, starts: Int[np.ndarray, " B"]) -> Bool[np.ndarray, "B places"]:
-        """Where in each row another document begins. The end of the array counts as a beginning."""
+        """Mark where in each row another document begins. The end of the array counts as a beginning."""
         first = np.searchsorted(self.bounds, starts, side="right")
         num = np.searchsorted(self.bounds, starts + self.sequence_length, side="right") - first
         row = np.repeat(np.arange(len(starts)), num)
@@ -89,7 +81,7 @@ class TokenRows:
 
 
 def token_rows(documents: Sequence[np.ndarray], *, sequence_length: int, packing: bool) -> TokenRows:
-    """The rows of documents, none of them empty. A row with nothing to learn (no two tokens of a document) is left out.
+    """Cut documents, none of them empty, into rows. A row without a target (no two tokens of a document) is left out.
 
     No token is put between documents: the segments say where one ends.
     """
@@ -104,19 +96,19 @@ def token_rows(documents: Sequence[np.ndarray], *, sequence_length: int, packing
         ends = np.minimum(starts + sequence_length, np.repeat(bounds[1:], num))
     last_tokens = bounds[1:] - 1
     without_target = np.searchsorted(last_tokens, ends) - np.searchsorted(last_tokens, starts)
-    kept = ends - starts > without_target
+    has_target = ends - starts > without_target
     return TokenRows(
         tokens=np.concatenate(documents),
         bounds=bounds,
-        starts=starts[kept],
-        lengths=(ends - starts)[kept],
+        starts=starts[has_target],
+        lengths=(ends - starts)[has_target],
         sequence_length=sequence_length,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticRows:
-    """Walks around one fixed random cycle of tokens, with jumps: there is something to learn, and a known floor.
+    """Synthetic rows that walk around one fixed random cycle of tokens, with jumps, so that there is a known best loss.
 
     The next token is the cycle's next, or after a jump (one token in 8) any of the cycle. So the loss falls from the
     logarithm of the vocabulary to that of the cycle's size, 6.93, and then towards 1.24 for 1024 tokens.
@@ -133,7 +125,7 @@ class SyntheticRows:
     def batch(self, rows: Sequence[int]) -> Batch:
         places = np.arange(self.sequence_length + 1)
         counters = np.asarray(rows)[:, None] * (self.sequence_length + 1) + places
-        bits = _mixed(counters.astype(np.uint64), self.key)
+        bits = _mix_bits(counters.astype(np.uint64), self.key)
         jumps = bits % np.uint64(JUMP) == 0
         jumps[:, 0] = True
         landed = ((bits >> np.uint64(32)) % np.uint64(len(self.cycle))).astype(np.int64)
@@ -151,13 +143,13 @@ class SyntheticRows:
 
 
 def synthetic_rows(*, vocab_size: int, sequence_length: int, seed: int, key: int) -> SyntheticRows:
-    """Rows over tokens below the vocabulary's size. The seed draws the cycle, the key the walks."""
+    """Make synthetic rows of tokens below ``vocab_size``. The seed draws the cycle, the key the walks."""
     chosen = np.random.default_rng(seed).permutation(vocab_size)[:CYCLE]
     return SyntheticRows(cycle=chosen, key=key, sequence_length=sequence_length)
 
 
-def _mixed(counters: np.ndarray, key: int) -> np.ndarray:
-    """64 random bits for each counter: a generator of NumPy for each row costs more than the row's tokens.
+def _mix_bits(counters: np.ndarray, key: int) -> np.ndarray:
+    """Hash each counter to 64 random bits; a NumPy generator for each row would cost more than the row's tokens.
 
     Multiplications by odd numbers and shifts lose nothing, so two counters of one key never share their bits.
     """

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from raggedmoe.models.module import Decoder
+from raggedmoe.sharding.training import TrainSharding, on_first_host
 from raggedmoe.train import run_folder
 from raggedmoe.train.checkpoint import Checkpoints
-from raggedmoe.train.config import TrainConfig, on_one_device
+from raggedmoe.train.config import TrainConfig
 from raggedmoe.train.data import Batches, Data
-from raggedmoe.train.layout import Layout, on_first_host
 from raggedmoe.train.metrics import MetricsWriter, NoMetrics
 from raggedmoe.train.programs import Programs
 from raggedmoe.train.record import read_run
@@ -36,7 +36,7 @@ class Run:
     metrics: MetricsWriter | NoMetrics
     checkpoints: Checkpoints | None
     screen: Screen
-    layout: Layout
+    sharding: TrainSharding
     batches: Batches
     memory: int | None  # of each device, in bytes; None: nobody says
     flops_per_token: float
@@ -118,7 +118,7 @@ def save(run: Run, state: TrainState, step: int, metric: float | None) -> None:
         "load": run.load.tolist(),
         "settings": plain(run.config.settings.values),
         "data_fingerprint": run.data.fingerprint,
-        "devices": run.config.plan.degrees.num_devices,
+        "devices": run.config.plan.num_devices,
     }
     run.checkpoints.save(step, state, extra, metric=metric)
     run.since = time.perf_counter()
@@ -129,7 +129,7 @@ def finish(run: Run, state: TrainState) -> str:
     params = on_first_host(state.params)
     if params is None:
         return ""
-    model = Decoder(on_one_device(run.config.step.model), params=params)
+    model = Decoder(run.config.step.model, params=params)
     folder = run_folder.save_model(run.config.run.folder, model, run.data.tokenizer_json())
     run.metrics.flush()
     record = read_run(run.config.run.folder)
@@ -139,12 +139,11 @@ def finish(run: Run, state: TrainState) -> str:
         first, last = ("not finite" if loss is None else f"{loss:.4f}" for loss in (losses[0], losses[-1]))
         lines.append(f"held-out loss {last} nats per target, from {first}")
     if record.load is not None:
-        dead = (
-            f"dead experts: {len(record.load.dead)} of {run.load.size} (no token since step {record.load.dead_since})"
-        )
+        num_dead, since = len(record.load.dead_experts), record.load.dead_since
+        dead = f"dead experts: {num_dead} of {run.load.size} (no token since step {since})"
         dropped = record.total("dropped")  # not known where somebody moved metrics.jsonl away
         lines.append(f"{dead}; dropped slots: {dropped:.0f}" if math.isfinite(dropped) else dead)
-    if record.skipped:
-        lines.append(f"skipped steps, not finite: {len(record.skipped)}")
+    if record.skipped_steps:
+        lines.append(f"skipped steps, not finite: {len(record.skipped_steps)}")
     lines.append(f"raggedmoe report {run.config.run.folder} makes a page of it")
     return "\n".join(lines)

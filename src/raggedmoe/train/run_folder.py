@@ -1,4 +1,4 @@
-"""A run's folder: who writes to it, what was in it before, and the description that `raggedmoe report` reads.
+"""The folder of a run: its lock, the results of earlier runs, the description in run.json, and the trained model.
 
 ``run.json`` describes the run, ``metrics.jsonl`` and ``load.jsonl`` its steps, ``checkpoints`` are to resume from,
 ``model`` is the trained model, ``profile`` a trace, ``tensorboard`` events.
@@ -27,10 +27,10 @@ NEW_MODEL, OLD_MODEL = f"{MODEL}.new", f"{MODEL}.old"  # while one replaces the 
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Makes the folder if needed, and keeps other runs from training into it. The lock ends with the process.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Make the folder if needed, and lock it against other runs. The lock ends with the process.
 
-    Of the processes of one run the first holds it. What one that was killed left of a model is put in order.
+    In a run of several processes the first holds the lock. A model that a killed run left half replaced is recovered.
     """
     if jax.process_index() != 0:
         yield
@@ -51,21 +51,20 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def described(folder: Path) -> dict[str, Any] | None:
-    """What run.json says of the run that was here; None: there was none."""
+def read_description(folder: Path) -> dict[str, Any] | None:
+    """Read run.json, the description of an earlier run; None if there was none."""
     return read_json_object(folder / RUN) if (folder / RUN).is_file() else None
 
 
-def describe(folder: Path, run: Mapping[str, Any]) -> None:
-    """Write run.json, whole or not at all."""
+def write_description(folder: Path, run: Mapping[str, Any]) -> None:
+    """Write run.json, the description of the run, atomically."""
     replace_file(folder / RUN, (json.dumps(run, indent=1) + "\n").encode())
 
 
 def set_aside(folder: Path, *, checkpoints: bool) -> Path | None:
-    """Move an earlier run's files into a folder of their own, and say where; None: it has no results.
+    """Move an earlier run's files into a folder of their own, and return it; None if that run has no results.
 
-    Its checkpoints first, so that a kill in between leaves none to resume without their description; then what is
-    nothing without results.
+    Checkpoints are moved first, so that a kill in between leaves none to resume without their description.
     """
     results = (PROFILE, REPORT, LOAD, MODEL, METRICS)
     names = (*((CHECKPOINTS,) if checkpoints else ()), RUN, TENSORBOARD, *results)
@@ -79,13 +78,13 @@ def set_aside(folder: Path, *, checkpoints: bool) -> Path | None:
 
 
 def set_aside_finished(folder: Path, step: int) -> Path | None:
-    """Keep the results of a finished run that goes on from a checkpoint before its end, and say where.
+    """Keep the results of a finished run that resumes from a checkpoint before its end, and return their folder.
 
-    Copies of the files that the run goes on with, and the model itself; None: it was not finished, or ends there.
+    Files that the run continues are copied, and the model is moved. None if the run was not finished, or ends there.
     """
     if not (folder / MODEL).exists() or not (folder / METRICS).exists():
         return None
-    earlier, last = described(folder) or {}, last_step(folder / METRICS)
+    earlier, last = read_description(folder) or {}, last_step(folder / METRICS)
     if last <= step or last != earlier.get("settings", {}).get("steps"):
         return None
     aside = _new_folder_aside(folder)
@@ -114,7 +113,7 @@ def _new_folder_aside(folder: Path) -> Path:
 
 
 def save_model(folder: Path, model: Decoder, tokenizer: str | None) -> Path:
-    """The trained model, with its tokenizer, as `raggedmoe generate` and `export` read it; replaces an older one.
+    """Write the trained model, with its tokenizer, as `raggedmoe generate` and `export` read it; replace an older one.
 
     If there was one, then at every moment one of the folders model, model.new and model.old is whole, and the next run
     begins with it in its place.
@@ -133,7 +132,7 @@ def save_model(folder: Path, model: Decoder, tokenizer: str | None) -> Path:
 
 
 def _recover_model(folder: Path) -> None:
-    """After a kill in `save_model`: the newest whole model takes its place, and what is left of others goes."""
+    """Put the newest complete model in its place after a kill in `save_model`, and remove what is left of others."""
     target, new, old = (folder / name for name in (MODEL, NEW_MODEL, OLD_MODEL))
     for whole in (new, old):
         if whole.exists() and not target.exists():

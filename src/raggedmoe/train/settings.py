@@ -12,7 +12,8 @@ import yaml
 
 from raggedmoe.interop import maxtext
 from raggedmoe.interop.maxtext_defaults import is_same
-from raggedmoe.mesh import AXES
+from raggedmoe.moe.backends import canonical_backend
+from raggedmoe.sharding.axes import AXES
 from raggedmoe.train.keys import BOOLS, KEYS, RECIPES
 
 BASE = "base.yml"  # MaxText's defaults, which are known without the file
@@ -57,6 +58,8 @@ class _Reading:
 
     def set(self, name: str, text: str, word: Word) -> None:
         parsed = KEYS[name].parse(text)
+        if name == "moe_backend":
+            parsed = canonical_backend(parsed)
         if name in self.given and self.values[name] != parsed:
             if name in self.typed and not word.typed:
                 return
@@ -67,7 +70,7 @@ class _Reading:
         if word.typed:
             self.typed.add(name)
 
-    def take(self, meaning: maxtext.Meaning, word: Word) -> None:
+    def take(self, meaning: maxtext.Translation, word: Word) -> None:
         for name, text in meaning.settings.items():
             self.set(name, text, word)
         if meaning.note is not None and (word.typed or not is_same(word.text, maxtext.defaults().get(word.name, ""))):
@@ -151,7 +154,7 @@ def _read(words: list[Word], stored: list[Word], reading: _Reading) -> None:
             groups.setdefault(id(maxtext.GROUP_OF[word.name]), []).append(word)
             continue
         try:
-            meaning = maxtext.meaning_of(word.name, word.text)
+            meaning = maxtext.translate(word.name, word.text)
             if meaning is not None:
                 reading.take(meaning, word)
             elif word.name in KEYS:
@@ -172,7 +175,7 @@ def _read(words: list[Word], stored: list[Word], reading: _Reading) -> None:
         )
         try:
             _check_repeats(members)
-            reading.take(group.meaning(beside | {word.name: word.text for word in members}), together)
+            reading.take(group.translate(beside | {word.name: word.text for word in members}), together)
         except ValueError as error:
             reading.refused.append(str(error))
 
@@ -242,7 +245,7 @@ def _as_word(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """The settings of a run, as JSON holds them, that differ and that a resumed run must not change."""
     return [
         f"{name}={old[name]} is now {new.get(name)}"

@@ -1,4 +1,4 @@
-"""The peak that model FLOP utilisation is a share of."""
+"""The peak FLOP/s, of which model FLOP utilisation (MFU) is a share."""
 
 import time
 
@@ -7,28 +7,28 @@ import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
 
-SIDE, TURNS = 1536, 5
+MATMUL_SIZE, NUM_REPEATS = 1536, 5
 
 
 def peak_flops(hardware: Hardware, dtype: jnp.dtype, num_devices: int = 1) -> float:
-    """Operations a second of so many devices: the table's figure, or on a CPU what a dense matmul reaches here.
+    """Return the peak FLOP/s of so many devices: the table's figure, or on a CPU what a dense matmul reaches.
 
-    The table has none for float32, which is taken for half as fast as bfloat16. Host devices share one processor.
+    The table has no figure for float32, which is assumed to be half as fast as bfloat16. Devices of a CPU share it.
     """
     if hardware.bf16_flops is not None:
         one = hardware.bf16_flops / hardware.devices_per_chip / (1 if jnp.dtype(dtype).itemsize <= 2 else 2)
         return one * num_devices
-    return measured_peak(dtype)
+    return measure_peak_flops(dtype)
 
 
-def measured_peak(dtype: jnp.dtype) -> float:
-    """The best of a few dense matmuls on the default device."""
-    left = jnp.ones((SIDE, SIDE), dtype)
+def measure_peak_flops(dtype: jnp.dtype) -> float:
+    """Measure the FLOP/s of the fastest of a few dense matmuls on the default device."""
+    left = jnp.ones((MATMUL_SIZE, MATMUL_SIZE), dtype)
     multiply = jax.jit(lambda a, b: a @ b)
     multiply(left, left).block_until_ready()
     best = float("inf")
-    for _ in range(TURNS):
+    for _ in range(NUM_REPEATS):
         start = time.perf_counter()
         multiply(left, left).block_until_ready()
         best = min(best, time.perf_counter() - start)
-    return 2 * SIDE**3 / best
+    return 2 * MATMUL_SIZE**3 / best

@@ -1,6 +1,6 @@
 """One training step, as a pure function: loss, gradients over micro-batches, AdamW, and the routers' bias rule."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -10,13 +10,21 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.config import ModelConfig, check_execution
 from raggedmoe.models.decoder import ExpertReport, Params, decode, mtp_forward, mtp_mask
-from raggedmoe.models.specs import is_trained, param_specs
+from raggedmoe.models.execution import ModelExecution
+from raggedmoe.models.parameters import is_trained, param_specs
 from raggedmoe.moe.balance import load_entropy, max_violation, update_selection_bias
+from raggedmoe.sharding.training import in_micro_batches
 from raggedmoe.train.loss import cross_entropy_sum
-from raggedmoe.train.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer, rounded, wide
-from raggedmoe.train.rows import Batch, in_micro_batches
+from raggedmoe.train.optimizer import (
+    OptimizerConfig,
+    learning_rate_schedule,
+    make_optimizer,
+    round_to_dtype,
+    widen_to_float32,
+)
+from raggedmoe.train.rows import Batch
 from raggedmoe.train.state import TrainState
 
 
@@ -25,6 +33,7 @@ class StepConfig:
     """What a step needs to know."""
 
     model: ModelConfig
+    execution: ModelExecution = field(default_factory=ModelExecution)
     optimizer: OptimizerConfig
     micro_batches: int = 1  # the batch in this many parts, one after the other: gradients are added up
     bias_update_rate: float = 1e-3  # of the loss-free rule; 0: the biases stay
@@ -32,6 +41,7 @@ class StepConfig:
     rerun_on_overflow: bool = False  # a step that drops rows changes nothing: it will be run again with more room
 
     def __post_init__(self) -> None:
+        check_execution(self.model, self.execution)
         if self.micro_batches < 1:
             raise ValueError(f"expected micro_batches >= 1, got {self.micro_batches}")
         for name in ("bias_update_rate", "mtp_loss_weight"):
@@ -101,15 +111,15 @@ def train_step(
     trained = {name: value for name, value in state.params.items() if is_trained(name)}
     biases = {name: value for name, value in state.params.items() if not is_trained(name)}
     gradients, losses = batch_gradients(trained, biases, batch, config, key, mesh)
-    gradients = {name: rounded(gradient, config.optimizer.grad_dtype) for name, gradient in gradients.items()}
+    gradients = {name: round_to_dtype(gradient, config.optimizer.grad_dtype) for name, gradient in gradients.items()}
     norm = optax.tree.norm(gradients)
 
     with jax.named_scope("optimizer"):
         optimizer = make_optimizer(config.optimizer, param_specs(config.model))
-        master = {name: wide(value) for name, value in trained.items()}
+        master = {name: widen_to_float32(value) for name, value in trained.items()}
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, master)
         moved = {name: (master[name] + updates[name]).astype(trained[name].dtype) for name in trained}
-        moved |= updated_biases(biases, losses.load, config)
+        moved |= update_biases(biases, losses.load, config)
         if not config.mtp_layers:  # they have no gradient, but would decay
             moved |= {name: value for name, value in trained.items() if name.startswith("mtp.")}
 
@@ -170,7 +180,7 @@ def batch_gradients(
     def body(number: Any, batch: Batch, weights: MicroBatchWeights) -> tuple[Params, Losses]:
         own_key = jax.random.fold_in(key, number)
         (_, losses), gradients = take(trained, biases, batch, weights, config, own_key, mesh)
-        return {name: wide(gradient) for name, gradient in gradients.items()}, losses
+        return {name: widen_to_float32(gradient) for name, gradient in gradients.items()}, losses
 
     if parts == 1:
         return body(0, *jax.tree.map(lambda a: a[0], (micro, weights)))
@@ -203,13 +213,13 @@ def objective(
         "positions": batch.positions,
         "mesh": mesh,
     }
-    out = decode(params, batch.ids, model, **given, key=key)
+    out = decode(params, batch.ids, model, config.execution, **given, key=key)
     reports = [] if out.experts is None else [out.experts]
     loss = _cross_entropy(params, out.hidden, batch.targets, batch.weights, model, mesh) * weights.per_target[0]
     aux, z = _router_losses(out.experts, weights, 0)
     mtp_loss = jnp.zeros_like(loss)
     if config.mtp_layers:
-        further, more = mtp_forward(params, out.hidden, batch.ids, model, **given, key=key)
+        further, more = mtp_forward(params, out.hidden, batch.ids, model, config.execution, **given, key=key)
         reports += more
         for m, hidden in enumerate(further):
             targets, learned = jnp.roll(batch.targets, -(m + 1), axis=1), mtp_weights(batch, m)
@@ -229,13 +239,14 @@ def objective(
 
 
 def held_out_loss(
-    params: Params, batch: Batch, config: ModelConfig, mesh: Mesh | None = None
+    params: Params, batch: Batch, config: ModelConfig, execution: ModelExecution, mesh: Mesh | None = None
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The sum of the cross-entropy of a batch, and the number of its targets."""
     out = decode(
         params,
         batch.ids,
         config,
+        execution,
         mask=batch.segments >= 0,
         segments=batch.segments,
         positions=batch.positions,
@@ -293,7 +304,7 @@ def micro_batch_weights(micro: Batch, config: StepConfig) -> MicroBatchWeights:
     )
 
 
-def updated_biases(biases: Params, load: Int[Array, "layers E"], config: StepConfig) -> Params:
+def update_biases(biases: Params, load: Int[Array, "layers E"], config: StepConfig) -> Params:
     """The selection biases moved once, by the load of the whole batch."""
     if not config.bias_update_rate:
         return biases

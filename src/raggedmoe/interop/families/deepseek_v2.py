@@ -1,8 +1,8 @@
-"""DeepSeek V2 and V2-Lite; and what V3 shares with them."""
+"""Checkpoints of DeepSeek V2 and V2-Lite, and what those of V3 share with them."""
 
 from typing import Any
 
-from raggedmoe.interop.hf_config import ConfigReader, read_rope, written_rope
+from raggedmoe.interop.hf_config import ConfigReader, read_rope, rope_to_hf
 from raggedmoe.interop.table import FUSED, LATENT, MLP, MODEL, NORMS, PER_EXPERT, ROUTER, SHARED_EXPERTS, Family
 from raggedmoe.models.config import LatentConfig, ModelConfig
 from raggedmoe.moe.config import ExpertConfig, MoEConfig, RouterConfig
@@ -11,41 +11,43 @@ SELECTIONS = {"greedy": 1, "group_limited_greedy": None}  # topk_method -> the n
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
+    """Make the model's configuration from its config.json."""
     reader.expect("scoring_func", "softmax", default="softmax")
     reader.expect("topk_method", *SELECTIONS, default="greedy")
     # The published code renormalises instead of scaling; transformers reads neither. No published model asks for it.
     reader.expect("norm_topk_prob", False, default=False)
-    limited = reader.get("topk_method", "greedy") == "group_limited_greedy"
+    group_limited = reader.get("topk_method", "greedy") == "group_limited_greedy"
     router = RouterConfig(
         normalize="none",
-        num_groups=reader.natural("n_group", 1) if limited else 1,
-        groups_per_token=reader.natural("topk_group", 1) if limited else 1,
-        group_score="max" if limited else "top2_sum",
+        num_groups=reader.non_negative_int("n_group", 1) if group_limited else 1,
+        groups_per_token=reader.non_negative_int("topk_group", 1) if group_limited else 1,
+        group_score="max" if group_limited else "top2_sum",
         scale=reader.number("routed_scaling_factor", 1.0),
     )
     reader.read |= {"n_group", "topk_group"}
-    return latent_model(reader, family="deepseek_v2", router=router, interleaved=True, mtp_layers=0)
+    return read_latent_model(reader, family="deepseek_v2", router=router, interleaved=True, mtp_layers=0)
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Make the keys of config.json that are particular to this family."""
     limited = config.moe.router.num_groups > 1
     return {
-        **written_latent_model(config),
+        **latent_model_to_hf(config),
         "scoring_func": "softmax",
         "topk_method": "group_limited_greedy" if limited else "greedy",
         "norm_topk_prob": False,
     }
 
 
-def latent_model(
+def read_latent_model(
     reader: ConfigReader, *, family: str, router: RouterConfig, interleaved: bool, mtp_layers: int
 ) -> ModelConfig:
-    """What V2 and V3 spell alike."""
+    """Read the keys of config.json that V2 and V3 have in common."""
     reader.expect("hidden_act", "silu", default="silu")
     reader.expect("attention_bias", False, default=False)
     reader.expect("mlp_bias", False, default=False)
     reader.expect("moe_layer_freq", 1, default=1)
-    reader.require("q_lora_rank", "n_shared_experts")
+    reader.require_keys("q_lora_rank", "n_shared_experts")
     width, num_layers = reader.size("hidden_size"), reader.count("num_hidden_layers")
     return ModelConfig(
         family=family,
@@ -67,10 +69,10 @@ def latent_model(
             model_dim=width,
             expert_dim=reader.size("moe_intermediate_size"),
             router=router,
-            experts=ExpertConfig(num_shared=reader.natural("n_shared_experts", 0)),
+            experts=ExpertConfig(num_shared=reader.non_negative_int("n_shared_experts", 0)),
         ),
         mlp_dim=reader.size("intermediate_size"),
-        dense_layers=tuple(range(min(reader.natural("first_k_dense_replace", 0), num_layers))),
+        dense_layers=tuple(range(min(reader.non_negative_int("first_k_dense_replace", 0), num_layers))),
         norm_epsilon=reader.number("rms_norm_eps", 1e-6),
         tied_embeddings=reader.flag("tie_word_embeddings", False),
         mtp_layers=mtp_layers,
@@ -78,8 +80,8 @@ def latent_model(
     )
 
 
-def written_latent_model(config: ModelConfig) -> dict[str, Any]:
-    """The keys that V2 and V3 spell alike."""
+def latent_model_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Make the keys of config.json that V2 and V3 have in common."""
     attention, router = config.attention, config.moe.router
     assert isinstance(attention, LatentConfig)
     if config.dense_layers != tuple(range(len(config.dense_layers))):
@@ -93,7 +95,7 @@ def written_latent_model(config: ModelConfig) -> dict[str, Any]:
         "qk_rope_head_dim": attention.rope_dim,
         "v_head_dim": attention.value_dim,
         "attention_bias": False,
-        **written_rope(attention.rope),
+        **rope_to_hf(attention.rope),
         "n_routed_experts": config.moe.num_experts,
         "n_shared_experts": config.moe.experts.num_shared,
         "moe_intermediate_size": config.moe.expert_dim,

@@ -1,4 +1,4 @@
-"""DeepSeek V3 and Kimi-K2."""
+"""Checkpoints of DeepSeek V3 and Kimi-K2."""
 
 from typing import Any
 
@@ -21,31 +21,33 @@ from raggedmoe.moe.config import RouterConfig
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
+    """Make the model's configuration from its config.json."""
     reader.expect("scoring_func", "sigmoid", default="sigmoid")
     reader.expect("topk_method", "noaux_tc", default="noaux_tc")
-    reader.require("n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace")
+    reader.require_keys("n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace")
     router = RouterConfig(
         score="sigmoid",
         selection_bias=True,
         normalize="sum" if reader.flag("norm_topk_prob", True) else "none",
-        num_groups=reader.natural("n_group", 1),
-        groups_per_token=reader.natural("topk_group", 1),
+        num_groups=reader.non_negative_int("n_group", 1),
+        groups_per_token=reader.non_negative_int("topk_group", 1),
         scale=reader.number("routed_scaling_factor", 1.0),
     )
-    return deepseek_v2.latent_model(
+    return deepseek_v2.read_latent_model(
         reader,
         family="deepseek_v3",
         router=router,
         interleaved=reader.flag("rope_interleave", True),
-        mtp_layers=reader.natural("num_nextn_predict_layers", 0),
+        mtp_layers=reader.non_negative_int("num_nextn_predict_layers", 0),
     )
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Make the keys of config.json that are particular to this family."""
     router, attention = config.moe.router, config.attention
     assert isinstance(attention, LatentConfig)
     return {
-        **deepseek_v2.written_latent_model(config),
+        **deepseek_v2.latent_model_to_hf(config),
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "norm_topk_prob": router.normalize == "sum",

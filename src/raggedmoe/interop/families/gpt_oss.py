@@ -1,8 +1,8 @@
-"""gpt-oss."""
+"""Checkpoints of gpt-oss."""
 
 from typing import Any
 
-from raggedmoe.interop.families.grouped_query import read_attention, read_model, written_model
+from raggedmoe.interop.families.grouped_query import attention_to_hf, read_attention, read_model
 from raggedmoe.interop.hf_config import ConfigReader
 from raggedmoe.interop.table import GROUPED_QUERY, MODEL, NORMS, Family, entry
 from raggedmoe.kernels.expert_ffn.activations import CLAMP, CLAMPED_SLOPE
@@ -13,9 +13,10 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
-    reader.require("num_key_value_heads", "head_dim", "sliding_window")
+    """Make the model's configuration from its config.json."""
+    reader.require_keys("num_key_value_heads", "head_dim", "sliding_window")
     if "rope_scaling" not in reader.values:
-        reader.require("rope_parameters")
+        reader.require_keys("rope_parameters")
     reader.expect("attention_bias", True, default=True)
     reader.expect("swiglu_limit", CLAMP, default=CLAMP)
     reader.expect("swiglu_alpha", CLAMPED_SLOPE, default=CLAMPED_SLOPE)
@@ -42,12 +43,13 @@ def read_config(reader: ConfigReader) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Make the keys of config.json that are particular to this family."""
     windows = [config.kind(layer).window for layer in range(config.num_layers)]
     sizes = {window for window in windows if window is not None}
     if len(sizes) > 1:
         raise ValueError(f"expected one size of sliding window in this family, got {sorted(sizes)}")
     return {
-        **written_model(config),
+        **attention_to_hf(config),
         "attention_bias": True,
         "num_local_experts": config.moe.num_experts,
         "intermediate_size": config.moe.expert_dim,

@@ -1,14 +1,14 @@
-"""What the families with grouped-query attention spell alike in config.json."""
+"""The keys of config.json that families with grouped-query attention have in common."""
 
 from typing import Any
 
-from raggedmoe.interop.hf_config import ConfigReader, read_rope, written_rope
+from raggedmoe.interop.hf_config import ConfigReader, read_rope, rope_to_hf
 from raggedmoe.models.config import GroupedQueryConfig, ModelConfig
 from raggedmoe.moe.config import MoEConfig
 
 
 def read_attention(reader: ConfigReader, default_theta: float, **rest: Any) -> GroupedQueryConfig:
-    """Heads and rope."""
+    """Read the heads and rope of attention."""
     num_heads, width = reader.size("num_attention_heads"), reader.size("hidden_size")
     head_dim = reader.optional_size("head_dim")
     if head_dim is None:
@@ -27,7 +27,7 @@ def read_attention(reader: ConfigReader, default_theta: float, **rest: Any) -> G
 def read_model(
     reader: ConfigReader, *, family: str, attention: GroupedQueryConfig, moe: MoEConfig, **rest: Any
 ) -> ModelConfig:
-    """The decoder around it."""
+    """Read the sizes of the decoder around attention and experts."""
     reader.expect("hidden_act", "silu", default="silu")
     return ModelConfig(
         family=family,
@@ -42,20 +42,20 @@ def read_model(
     )
 
 
-def written_model(config: ModelConfig) -> dict[str, Any]:
-    """The keys of both."""
+def attention_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Make the keys of the attention: heads and rope."""
     attention = config.attention
     assert isinstance(attention, GroupedQueryConfig)
     return {
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
-        **written_rope(attention.rope),
+        **rope_to_hf(attention.rope),
     }
 
 
-def one_window(config: ModelConfig) -> int | None:
-    """The window of all layers, for families that have one for all or none."""
+def common_window(config: ModelConfig) -> int | None:
+    """Return the sliding window that all layers have, or None; a model with different ones is refused."""
     if len(set(config.windows)) != 1:
         raise ValueError(f"expected one window for all layers in this family, got {config.windows}")
     return config.windows[0]

@@ -1,8 +1,8 @@
-"""Mixtral."""
+"""Checkpoints of Mixtral."""
 
 from typing import Any
 
-from raggedmoe.interop.families.grouped_query import one_window, read_attention, read_model, written_model
+from raggedmoe.interop.families.grouped_query import attention_to_hf, common_window, read_attention, read_model
 from raggedmoe.interop.hf_config import ConfigReader
 from raggedmoe.interop.table import FUSED, GROUPED_QUERY, MODEL, NORMS, ROUTER, Family, entry, experts
 from raggedmoe.models.config import ModelConfig
@@ -12,7 +12,8 @@ PREFIX = "block_sparse_moe"
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
-    reader.require("num_key_value_heads")
+    """Make the model's configuration from its config.json."""
+    reader.require_keys("num_key_value_heads")
     return read_model(
         reader,
         family="mixtral",
@@ -29,11 +30,12 @@ def read_config(reader: ConfigReader) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Make the keys of config.json that are particular to this family."""
     return {
-        **written_model(config),
+        **attention_to_hf(config),
         "num_local_experts": config.moe.num_experts,
         "intermediate_size": config.moe.expert_dim,
-        "sliding_window": one_window(config),
+        "sliding_window": common_window(config),
     }
 
 

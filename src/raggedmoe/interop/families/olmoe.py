@@ -1,8 +1,8 @@
-"""OLMoE."""
+"""Checkpoints of OLMoE."""
 
 from typing import Any
 
-from raggedmoe.interop.families.grouped_query import read_attention, read_model, written_model
+from raggedmoe.interop.families.grouped_query import attention_to_hf, read_attention, read_model
 from raggedmoe.interop.hf_config import ConfigReader
 from raggedmoe.interop.table import FUSED, GROUPED_QUERY, MODEL, NORMS, PER_EXPERT, ROUTER, Family, entry
 from raggedmoe.models.config import GroupedQueryConfig, ModelConfig
@@ -10,6 +10,7 @@ from raggedmoe.moe.config import MoEConfig, RouterConfig
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
+    """Make the model's configuration from its config.json."""
     epsilon = reader.number("rms_norm_eps", 1e-5)
     attention = read_attention(
         reader,
@@ -39,6 +40,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Make the keys of config.json that are particular to this family."""
     attention = config.attention
     assert isinstance(attention, GroupedQueryConfig)
     if attention.head_dim * attention.num_heads != config.model_dim:
@@ -47,7 +49,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
             f"{attention.num_heads}, got {attention.head_dim}"
         )
     written = {
-        **written_model(config),
+        **attention_to_hf(config),
         "attention_bias": attention.biases,
         "clip_qkv": attention.clip,
         "num_experts": config.moe.num_experts,

@@ -1,8 +1,8 @@
-"""Qwen3-MoE."""
+"""Checkpoints of Qwen3-MoE."""
 
 from typing import Any
 
-from raggedmoe.interop.families.grouped_query import one_window, read_attention, read_model, written_model
+from raggedmoe.interop.families.grouped_query import attention_to_hf, common_window, read_attention, read_model
 from raggedmoe.interop.hf_config import ConfigReader
 from raggedmoe.interop.table import FUSED, GROUPED_QUERY, MLP, MODEL, NORMS, PER_EXPERT, ROUTER, Family, entry
 from raggedmoe.models.config import ModelConfig
@@ -10,7 +10,8 @@ from raggedmoe.moe.config import MoEConfig, RouterConfig
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
-    reader.require("num_key_value_heads")
+    """Make the model's configuration from its config.json."""
+    reader.require_keys("num_key_value_heads")
     epsilon = reader.number("rms_norm_eps", 1e-6)
     biases = reader.flag("attention_bias", False)
     step, listed = reader.optional_size("decoder_sparse_step") or 1, reader.get("mlp_only_layers", [])
@@ -38,9 +39,10 @@ def read_config(reader: ConfigReader) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    window = one_window(config)
+    """Make the keys of config.json that are particular to this family."""
+    window = common_window(config)
     return {
-        **written_model(config),
+        **attention_to_hf(config),
         "attention_bias": config.attention.biases,  # type: ignore[union-attr]
         "num_experts": config.moe.num_experts,
         "moe_intermediate_size": config.moe.expert_dim,

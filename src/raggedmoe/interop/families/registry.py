@@ -1,4 +1,4 @@
-"""The families by the model_type of their config.json."""
+"""The table of model families, by the model_type of their config.json."""
 
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,14 @@ from raggedmoe.names import unknown
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY for module in (deepseek_v3, deepseek_v2, mixtral, qwen3_moe, olmoe, gpt_oss)
 }
-SPELLED_DIFFERENTLY = {"kimi_k2": "deepseek_v3"}  # the same architecture under a name of its own
+MODEL_TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}  # models with the architecture of another family
 
 
-def family_named(model_type: Any, where: Path | str) -> Family:
-    """The family of a checkpoint."""
+def family_by_model_type(model_type: Any, where: Path | str) -> Family:
+    """Look up the family of a checkpoint; ``where`` names it in errors."""
     if not isinstance(model_type, str):
         raise ValueError(f"{where}: expected model_type to be a name, got {model_type!r}")
-    model_type = SPELLED_DIFFERENTLY.get(model_type, model_type)
+    model_type = MODEL_TYPE_ALIASES.get(model_type, model_type)
     if model_type not in FAMILIES:
-        raise unknown(f"{where}: model_type", model_type, (*FAMILIES, *SPELLED_DIFFERENTLY))
+        raise unknown(f"{where}: model_type", model_type, (*FAMILIES, *MODEL_TYPE_ALIASES))
     return FAMILIES[model_type]

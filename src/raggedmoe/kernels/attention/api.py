@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Integer
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import check_array, check_size, int32, structs
 from raggedmoe.kernels.attention import reference
-from raggedmoe.kernels.attention.operands import Operands, sees_something, segment_numbers
+from raggedmoe.kernels.attention.operands import Operands, sees_any_slot, segment_numbers
 from raggedmoe.kernels.gradient import refuse_forward_mode, with_gradient
 from raggedmoe.kernels.placement import placement
 from raggedmoe.kernels.registry import Choice, Kernels, select_kernels
@@ -21,7 +21,9 @@ NAME = "attention"
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _StaticPart:
+    """The static part of a call: its kernels, scale and window."""
+
     kernels: Kernels
     scale: float
     window: int | None
@@ -40,7 +42,7 @@ def attention(
     implementation: Choice = "auto",
     hardware: Hardware | str | None = None,
 ) -> Float[Array, "B S N W"]:
-    """Causal attention: ``softmax(scale · query · key)`` over the slots that a query sees, times ``value``.
+    """Compute causal attention: ``softmax(scale · query · key)`` over the slots that a query sees, times ``value``.
 
     Key slot j is at position j, and a query at position p sees it if ``j <= p``. Query head n reads key head
     ``n // (N // M)``. A query that sees nothing gives zero and gets no gradient.
@@ -73,17 +75,17 @@ def attention(
     arrays = structs(query=query, key=key, value=value, positions=positions, segments=segments, sinks=sinks)
     options = {"scale": scale, "window": window, **placement(query, key, value)}
     kernels = select_kernels(NAME, implementation, target, arrays=arrays, options=options)
-    plan = _Plan(kernels, scale, window)
+    static = _StaticPart(kernels, scale, window)
     if positions is None:
-        return _attention(plan, Operands(query, key, value, None, segments, sinks))[0]
+        return _attention(static, Operands(query, key, value, None, segments, sinks))[0]
     # What stands in a query that sees nothing reaches nothing, NaN included; and so for its cotangent.
-    seeing = sees_something(positions, key.shape[1], window)[:, :, None, None]
-    out, _ = _attention(plan, Operands(jnp.where(seeing, query, 0), key, value, positions, None, sinks))
+    seeing = sees_any_slot(positions, key.shape[1], window)[:, :, None, None]
+    out, _ = _attention(static, Operands(jnp.where(seeing, query, 0), key, value, positions, None, sinks))
     return jnp.where(seeing, out, 0)
 
 
 def _static(scale: Any, window: Any, width: int) -> tuple[float, int | None]:
-    """The two static options as Python numbers."""
+    """Check the two static options, and make them Python numbers."""
     if scale is None:
         scale = width**-0.5
     elif isinstance(scale, jax.Array) or not isinstance(scale, float | int):
@@ -134,39 +136,39 @@ def _check(query: Any, key: Any, value: Any, positions: Any, segments: Any, sink
         check_size(NAME, "len(sinks)", heads, sinks.shape[0], "give one sink for each query head")
 
 
-def _value(plan, operands):
-    return plan.kernels.forward(operands, scale=plan.scale, window=plan.window)
+def _value(static, operands):
+    return static.kernels.forward(operands, scale=static.scale, window=static.window)
 
 
-def _forward(plan, operands):
+def _forward(static, operands):
     # Named here, where they become what the backward pass reads: a name given to the result outside would be a copy's.
-    out, logsumexp = (checkpoint_name(array, "attn_out") for array in _attention(plan, operands))
+    out, logsumexp = (checkpoint_name(array, "attn_out") for array in _attention(static, operands))
     return (out, logsumexp), (operands, out, logsumexp)
 
 
-def _backward(plan, residuals, cotangents):
+def _backward(static, residuals, cotangents):
     cotangent, _ = cotangents  # only the backward pass reads the logsumexp
-    return (_gradients(plan, *residuals, cotangent),)
+    return (_gradients(static, *residuals, cotangent),)
 
 
-def _gradients_value(plan, operands, out, logsumexp, cotangent):
-    found = plan.kernels.backward(operands, out, logsumexp, cotangent, scale=plan.scale, window=plan.window)
+def _gradients_value(static, operands, out, logsumexp, cotangent):
+    found = static.kernels.backward(operands, out, logsumexp, cotangent, scale=static.scale, window=static.window)
     dquery, dkey, dvalue, dsinks = found
     return Operands(dquery, dkey, dvalue, None, None, dsinks)
 
 
-def _gradients_forward(plan, operands, out, logsumexp, cotangent):
-    return _gradients(plan, operands, out, logsumexp, cotangent), (operands, cotangent)
+def _gradients_forward(static, operands, out, logsumexp, cotangent):
+    return _gradients(static, operands, out, logsumexp, cotangent), (operands, cotangent)
 
 
-def _gradients_backward(plan, residuals, cotangents):
+def _gradients_backward(static, residuals, cotangents):
     """Derivatives of the gradients, hence of any order, are the reference's, which holds all scores at once."""
     operands, cotangent = residuals
     floating = operands._replace(positions=None, segments=None)
 
     def gradients(floating, cotangent):
         whole = floating._replace(positions=operands.positions, segments=operands.segments)
-        found = reference.backward(whole, None, None, cotangent, scale=plan.scale, window=plan.window)
+        found = reference.backward(whole, None, None, cotangent, scale=static.scale, window=static.window)
         dquery, dkey, dvalue, dsinks = found
         return Operands(dquery, dkey, dvalue, None, None, dsinks)
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from raggedmoe.kernels.arrays import accumulator, varying_like
-from raggedmoe.kernels.attention.operands import Operands, by_key_head, einsum, sees_something, visible
+from raggedmoe.kernels.arrays import accumulator, pvary_like
+from raggedmoe.kernels.attention.operands import Operands, by_key_head, einsum, sees_any_slot, visible
 from raggedmoe.kernels.proof import PLAIN_XLA
 from raggedmoe.kernels.registry import Implementation
 
@@ -66,7 +66,7 @@ def forward(operands, *, scale, window):
 
         first, last = _seen_chunks(chunk.position, operands.key.shape[1], window)
         peak, total, mean = lax.fori_loop(first, last, add, _varying((peak, total, mean), operands))
-        seeing = sees_something(chunk.position, operands.key.shape[1], window)[:, None, :, None]
+        seeing = sees_any_slot(chunk.position, operands.key.shape[1], window)[:, None, :, None]
         total = jnp.where(seeing, total, 1)
         out = (mean / total[..., None]).astype(operands.query.dtype)
         return None, (out, jnp.where(seeing, peak + jnp.log(total), jnp.inf))
@@ -92,8 +92,8 @@ def backward(operands, out, logsumexp, cotangent, *, scale, window):
             slopes = einsum("bmcpw,bkmw->bmcpk", cotangent, here.value) - mean[..., None]
             slopes = (weights * slopes * scale).astype(query.dtype)
             dquery = dquery + einsum("bmcpk,bkmh->bmcph", slopes, here.key)
-            dkey = _added(dkey, einsum("bmcpk,bmcph->bkmh", slopes, chunk.query), j)
-            dvalue = _added(dvalue, einsum("bmcpk,bmcpw->bkmw", weights.astype(value.dtype), cotangent), j)
+            dkey = _add_to_chunk(dkey, einsum("bmcpk,bmcph->bkmh", slopes, chunk.query), j)
+            dvalue = _add_to_chunk(dvalue, einsum("bmcpk,bmcpw->bkmw", weights.astype(value.dtype), cotangent), j)
             return dquery, dkey, dvalue
 
         dquery = _varying(jnp.zeros(chunk.query.shape, wide), (operands, cotangent))
@@ -121,10 +121,10 @@ def _queries(operands: Operands) -> _Queries:
 
 
 def _slots(operands: Operands) -> _Slots:
-    key, value = _padded(operands.key, 0), _padded(operands.value, 0)
+    key, value = _pad(operands.key, 0), _pad(operands.value, 0)
     position = jnp.arange(operands.key.shape[1], dtype=jnp.int32)
-    segments = None if operands.segments is None else _padded(operands.segments, 0)
-    return _Slots(key, value, _padded(position[None], _PAST)[0], segments)
+    segments = None if operands.segments is None else _pad(operands.segments, 0)
+    return _Slots(key, value, _pad(position[None], _PAST)[0], segments)
 
 
 def _by_head(operands: Operands):
@@ -158,8 +158,8 @@ def _sizes(length: int) -> tuple[int, int]:
     return count, -(-length // count)
 
 
-def _padded(array, fill):
-    """``[B S ...]``, up to whole chunks."""
+def _pad(array, fill):
+    """Pad ``[B S ...]`` to whole chunks."""
     count, size = _sizes(array.shape[1])
     widths = [(0, 0), (0, count * size - array.shape[1])] + [(0, 0)] * (array.ndim - 2)
     return jnp.pad(array, widths, constant_values=fill)
@@ -168,7 +168,7 @@ def _padded(array, fill):
 def _in_chunks(array, fill):
     """``[B S ...] -> [chunks, B C ...]``."""
     count, size = _sizes(array.shape[1])
-    array = _padded(array, fill)
+    array = _pad(array, fill)
     return jnp.moveaxis(array.reshape(array.shape[0], count, size, *array.shape[2:]), 1, 0)
 
 
@@ -190,15 +190,15 @@ def _chunk(slots: _Slots, j) -> _Slots:
     return jax.tree.map(lambda array, axis: lax.dynamic_slice_in_dim(array, j * size, size, axis), slots, axes)
 
 
-def _added(array, part, j):
-    """``array`` with ``part`` added to chunk j of its slots."""
+def _add_to_chunk(array, part, j):
+    """Add ``part`` to chunk j of the array's slots."""
     start = j * part.shape[1]
     old = lax.dynamic_slice_in_dim(array, start, part.shape[1], 1)
     return lax.dynamic_update_slice_in_dim(array, old + part, start, 1)
 
 
 def _varying(values, arrays):
-    return jax.tree.map(lambda value: varying_like(value, *jax.tree.leaves(arrays)), values)
+    return jax.tree.map(lambda value: pvary_like(value, *jax.tree.leaves(arrays)), values)
 
 
 IMPLEMENTATION = Implementation(

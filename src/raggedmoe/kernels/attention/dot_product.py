@@ -71,7 +71,7 @@ def _by_head(sinks, scores):
 
 
 def auto_why_not(call: Call, hardware: Hardware) -> str | None:
-    """Whether the scores are too many to be held at once, or too much would be read for the few that count."""
+    """Say why chunks suit the call better: too many scores to hold at once, or too much read for the few that count."""
     batch, num_queries, heads, _ = call.arrays["query"].shape
     num_slots = call.arrays["key"].shape[1]
     held = batch * heads * num_queries * num_slots * accumulator(call.arrays["query"].dtype).itemsize

@@ -29,7 +29,7 @@ class Operands(NamedTuple):
 def visible(
     position: Int[Array, "#B S"], slot: Int[Array, " L"], window: int | None, segments: Any = None
 ) -> Bool[Array, "#B S L"]:
-    """Whether each query sees each slot. ``segments``: those of the queries and those of the slots."""
+    """Say whether each query sees each slot. ``segments``: those of the queries and those of the slots."""
     position, slot = position[:, :, None], slot[None, None, :]
     seen = slot <= position
     if window is not None:
@@ -40,14 +40,14 @@ def visible(
     return seen
 
 
-def sees_something(position: Int[Array, "#B S"], num_slots: int, window: int | None) -> Bool[Array, "#B S"]:
-    """Whether a query sees any slot. Without positions all do: each sees itself."""
+def sees_any_slot(position: Int[Array, "#B S"], num_slots: int, window: int | None) -> Bool[Array, "#B S"]:
+    """Say whether a query sees any slot. Without positions all do: each sees itself."""
     seeing = position >= 0
     return seeing if window is None else seeing & (position - window < num_slots - 1)
 
 
 def segment_numbers(segments: Any) -> Int[Array, "B S"]:
-    """Segments of any integer type as int32: equal where they were equal, negative where they were negative.
+    """Convert segments of any integer type to int32: equal and negative where they were so before.
 
     Those that int32 cannot hold are numbered: cast or cut, different ones could become the same.
     """
@@ -63,12 +63,12 @@ def segment_numbers(segments: Any) -> Int[Array, "B S"]:
 
 
 def by_key_head(array: Any, num_key_heads: int) -> Any:
-    """``[B S N ...] -> [B S M N/M ...]``: the query heads of each key head."""
+    """Group the query heads by their key head: ``[B S N ...] -> [B S M N/M ...]``."""
     batch, length, heads, *rest = array.shape
     return array.reshape(batch, length, num_key_heads, heads // num_key_heads, *rest)
 
 
 def einsum(equation: str, first: Any, second: Any) -> Any:
-    """A sum of products in the accumulator's type."""
+    """Compute a sum of products in the accumulator's type."""
     wide = accumulator(first.dtype)
     return jnp.einsum(equation, first, second, precision=matmul_precision(first.dtype), preferred_element_type=wide)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from raggedmoe.kernels.example import Example, Spec, integers, normal, replaced
+from raggedmoe.kernels.example import Example, integers, make_spec, normal, replace_values
 
 MANY = 10**9
 GARBAGE = 1e4  # in slots that no query sees
@@ -47,22 +47,20 @@ def _make(
         seen = seen & (numbers[:, :, None] == numbers[:, None, :])
     if sinks:
         # Minus infinity: this head has none.
-        arrays["sinks"] = replaced(normal(rng, (heads,), dtype), np.arange(heads) == 0, -np.inf)
+        arrays["sinks"] = replace_values(normal(rng, (heads,), dtype), np.arange(heads) == 0, -np.inf)
     unread = ~seen.any(1)[:, :, None, None]
-    arrays |= {name: replaced(arrays[name], unread, GARBAGE) for name in ("key", "value")}
+    arrays |= {name: replace_values(arrays[name], unread, GARBAGE) for name in ("key", "value")}
     seeing = seen.any(2)[:, :, None, None]
-    arrays["query"] = replaced(arrays["query"], ~seeing, np.nan)
+    arrays["query"] = replace_values(arrays["query"], ~seeing, np.nan)
     return Example(
         arrays=arrays,
         options={"window": window, "scale": scale},
-        cotangent=replaced(normal(rng, (batch, queries, heads, value_width), dtype), ~seeing, np.nan),
+        cotangent=replace_values(normal(rng, (batch, queries, heads, value_width), dtype), ~seeing, np.nan),
         flops=2 * int(seen.sum()) * heads * (width + value_width),
     )
 
 
-def _spec(name: str, large: bool = False, **sizes: Any) -> Spec:
-    return Spec(name=name, make=functools.partial(_make, **sizes), large=large)
-
+_spec = functools.partial(make_spec, _make)
 
 SPECS = (
     _spec("one-query", queries=1),

@@ -80,17 +80,17 @@ def _inputs(operands: Operands, scale):
     query = (operands.query * scale).astype(operands.query.dtype)
     segments = None
     if operands.segments is not None:
-        padded = _padded(operands.segments)
+        padded = _pad(operands.segments)
         segments = splash_attention_kernel.SegmentIds(padded, padded)
     return _heads_first(query), _heads_first(operands.key), _heads_first(operands.value), segments
 
 
 def _heads_first(array):
     """``[B S N ...] -> [B N S ...]``, padded to whole blocks."""
-    return jnp.swapaxes(_padded(array), 1, 2)
+    return jnp.swapaxes(_pad(array), 1, 2)
 
 
-def _padded(array):
+def _pad(array):
     spare = _sizes(array.shape[1])[0] - array.shape[1]
     return jnp.pad(array, [(0, 0), (0, spare)] + [(0, 0)] * (array.ndim - 2))
 
@@ -106,7 +106,7 @@ def _sizes(length: int) -> tuple[int, int]:
 
 
 def why_not(call: Call, hardware: Hardware) -> str | None:
-    """Why it cannot run."""
+    """Say why it cannot run; None: it can."""
     dtype = call.arrays["query"].dtype
     if hardware.platform != "tpu":
         return f"a kernel for TPUs, not for {hardware.platform}"
@@ -117,7 +117,7 @@ def why_not(call: Call, hardware: Hardware) -> str | None:
     return unchecked_why_not(call)
 
 
-# tests/kernels/test_attention_kernels.py interprets it, and libtpu compiled it for each chip, both ways, in bfloat16
+# tests/kernels/attention/test_splash.py interprets it, and libtpu compiled it for each chip, both ways, in bfloat16
 # and float32, with heads of 64, 128, 192 / 128 and 256 (docs/log.md): the versions that were tried, and no others.
 PROOFS = tuple(
     Proof(

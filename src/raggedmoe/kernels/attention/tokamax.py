@@ -23,7 +23,7 @@ COMPILES_ELSEWHERE = "0.0.14"  # the first that need not look at the attached de
 
 
 def forward(operands, *, scale, window, backend="mosaic", hardware=None):
-    with _compiled_for(hardware):
+    with _compile_target(hardware):
         out = _attend(*operands[:3], scale=scale, window=window, backend=backend)
     return out, chunked.forward(operands, scale=scale, window=window)[1]
 
@@ -32,11 +32,11 @@ def backward(operands, out, logsumexp, cotangent, *, scale, window, backend="mos
     def attend(query, key, value):
         return _attend(query, key, value, scale=scale, window=window, backend=backend)
 
-    with _compiled_for(hardware):
+    with _compile_target(hardware):
         return *jax.vjp(attend, *operands[:3])[1](cotangent), None
 
 
-def _compiled_for(hardware: Hardware | None):
+def _compile_target(hardware: Hardware | None):
     """It refuses to be compiled on a machine without the chip, unless it is told that this is meant."""
     from tokamax._src import config
 
@@ -60,7 +60,7 @@ def _attend(query, key, value, *, scale, window, backend):
 
 
 def why_not(call: Call, hardware: Hardware) -> str | None:
-    """Why it cannot run."""
+    """Say why it cannot run; None: it can."""
     if importlib.util.find_spec("tokamax") is None:
         return "tokamax is not installed; pip install raggedmoe[tokamax]"
     if hardware.platform == "cpu":

@@ -16,23 +16,23 @@ Activation = Callable[[Float[Array, "R F"], Float[Array, "R F"] | None], Float[A
 CLAMP, CLAMPED_SLOPE = 7.0, 1.702
 
 
-def _gated(function: Callable[[jax.Array], jax.Array]) -> Activation:
+def _gated_activation(function: Callable[[jax.Array], jax.Array]) -> Activation:
     def activation(gate: jax.Array, up: jax.Array | None) -> jax.Array:
         return function(gate) if up is None else function(gate) * up
 
     return activation
 
 
-def _clamped(gate: jax.Array, up: jax.Array | None) -> jax.Array:
+def _clamped_swiglu(gate: jax.Array, up: jax.Array | None) -> jax.Array:
     gate = jnp.minimum(gate, CLAMP)
     hidden = gate * jax.nn.sigmoid(CLAMPED_SLOPE * gate)
     return hidden if up is None else (jnp.clip(up, -CLAMP, CLAMP) + 1) * hidden
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "silu": _gated(jax.nn.silu),
-    "gelu": _gated(lambda gate: jax.nn.gelu(gate, approximate=False)),
-    "gelu_tanh": _gated(lambda gate: jax.nn.gelu(gate, approximate=True)),
-    "relu2": _gated(lambda gate: jnp.square(jax.nn.relu(gate))),
-    "clamped_swiglu": _clamped,
+    "silu": _gated_activation(jax.nn.silu),
+    "gelu": _gated_activation(lambda gate: jax.nn.gelu(gate, approximate=False)),
+    "gelu_tanh": _gated_activation(lambda gate: jax.nn.gelu(gate, approximate=True)),
+    "relu2": _gated_activation(lambda gate: jnp.square(jax.nn.relu(gate))),
+    "clamped_swiglu": _clamped_swiglu,
 }

@@ -13,7 +13,7 @@ from raggedmoe.kernels.expert_ffn import reference
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.gradient import refuse_forward_mode, with_gradient
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
-from raggedmoe.kernels.placement import placement, varying_alike
+from raggedmoe.kernels.placement import placement, pvary_alike
 from raggedmoe.kernels.registry import Choice, Kernels, select_kernels
 from raggedmoe.names import unknown
 
@@ -21,7 +21,7 @@ NAME = "expert_ffn"
 
 
 class ExpertBiases(NamedTuple):
-    """What is added after each projection, for the valid rows only."""
+    """The biases that are added after each projection, to the valid rows only."""
 
     wi_0: Float[Array, "G F"]
     wi_1: Float[Array, "G F"] | None  # None for ungated experts
@@ -38,7 +38,9 @@ class ExpertWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _StaticPart:
+    """The static part of a call: its kernels and activation."""
+
     kernels: Kernels
     activation: str
 
@@ -55,7 +57,7 @@ def expert_ffn(
     implementation: Choice = "auto",
     hardware: Hardware | str | None = None,
 ) -> Float[Array, "R D"]:
-    """``activation(rows @ wi_0[g]ᵀ, rows @ wi_1[g]ᵀ) @ wo[g]`` for the rows of each group g; other rows are zero.
+    """Compute ``activation(rows @ wi_0[g]ᵀ, rows @ wi_1[g]ᵀ) @ wo[g]`` for the rows of each group g, zero elsewhere.
 
     Args:
       rows: rows, ordered by group. What stands past the last group is never used, NaN included.
@@ -84,9 +86,9 @@ def expert_ffn(
     arrays = structs(rows=rows, wi_0=wi_0, wi_1=wi_1, wo=wo, group_sizes=group_sizes)
     options = {"activation": activation, "biases": biases is not None, **placement(rows, wi_0, group_sizes)}
     kernels = select_kernels(NAME, implementation, target, arrays=arrays, options=options)
-    plan = _Plan(kernels, activation)
+    static = _StaticPart(kernels, activation)
     bounds = group_bounds(group_sizes, wi_0.shape[0], rows.shape[0])
-    return _expert_ffn(plan, *varying_alike(rows, weights, bounds))
+    return _expert_ffn(static, *pvary_alike(rows, weights, bounds))
 
 
 def check_activation(name: str) -> None:
@@ -130,32 +132,32 @@ def _check(rows: Any, weights: ExpertWeights, group_sizes: Any, activation: str)
             check_size(NAME, f"biases.{name}.shape[1]", bias_width, bias.shape[1], "give one bias for each output")
 
 
-def _value(plan, rows, weights, bounds):
-    return plan.kernels.forward(rows, weights, bounds, activation=plan.activation)
+def _value(static, rows, weights, bounds):
+    return static.kernels.forward(rows, weights, bounds, activation=static.activation)
 
 
-def _forward(plan, rows, weights, bounds):
-    return _expert_ffn(plan, rows, weights, bounds), (rows, weights, bounds)
+def _forward(static, rows, weights, bounds):
+    return _expert_ffn(static, rows, weights, bounds), (rows, weights, bounds)
 
 
-def _backward(plan, residuals, cotangent):
-    return *_gradients(plan, *residuals, cotangent), None
+def _backward(static, residuals, cotangent):
+    return *_gradients(static, *residuals, cotangent), None
 
 
-def _gradients_value(plan, rows, weights, bounds, cotangent):
-    return plan.kernels.backward(rows, weights, bounds, cotangent, activation=plan.activation)
+def _gradients_value(static, rows, weights, bounds, cotangent):
+    return static.kernels.backward(rows, weights, bounds, cotangent, activation=static.activation)
 
 
-def _gradients_forward(plan, rows, weights, bounds, cotangent):
-    return _gradients(plan, rows, weights, bounds, cotangent), (rows, weights, bounds, cotangent)
+def _gradients_forward(static, rows, weights, bounds, cotangent):
+    return _gradients(static, rows, weights, bounds, cotangent), (rows, weights, bounds, cotangent)
 
 
-def _gradients_backward(plan, residuals, cotangents):
+def _gradients_backward(static, residuals, cotangents):
     """Derivatives of the gradients, hence of any order, are the reference's."""
     rows, weights, bounds, cotangent = residuals
 
     def gradients(rows, weights, cotangent):
-        return reference.backward(rows, weights, bounds, cotangent, activation=plan.activation)
+        return reference.backward(rows, weights, bounds, cotangent, activation=static.activation)
 
     drows, dweights, dcotangent = jax.vjp(gradients, rows, weights, cotangent)[1](cotangents)
     return drows, dweights, None, dcotangent

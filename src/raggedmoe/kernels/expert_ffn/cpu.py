@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from raggedmoe.kernels.arrays import accumulator, varying_like
+from raggedmoe.kernels.arrays import accumulator, pvary_like
 from raggedmoe.kernels.expert_ffn import matmuls
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.grouped_matmul import cpu as grouped_matmul
@@ -48,7 +48,7 @@ def forward(rows, weights, bounds, *, activation):
 
         return for_each_tile(first, last, rows.shape[0], grouped_matmul.TILE_SIZES, one_tile, out_bits)
 
-    out = varying_like(jnp.zeros(rows.shape, rows.dtype), rows, bounds, *jax.tree.leaves(weights))
+    out = pvary_like(jnp.zeros(rows.shape, rows.dtype), rows, bounds, *jax.tree.leaves(weights))
     out = for_each_group(bounds, one_group, to_bits(out))
     return from_bits(out, rows.dtype, rows.dtype)
 

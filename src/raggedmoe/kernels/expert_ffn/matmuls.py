@@ -10,7 +10,7 @@ from raggedmoe.kernels.grouped_matmul.api import group_of_row
 
 
 def add_bias(rows, bias, bounds):
-    """``rows + bias[group]`` for the valid rows; the others are left as they are."""
+    """Add ``bias[group]`` to the valid rows; the others are left as they are."""
     if bias is None:
         return rows
     group, valid = group_of_row(bounds, rows.shape[0])
@@ -18,7 +18,7 @@ def add_bias(rows, bias, bounds):
 
 
 def up_projections(matmul, rows, weights, bounds):
-    """The activation's arguments, ``(gate, up)`` in float32, biases added; ``up`` is None for ungated experts."""
+    """Compute the activation's arguments ``(gate, up)`` in float32, with biases; ``up`` is None for ungated experts."""
 
     def project(weight, bias):
         sums = matmul.forward(rows, weight, bounds, transpose_rhs=True, out_dtype=accumulator(rows.dtype))
@@ -32,7 +32,7 @@ def up_projections(matmul, rows, weights, bounds):
 
 
 def forward(matmul, rows, weights, bounds, activation):
-    """The three matmuls and the activation between them."""
+    """Compute the three matmuls and the activation between them."""
     hidden = ACTIVATIONS[activation](*up_projections(matmul, rows, weights, bounds)).astype(rows.dtype)
     if weights.biases is None:
         return matmul.forward(hidden, weights.wo, bounds, transpose_rhs=False, out_dtype=rows.dtype)
@@ -41,7 +41,7 @@ def forward(matmul, rows, weights, bounds, activation):
 
 
 def backward(matmul, rows, weights, bounds, cotangent, activation):
-    """Gradients of the rows and of all weights; the activation's arguments are computed again."""
+    """Compute the gradients of the rows and of all weights; the activation's arguments are computed again."""
     wide, dtype = accumulator(rows.dtype), rows.dtype
     hidden, activation_vjp = jax.vjp(ACTIVATIONS[activation], *up_projections(matmul, rows, weights, bounds))
     dhidden = matmul.forward(cotangent, weights.wo, bounds, transpose_rhs=True, out_dtype=wide)
@@ -57,14 +57,14 @@ def backward(matmul, rows, weights, bounds, cotangent, activation):
             wo=group_sums(matmul, cotangent, bounds, weights.biases.wo),
         )
     return drows.astype(dtype), ExpertWeights(
-        wi_0=matmul.transposed(dgate, rows, bounds),
-        wi_1=None if dup is None else matmul.transposed(dup, rows, bounds),
-        wo=matmul.transposed(hidden.astype(dtype), cotangent, bounds),
+        wi_0=matmul.transposed_matmul(dgate, rows, bounds),
+        wi_1=None if dup is None else matmul.transposed_matmul(dup, rows, bounds),
+        wo=matmul.transposed_matmul(hidden.astype(dtype), cotangent, bounds),
         biases=dbiases,
     )
 
 
 def group_sums(matmul, rows, bounds, like):
-    """The sum of each group's rows: a transposed grouped matmul with a column of ones."""
+    """Sum each group's rows by a transposed grouped matmul with a column of ones."""
     ones = jnp.ones((rows.shape[0], 1), rows.dtype)
-    return matmul.transposed(ones, rows, bounds)[:, 0].astype(like.dtype)
+    return matmul.transposed_matmul(ones, rows, bounds)[:, 0].astype(like.dtype)

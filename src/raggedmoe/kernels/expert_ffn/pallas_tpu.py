@@ -21,8 +21,8 @@ WIDTH = 512  # of D, in the down projection: the schedule is the same for 256 to
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """How the kernel divides its work."""
+class FfnTiles:
+    """The tiles into which the kernel divides its work."""
 
     rows: int  # of one group, in VMEM while its weights pass by; a multiple of the largest chunk
     chunks: tuple[int, ...]  # rows multiplied at once, largest first: a static choice, so each is compiled
@@ -52,8 +52,8 @@ PART = {2: 9 * 2**18, 4: 9 * 2**17}
 ROWS = (1024, 512, 384, 256, 128, 64)  # of a tile: the first that VMEM holds
 
 
-def tiles_for(call: Call, hardware: Hardware) -> Tiles | None:
-    """The tiles for a call: parts of F that fill the MXU, then as many rows as VMEM holds; None: nothing fits."""
+def tiles_for(call: Call, hardware: Hardware) -> FfnTiles | None:
+    """Choose tiles for a call: parts of F that fill the MXU, then as many rows as VMEM holds; None: nothing fits."""
     (num_rows, width), (_, num_hidden, _) = call.arrays["rows"].shape, call.arrays["wi_0"].shape
     size = call.arrays["rows"].dtype.itemsize
     pack = 32 // size
@@ -64,7 +64,7 @@ def tiles_for(call: Call, hardware: Hardware) -> Tiles | None:
     candidates = []
     for hidden in _hidden_parts(num_hidden, PART[size] // width, 2 * LANES if wide else LANES):
         for rows in row_counts:
-            tiles = Tiles(
+            tiles = FfnTiles(
                 rows=rows,
                 chunks=tuple(chunk for chunk in all_chunks if chunk <= rows) or (rows,),
                 hidden=hidden,
@@ -101,8 +101,8 @@ def _available(hardware: Hardware) -> int:
     return (hardware.vmem_bytes or 0) - MIB  # the compiler keeps some for itself
 
 
-def vmem_need(call: Call, tiles: Tiles, hardware: Hardware) -> int:
-    """Bytes of VMEM for a call's tiles: what the kernel declares, and what the compiler keeps of one chunk."""
+def vmem_need(call: Call, tiles: FfnTiles, hardware: Hardware) -> int:
+    """Count the bytes of VMEM that tiles need: what the kernel declares, and what the compiler keeps of one chunk."""
     size = call.arrays["rows"].dtype.itemsize
     width, hidden = (_whole(length, LANES) for length in (call.arrays["rows"].shape[1], tiles.hidden))
     matrices = 3 if "wi_1" in call.arrays else 2
@@ -120,7 +120,7 @@ def vmem_need(call: Call, tiles: Tiles, hardware: Hardware) -> int:
 
 
 def forward(rows, weights, bounds, *, activation, hardware, tiles=None):
-    """``tiles``: by default those for the chip and the shapes."""
+    """Call the kernel, with the tiles for the chip and the shapes unless ``tiles`` are given."""
     from raggedmoe.kernels.expert_ffn import pallas_tpu_kernel
 
     arrays = structs(rows=rows, wi_0=weights.wi_0, wi_1=weights.wi_1)
@@ -131,16 +131,16 @@ def forward(rows, weights, bounds, *, activation, hardware, tiles=None):
 
 
 def backward(rows, weights, bounds, cotangent, *, activation, hardware):
-    """The grouped matmuls of the three projections, and those of their gradients."""
+    """Compute the gradients by our grouped matmuls, those of the three projections again among them."""
     matmul = SimpleNamespace(
         forward=functools.partial(grouped_matmul.forward, hardware=hardware),
-        transposed=functools.partial(grouped_matmul.transposed, hardware=hardware),
+        transposed_matmul=functools.partial(grouped_matmul.transposed_matmul, hardware=hardware),
     )
     return matmuls.backward(matmul, rows, weights, bounds, cotangent, activation)
 
 
 def why_not(call: Call, hardware: Hardware) -> str | None:
-    """Why it cannot run."""
+    """Say why it cannot run; None: it can."""
     dtype = call.arrays["rows"].dtype
     if hardware.platform != "tpu":
         return f"a kernel for TPUs, not for {hardware.platform}"
@@ -157,7 +157,7 @@ def why_not(call: Call, hardware: Hardware) -> str | None:
 
 
 def _matmuls_why_not(call: Call, hardware: Hardware) -> str | None:
-    """Why one of the backward pass's grouped matmuls cannot run."""
+    """Say why one of the backward pass's grouped matmuls cannot run."""
     rows, weight = call.arrays["rows"], call.arrays["wi_0"]
     hidden = jax.ShapeDtypeStruct((rows.shape[0], weight.shape[1]), rows.dtype)
     for lhs, transpose_rhs in ((rows, True), (hidden, False)):
@@ -170,7 +170,7 @@ def _matmuls_why_not(call: Call, hardware: Hardware) -> str | None:
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """The cost caveat that `explain` shows for this call."""
+    """Cost caveat shown by `explain`."""
     num_rows, pack = call.arrays["rows"].shape[0], 32 // call.arrays["rows"].dtype.itemsize
     if num_rows % pack:
         return f"the rows and the result are copied: {num_rows} is no multiple of {pack}"

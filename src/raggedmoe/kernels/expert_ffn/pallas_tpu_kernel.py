@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from raggedmoe.kernels.arrays import matmul_precision
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases, ExpertWeights
-from raggedmoe.kernels.placement import result, varying_alike
+from raggedmoe.kernels.placement import pvary_alike, result
 
 
 def _gelu(gate, up):
@@ -77,7 +77,7 @@ def row_tiles(bounds, num_rows, tiles):
 def _call(rows, weights, bounds, activation, tiles, vmem_limit):
     width, num_hidden = rows.shape[1], weights.wi_0.shape[1]
     operands, tree = jax.tree.flatten((rows, weights, bounds))
-    rows, weights, bounds = jax.tree.unflatten(tree, varying_alike(*operands))
+    rows, weights, bounds = jax.tree.unflatten(tree, pvary_alike(*operands))
     # A block's last two dimensions are whole or multiples of (8, 128): a group's biases get a row of their own.
     weights = weights._replace(biases=jax.tree.map(lambda bias: bias[:, None, :], weights.biases))
     parts = pl.cdiv(num_hidden, tiles.hidden)
@@ -299,7 +299,7 @@ class _Compute(NamedTuple):
     def run(self):
         parts = pl.cdiv(self.num_hidden, self.tiles.hidden)
         if parts > 1:
-            pl.when(self.part == 0)(functools.partial(self._each_step, self._begin))
+            pl.when(self.part == 0)(functools.partial(self._for_each_step, self._begin))
         unused = -self.num_hidden % self.tiles.hidden
         if unused:  # the last block's rest was not copied: what is there must not reach the sums
 
@@ -308,11 +308,11 @@ class _Compute(NamedTuple):
                 tail = pl.ds(self.tiles.hidden - unused, unused)
                 self.weights.wo[tail] = jnp.zeros((unused, self.weights.wo.shape[1]), self.weights.wo.dtype)
 
-        self._each_chunk()
+        self._for_each_chunk()
         if parts > 1:
-            pl.when(self.part == parts - 1)(functools.partial(self._each_step, self._finish))
+            pl.when(self.part == parts - 1)(functools.partial(self._for_each_step, self._finish))
 
-    def _each_chunk(self):
+    def _for_each_chunk(self):
         """The tile's rows in the largest chunks, and the rest in the smallest chunk that holds it."""
         largest, *smaller = self.tiles.chunks
         rest = lax.rem(self.tile.end, largest)
@@ -364,7 +364,7 @@ class _Compute(NamedTuple):
         keep = (row >= self.tile.begin) & (row < self.tile.end)
         self.slots[self.tile.slot, pl.ds(position, size), columns] = jnp.where(keep, values, 0).astype(self.slots.dtype)
 
-    def _each_step(self, act):
+    def _for_each_step(self, act):
         step = _step(self.tiles)
         lax.fori_loop(0, pl.cdiv(self.tile.end, step), lambda i, _: act(pl.multiple_of(i * step, step), step), None)
 

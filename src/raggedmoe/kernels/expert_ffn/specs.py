@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from raggedmoe.kernels.example import Example, Spec, integers, normal, poisoned
+from raggedmoe.kernels.example import Example, draw_group_sizes, integers, make_spec, normal, poison_rows
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 
 
@@ -27,7 +27,7 @@ def _make(
     shape = (groups, hidden, width)
     up_scale, down_scale = width**-0.5, hidden**-0.5  # so that the activation is in its curved part
     arrays: dict[str, Any] = {
-        "rows": poisoned(normal(rng, (row.size, width), dtype), keep),
+        "rows": poison_rows(normal(rng, (row.size, width), dtype), keep),
         "wi_0": normal(rng, shape, dtype, 2 * up_scale),
         "wi_1": normal(rng, shape, dtype, 2 * up_scale) if gated else None,
         "wo": normal(rng, shape, dtype, down_scale),
@@ -39,21 +39,19 @@ def _make(
             wi_1=normal(rng, (groups, hidden), dtype) if gated else None,
             wo=normal(rng, (groups, width), dtype),
         )
-    cotangent = poisoned(normal(rng, (row.size, width), dtype), keep)
+    cotangent = poison_rows(normal(rng, (row.size, width), dtype), keep)
     flops = 2 * sum(sizes) * width * hidden * (3 if gated else 2)
     return Example(arrays=arrays, options={"activation": activation}, cotangent=cotangent, flops=flops)
 
 
-def _routed(rng: np.random.Generator, dtype: Any, *, tokens: int, experts: int, per_token: int, **rest: Any) -> Example:
-    """Group sizes as a router makes them, every expert equally likely."""
-    drawn = rng.integers(0, experts, tokens * per_token)
-    sizes = tuple(int(size) for size in np.bincount(drawn, minlength=experts))
-    return _make(rng, dtype, sizes=sizes, **rest)
+def _make_routed(
+    rng: np.random.Generator, dtype: Any, *, tokens: int, experts: int, per_token: int, **rest: Any
+) -> Example:
+    """Draw group sizes as a router makes them, every expert equally likely."""
+    return _make(rng, dtype, sizes=draw_group_sizes(rng, tokens * per_token, experts), **rest)
 
 
-def _spec(name: str, **sizes: Any) -> Spec:
-    return Spec(name=name, make=functools.partial(_make, **sizes))
-
+_spec = functools.partial(make_spec, _make)
 
 SPECS = (
     _spec("one-row", sizes=(0, 1, 0), width=8, hidden=12),
@@ -67,14 +65,6 @@ SPECS = (
     _spec("biases", sizes=(7, 0, 20), width=24, hidden=17, biases=True, spare=2),
     _spec("ungated-biases", sizes=(4, 9), width=24, hidden=17, gated=False, activation="gelu", biases=True, spare=2),
     _spec("gpt-oss", sizes=(5, 0, 3), width=2880, hidden=45, activation="clamped_swiglu", biases=True, spare=2),
-    Spec(
-        name="mixtral",
-        make=functools.partial(_routed, tokens=2048, experts=16, per_token=2, width=512, hidden=1024),
-        large=True,
-    ),
-    Spec(
-        name="fine-grained",
-        make=functools.partial(_routed, tokens=2048, experts=64, per_token=8, width=512, hidden=1024),
-        large=True,
-    ),
+    make_spec(_make_routed, "mixtral", large=True, tokens=2048, experts=16, per_token=2, width=512, hidden=1024),
+    make_spec(_make_routed, "fine-grained", large=True, tokens=2048, experts=64, per_token=8, width=512, hidden=1024),
 )

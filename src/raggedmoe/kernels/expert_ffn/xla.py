@@ -12,7 +12,7 @@ from raggedmoe.kernels.registry import Call, Implementation
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """The cost caveat that `explain` shows for this call."""
+    """Cost caveat shown by `explain`."""
     unfused = "three ragged dots, not fused: the hidden rows go through memory"
     return "; ".join(filter(None, (masked_dot.note(call, hardware), unfused, FINITE_COPY)))
 

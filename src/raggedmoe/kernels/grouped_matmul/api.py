@@ -12,14 +12,16 @@ from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import FLOATS, MOST, check_array, check_size, check_sizes_fit, int32, scalar, structs
 from raggedmoe.kernels.bilinear import product
 from raggedmoe.kernels.gradient import refuse_forward_mode
-from raggedmoe.kernels.placement import placement, varying_alike
+from raggedmoe.kernels.placement import placement, pvary_alike
 from raggedmoe.kernels.registry import Choice, Kernels, select_kernels
 
 NAME = "grouped_matmul"
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _StaticPart:
+    """The static part of a call: its kernels, layout and type of the result."""
+
     kernels: Kernels
     transpose_rhs: bool
     out_dtype: Any
@@ -42,7 +44,7 @@ def grouped_matmul(
     implementation: Choice = "auto",
     hardware: Hardware | str | None = None,
 ) -> Float[Array, "R O"]:
-    """``out[r] = lhs[r] @ rhs[g]`` for the rows r of group g; rows of no group that is here are zero.
+    """Compute ``out[r] = lhs[r] @ rhs[g]`` for the rows r of group g; rows of no group that is here are zero.
 
     Args:
       lhs: rows, ordered by group. What stands past the last group is never used, NaN included.
@@ -76,15 +78,15 @@ def grouped_matmul(
     options = {"transpose_rhs": transpose_rhs, "group_offset": group_offset is not None, "out_dtype": str(out_dtype)}
     options |= placement(lhs, rhs, group_sizes)
     kernels = select_kernels(NAME, implementation, target, arrays=arrays, options=options)
-    plan = _Plan(kernels, transpose_rhs, out_dtype)
+    static = _StaticPart(kernels, transpose_rhs, out_dtype)
     bounds = group_bounds(group_sizes, rhs.shape[0], lhs.shape[0], group_offset)
-    return product(plan, *varying_alike(lhs, rhs, bounds))
+    return product(static, *pvary_alike(lhs, rhs, bounds))
 
 
 def group_bounds(
     group_sizes: Integer[Array, " E"], num_groups: int, num_rows: int, group_offset: Any = None
 ) -> Int[Array, " {num_groups}+1"]:
-    """Group g of those held here owns the rows ``bounds[g] <= r < bounds[g + 1]``.
+    """Compute the bounds of the groups held here: group g owns the rows ``bounds[g] <= r < bounds[g + 1]``.
 
     A negative size is none, and groups are cut at the last row. Every implementation reads sizes from here alone.
     """
@@ -101,7 +103,7 @@ def group_bounds(
 
 
 def group_of_row(bounds: Int[Array, " N"], num_rows: int) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
-    """The group of each row, and whether it has one."""
+    """Find the group of each row, and whether it has one."""
     row = jnp.arange(num_rows, dtype=jnp.int32)
     group = jnp.searchsorted(bounds, row, side="right").astype(jnp.int32) - 1
     return jnp.clip(group, 0, bounds.shape[0] - 2), (row >= bounds[0]) & (row < bounds[-1])

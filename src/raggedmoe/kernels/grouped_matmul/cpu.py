@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from raggedmoe import compat
-from raggedmoe.kernels.arrays import accumulator, varying_like
-from raggedmoe.kernels.grouped_matmul.gradients import gradients
+from raggedmoe.kernels.arrays import accumulator, pvary_like
+from raggedmoe.kernels.grouped_matmul.gradients import matmul_gradients
 from raggedmoe.kernels.proof import PLAIN_XLA
 from raggedmoe.kernels.registry import Implementation
 
@@ -31,7 +31,7 @@ TRANSPOSED_TILE_SIZES = (512, 448, 384, 320, 256, 192, 128, 64, 32, 16)
 def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
     wide = accumulator(lhs.dtype)
     out = jnp.zeros((lhs.shape[0], rhs.shape[1] if transpose_rhs else rhs.shape[2]), out_dtype)
-    out = varying_like(out, lhs, rhs, bounds)
+    out = pvary_like(out, lhs, rhs, bounds)
     lhs_bits, rhs_bits = to_sliceable(lhs), to_sliceable(rhs)
 
     def one_group(group, first, last, out_bits):
@@ -47,11 +47,11 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
     return from_bits(for_each_group(bounds, one_group, to_bits(out)), out_dtype, out_dtype)
 
 
-def transposed(lhs, rhs, bounds):
-    """``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
+def transposed_matmul(lhs, rhs, bounds):
+    """Compute ``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
     wide = accumulator(lhs.dtype)
     shape = (lhs.shape[1], rhs.shape[1])
-    out = to_bits(varying_like(jnp.zeros((bounds.shape[0] - 1, *shape), lhs.dtype), lhs, rhs, bounds))
+    out = to_bits(pvary_like(jnp.zeros((bounds.shape[0] - 1, *shape), lhs.dtype), lhs, rhs, bounds))
     lhs_bits, rhs_bits = to_sliceable(lhs), to_sliceable(rhs)
 
     def one_group(group, first, last, out):
@@ -60,7 +60,7 @@ def transposed(lhs, rhs, bounds):
             b = from_bits(lax.dynamic_slice_in_dim(rhs_bits, position, size), rhs.dtype, wide)
             return total + dot(jnp.where(new, a, 0), jnp.where(new, b, 0), 0, 0)
 
-        start = varying_like(jnp.zeros(shape, wide), lhs, rhs, bounds)
+        start = pvary_like(jnp.zeros(shape, wide), lhs, rhs, bounds)
         total = for_each_tile(first, last, lhs.shape[0], TRANSPOSED_TILE_SIZES, one_tile, start)
         return lax.dynamic_update_index_in_dim(out, to_bits(total.astype(lhs.dtype)), group, 0)
 
@@ -68,7 +68,7 @@ def transposed(lhs, rhs, bounds):
 
 
 def for_each_group(bounds, one_group, carry):
-    """``carry = one_group(group, first, last, carry)`` for each group that has rows, in order."""
+    """Run ``carry = one_group(group, first, last, carry)`` for each group that has rows, in order."""
     has_rows = bounds[1:] > bounds[:-1]
     groups = jnp.nonzero(has_rows, size=has_rows.shape[0], fill_value=0)[0].astype(jnp.int32)
 
@@ -79,7 +79,7 @@ def for_each_group(bounds, one_group, carry):
 
 
 def for_each_tile(first, last, num_rows, sizes, one_tile, carry):
-    """``carry = one_tile(position, size, new, carry)`` over tiles that cover the rows ``first <= r < last``.
+    """Run ``carry = one_tile(position, size, new, carry)`` over tiles that cover the rows ``first <= r < last``.
 
     A tile never leaves the array, so the last one may reach back into rows that were done before, and beyond ``last``:
     ``new`` is the column that says which of its rows are the group's and not yet done.
@@ -102,28 +102,28 @@ def for_each_tile(first, last, num_rows, sizes, one_tile, carry):
 
 
 def write_rows(out, tile, position, new):
-    """``out`` with the new rows of a tile written at ``position``."""
+    """Write the new rows of a tile to ``out`` at ``position``."""
     old = lax.dynamic_slice_in_dim(out, position, tile.shape[0])
     return lax.dynamic_update_slice_in_dim(out, jnp.where(new, tile, old), position, 0)
 
 
 def dot(a, b, a_dim, b_dim):
-    """A matmul contracting those dimensions, in full precision."""
+    """Contract those dimensions in full precision."""
     return lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((), ())), precision=lax.Precision.HIGHEST)
 
 
 def to_bits(x):
-    """A 16-bit array as unsigned integers; any other as it is."""
+    """View a 16-bit array as unsigned integers, and leave any other as it is."""
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
 def to_sliceable(x):
-    """An array in the form of which XLA takes a slice without touching the rest, or touching it least."""
+    """Put an array into the form of which XLA takes a slice without touching the rest, or touching it least."""
     return to_bits(x) if compat.SLICES_BF16_BY_WIDENING_ALL else x
 
 
 def from_bits(x, dtype, wide):
-    """The inverse of `to_bits` and `to_sliceable` for an array of type ``dtype``, widened."""
+    """Undo `to_bits` or `to_sliceable` of an array of type ``dtype``, and widen it."""
     return (lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x).astype(wide)
 
 
@@ -131,7 +131,7 @@ IMPLEMENTATION = Implementation(
     operation="grouped_matmul",
     name="cpu",
     forward=forward,
-    backward=functools.partial(gradients, forward, transposed),
+    backward=functools.partial(matmul_gradients, forward, transposed_matmul),
     rank={"cpu": 10},
     proofs=PLAIN_XLA,
 )

@@ -9,9 +9,9 @@ import importlib.util
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.arrays import full_precision, padded_rows
-from raggedmoe.kernels.grouped_matmul import peers, tokamax
-from raggedmoe.kernels.grouped_matmul.gradients import gradients
+from raggedmoe.kernels.arrays import full_precision, pad_rows
+from raggedmoe.kernels.grouped_matmul import external_gmm, tokamax
+from raggedmoe.kernels.grouped_matmul.gradients import matmul_gradients
 from raggedmoe.kernels.proof import COMPILED_KERNEL
 from raggedmoe.kernels.registry import Call, Implementation
 
@@ -19,12 +19,12 @@ from raggedmoe.kernels.registry import Call, Implementation
 def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype, hardware):
     from tokamax._src.ops.gmm_v2.gmm_v2 import gmm_v2
 
-    with peers.compiled_for(hardware), full_precision(lhs.dtype):
+    with external_gmm.compile_target(hardware), full_precision(lhs.dtype):
         out = gmm_v2(
-            padded_rows(lhs, peers.SUBLANES),
+            pad_rows(lhs, external_gmm.SUBLANES),
             rhs,
-            peers.group_sizes(bounds),
-            group_offset=jnp.full(1, peers.FIRST_GROUP, jnp.int32),
+            external_gmm.shifted_group_sizes(bounds),
+            group_offset=jnp.full(1, external_gmm.FIRST_GROUP, jnp.int32),
             tile_info=_tiles_with_room,
             preferred_element_type=jnp.dtype(out_dtype),
             zero_initialize=True,
@@ -41,27 +41,29 @@ def _tiles_with_room(dims, lhs, rhs, vmem_limit, fused_activation):
     return calculate_tiling(dims, lhs, rhs, vmem_limit * 15 // 16, fused_activation)
 
 
-def transposed(lhs, rhs, bounds, *, hardware):
-    """``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
+def transposed_matmul(lhs, rhs, bounds, *, hardware):
+    """Compute ``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
     from tokamax._src.ops.gmm_v2.tgmm_v2 import tgmm_v2
 
     inner = lhs.shape[1]
-    if inner < peers.SUBLANES:  # it zeroes the matrices of empty groups by whole sublanes of I, and asserts that it can
-        lhs = jnp.pad(lhs, ((0, 0), (0, peers.SUBLANES - inner)))
-    with peers.compiled_for(hardware), full_precision(lhs.dtype):
+    if (
+        inner < external_gmm.SUBLANES
+    ):  # it zeroes the matrices of empty groups by whole sublanes of I, and asserts that it can
+        lhs = jnp.pad(lhs, ((0, 0), (0, external_gmm.SUBLANES - inner)))
+    with external_gmm.compile_target(hardware), full_precision(lhs.dtype):
         out = tgmm_v2(
-            padded_rows(lhs, peers.SUBLANES),
-            padded_rows(rhs, peers.SUBLANES),
-            peers.group_sizes(bounds),
+            pad_rows(lhs, external_gmm.SUBLANES),
+            pad_rows(rhs, external_gmm.SUBLANES),
+            external_gmm.shifted_group_sizes(bounds),
             bounds.shape[0] - 1,
-            group_offset=jnp.full(1, peers.FIRST_GROUP, jnp.int32),
+            group_offset=jnp.full(1, external_gmm.FIRST_GROUP, jnp.int32),
             preferred_element_type=lhs.dtype,
         )
     return out[:, :inner]
 
 
 def why_not(call: Call, hardware: Hardware) -> str | None:
-    """Why it cannot run."""
+    """Say why it cannot run; None: it can."""
     if hardware.platform != "tpu":
         return f"a kernel for TPUs, not for {hardware.platform}"
     reason = tokamax.why_not(call, hardware)
@@ -74,7 +76,7 @@ IMPLEMENTATION = Implementation(
     operation="grouped_matmul",
     name="gmm_v2",
     forward=forward,
-    backward=functools.partial(gradients, forward, transposed),
+    backward=functools.partial(matmul_gradients, forward, transposed_matmul),
     # By the compiler's schedule the best of the others: at R 8192, I 2048, O 1408, G 16 on a v6e 106,534 issue cycles
     # with its metadata, 121,000 for skewed groups, where XLA's has 112,330 and 165,000. Interpret mode cannot copy
     # from a reshaped reference, so auto takes it only after `raggedmoe verify` has passed on such a chip.

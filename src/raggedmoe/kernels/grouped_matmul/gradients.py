@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 
-def gradients(
+def matmul_gradients(
     forward: Callable[..., jax.Array],
-    transposed: Callable[..., jax.Array],
+    transposed_matmul: Callable[..., jax.Array],
     lhs: jax.Array,
     rhs: jax.Array,
     bounds: jax.Array,
@@ -17,10 +17,10 @@ def gradients(
     transpose_rhs: bool,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Those of lhs and rhs: the forward pass with the other layout, and each group's ``lhsᵀ @ cotangent``.
+    """Compute lhs's gradient, the forward pass with the other layout, and rhs's, each group's ``lhsᵀ @ cotangent``.
 
     ``options``: what both functions take beside the contract's arguments, such as the hardware.
     """
     dlhs = forward(cotangent, rhs, bounds, transpose_rhs=not transpose_rhs, out_dtype=lhs.dtype, **options)
     first, second = (cotangent, lhs) if transpose_rhs else (lhs, cotangent)
-    return dlhs, transposed(first, second, bounds, **options)
+    return dlhs, transposed_matmul(first, second, bounds, **options)

@@ -11,7 +11,7 @@ from raggedmoe.kernels.registry import BACKWARD, Call
 
 
 def copied_bytes(call: Call) -> int:
-    """The bytes of the masked copies that the largest matmul of a call is given, in the call's direction.
+    """Count the bytes of the masked copies that the largest matmul of a call is given, in the call's direction.
 
     A weight's gradient copies both its operands.
     """
@@ -27,7 +27,7 @@ def copied_bytes(call: Call) -> int:
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """That it multiplies every row by every group's matrix, where it does."""
+    """Say that it multiplies every row by every group's matrix, where it does."""
     if hardware.platform == "tpu":
         return None
     groups = call.arrays["wi_0" if call.operation == "expert_ffn" else "rhs"].shape[0]
@@ -38,7 +38,7 @@ def note(call: Call, hardware: Hardware) -> str | None:
 
 
 def why_not(call: Call, hardware: Hardware) -> str | None:
-    """That the copy cannot fit a GPU's memory, where it cannot."""
+    """Say that the copy cannot fit a GPU's memory, where it cannot."""
     copied = copied_bytes(call)
     if hardware.platform != "gpu" or hardware.hbm_bytes is None or copied <= hardware.hbm_bytes:
         return None

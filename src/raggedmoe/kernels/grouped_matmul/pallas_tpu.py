@@ -5,8 +5,8 @@ import functools
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.arrays import padded_rows
-from raggedmoe.kernels.grouped_matmul.gradients import gradients
+from raggedmoe.kernels.arrays import pad_rows
+from raggedmoe.kernels.grouped_matmul.gradients import matmul_gradients
 from raggedmoe.kernels.grouped_matmul.tiles import LANES, Problem, packed_rows, tiles_for, transposed_tiles_for
 from raggedmoe.kernels.placement import placement_why_not
 from raggedmoe.kernels.proof import INTERPRETED_KERNEL
@@ -25,13 +25,13 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype, hardware: Hardware, t
         rhs = jnp.pad(rhs, [(0, 0), (0, spare), (0, 0)] if transpose_rhs else [(0, 0), (0, 0), (0, spare)])
         wide = forward(lhs, rhs, bounds, transpose_rhs=transpose_rhs, out_dtype=out_dtype, hardware=hardware)
         return wide[:, :out_dim]
-    rows = padded_rows(lhs, tiles.cut.packed)
+    rows = pad_rows(lhs, tiles.cut.packed)
     out = kernel.grouped_matmul(rows, rhs, bounds, tiles=tiles, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
     return out[: lhs.shape[0]]
 
 
-def transposed(lhs, rhs, bounds, *, hardware: Hardware, tiles=None):
-    """``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
+def transposed_matmul(lhs, rhs, bounds, *, hardware: Hardware, tiles=None):
+    """Compute ``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
     from raggedmoe.kernels.grouped_matmul import pallas_tpu_transposed_kernel as kernel
 
     sizes = lhs.shape[1], rhs.shape[1]
@@ -39,9 +39,9 @@ def transposed(lhs, rhs, bounds, *, hardware: Hardware, tiles=None):
         tiles = transposed_tiles_for(_problem(lhs.shape[0], *sizes, False, lhs.dtype, lhs.dtype), hardware)
     if tiles is None:  # as above, for either; in fours, so that there is a tile to divide them by
         lhs, rhs = (jnp.pad(array, [(0, 0), (0, -array.shape[1] % (4 * LANES))]) for array in (lhs, rhs))
-        return transposed(lhs, rhs, bounds, hardware=hardware)[:, : sizes[0], : sizes[1]]
+        return transposed_matmul(lhs, rhs, bounds, hardware=hardware)[:, : sizes[0], : sizes[1]]
     packed = tiles.cut.packed
-    return kernel.transposed(padded_rows(lhs, packed), padded_rows(rhs, packed), bounds, tiles=tiles)
+    return kernel.transposed_matmul(pad_rows(lhs, packed), pad_rows(rhs, packed), bounds, tiles=tiles)
 
 
 def _problem(num_rows, inner, out, transpose_rhs, dtype, out_dtype) -> Problem:
@@ -56,7 +56,7 @@ def _problem(num_rows, inner, out, transpose_rhs, dtype, out_dtype) -> Problem:
 
 
 def why_not(call: Call, hardware: Hardware) -> str | None:
-    """Why it cannot run."""
+    """Say why it cannot run; None: it can."""
     if hardware.platform != "tpu":
         return f"a kernel for TPUs, not for {hardware.platform}"
     dtype = call.arrays["lhs"].dtype
@@ -65,13 +65,13 @@ def why_not(call: Call, hardware: Hardware) -> str | None:
     if call.options["out_dtype"] not in ("bfloat16", "float32"):
         return f"gives bfloat16 and float32, not {call.options['out_dtype']}"
     for problem in _problems(call):
-        if tiles_for(problem, hardware) is None and tiles_for(_padded(problem), hardware) is None:
+        if tiles_for(problem, hardware) is None and tiles_for(_pad(problem), hardware) is None:
             return f"not even 128 rows of width {problem.inner} fit the VMEM of a {hardware.name}"
     return placement_why_not(call)
 
 
 def _problems(call: Call) -> list[Problem]:
-    """The forward pass, or the lhs gradient."""
+    """List what tiles are needed for: the forward pass, or the lhs gradient."""
     lhs, rhs, transpose = call.arrays["lhs"], call.arrays["rhs"], call.options["transpose_rhs"]
     out = rhs.shape[1 if transpose else 2]
     if call.direction == BACKWARD:
@@ -79,12 +79,12 @@ def _problems(call: Call) -> list[Problem]:
     return [_problem(lhs.shape[0], lhs.shape[1], out, transpose, lhs.dtype, call.options["out_dtype"])]
 
 
-def _padded(problem: Problem) -> Problem:
+def _pad(problem: Problem) -> Problem:
     return Problem(**{**vars(problem), "out": -(-problem.out // LANES) * LANES})
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """The cost caveat that `explain` shows for this call."""
+    """Cost caveat shown by `explain`."""
     notes = []
     for problem in _problems(call):
         if problem.num_rows % packed_rows(problem):
@@ -98,7 +98,7 @@ IMPLEMENTATION = Implementation(
     operation="grouped_matmul",
     name="pallas_tpu",
     forward=forward,
-    backward=functools.partial(gradients, forward, transposed),
+    backward=functools.partial(matmul_gradients, forward, transposed_matmul),
     rank={"tpu": 10},
     proofs=INTERPRETED_KERNEL,
     why_not=why_not,

@@ -38,7 +38,7 @@ from raggedmoe.kernels.grouped_matmul.row_steps_kernel import (
     size_number,
 )
 from raggedmoe.kernels.grouped_matmul.tiles import Tiles
-from raggedmoe.kernels.placement import result, varying_alike
+from raggedmoe.kernels.placement import pvary_alike, result
 
 
 class _Buffers(NamedTuple):
@@ -71,7 +71,7 @@ class _Copies(NamedTuple):
 
 def grouped_matmul(lhs, rhs, bounds, *, tiles: Tiles, transpose_rhs: bool, out_dtype):
     """``[R I], [G I O] or [G O I], [G+1] -> [R O]``; R is a multiple of ``tiles.cut.packed``, O of ``tiles.out``."""
-    bounds, lhs, rhs = varying_alike(bounds, lhs, rhs)
+    bounds, lhs, rhs = pvary_alike(bounds, lhs, rhs)
     num_rows, inner = lhs.shape
     num_groups, out_dim = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     matrix = (tiles.out, inner) if transpose_rhs else (inner, tiles.out)

@@ -27,7 +27,7 @@ from raggedmoe.kernels.grouped_matmul.row_steps_kernel import (
     size_number,
 )
 from raggedmoe.kernels.grouped_matmul.tiles import TransposedTiles
-from raggedmoe.kernels.placement import result, varying_alike
+from raggedmoe.kernels.placement import pvary_alike, result
 
 
 class _Buffers(NamedTuple):
@@ -42,9 +42,9 @@ class _Buffers(NamedTuple):
     out_done: Any
 
 
-def transposed(lhs, rhs, bounds, *, tiles: TransposedTiles):
+def transposed_matmul(lhs, rhs, bounds, *, tiles: TransposedTiles):
     """``[R I], [R O], [G+1] -> [G I O]``; R is a multiple of the packed rows, I and O of the tile's."""
-    bounds, lhs, rhs = varying_alike(bounds, lhs, rhs)
+    bounds, lhs, rhs = pvary_alike(bounds, lhs, rhs)
     (num_rows, inner), out_dim = lhs.shape, rhs.shape[1]
     num_groups = bounds.shape[0] - 1
     buffers = [

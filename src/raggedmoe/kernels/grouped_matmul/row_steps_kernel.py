@@ -37,7 +37,7 @@ def list_in_smem(num_rows: int, num_groups: int, cut: RowSteps) -> list:
 
 
 def list_steps(bounds, steps: Steps, cut: RowSteps):
-    """Fill the list; where it ends, and the number of groups that have rows.
+    """Fill the list, and return where it ends and the number of groups that have rows.
 
     The list begins with ``SLOTS`` steps that write nothing, and ends with one that reads a block of rows and is never
     computed: so every step can wait for an earlier one and start a later one without asking whether there is one.
@@ -92,14 +92,14 @@ def step_size(rest, cut: RowSteps):
 
 
 def size_number(read, cut: RowSteps):
-    """Which of the sizes holds that many rows: less than one for the smallest, the number of sizes for a pair."""
+    """Find which of the sizes holds that many rows: less than one for the smallest, the number of sizes for a pair."""
     shift = cut.step.bit_length() - 1  # a power of two: a division would be ten scalar operations
     number = (read - cut.sizes[0] + cut.step - 1) >> shift
     return number + sum(jnp.where(read > size, 1, 0) for size in cut.half_steps)
 
 
 def one_of(number, cases):
-    """``lax.switch`` by halving: 4 levels for 16 cases, where Mosaic asks one by one."""
+    """Switch as ``lax.switch`` does, but by halving: 4 levels for 16 cases, where Mosaic asks one by one."""
     if len(cases) == 1:
         cases[0]()
         return
@@ -112,19 +112,19 @@ def one_of(number, cases):
 
 
 def column_pieces(length: int, longest: int) -> list[slice]:
-    """Whole pieces and what remains: every one starts at a multiple of the lanes."""
+    """Cut columns into whole pieces and what remains: every one starts at a multiple of the lanes."""
     return [slice(first, min(first + longest, length)) for first in range(0, length, longest)]
 
 
 def row_pieces(length: int, longest: int) -> list[slice]:
-    """Nearly equal pieces of whole packed blocks: a short one would cost as much as one of 128 rows."""
+    """Cut rows into nearly equal pieces of whole packed blocks: a short one would cost as much as one of 128 rows."""
     number = max(1, length // longest)
     bounds = [round_up(length * place // number, 16) for place in range(number)] + [length]
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 def round_down(value, multiple: int):
-    """For powers of two."""
+    """Round down to a multiple that is a power of two."""
     return value & -multiple
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from raggedmoe.kernels.example import Example, Spec, integers, normal, poisoned, routing
+from raggedmoe.kernels.example import Example, draw_group_sizes, integers, make_spec, normal, poison_rows, routing
 
 
 def _make(
@@ -27,7 +27,7 @@ def _make(
     row = np.arange(sum(sizes) + spare)
     keep = (row >= first) & (row < last)
     arrays: dict[str, Any] = {
-        "lhs": poisoned(normal(rng, (row.size, inner), dtype), keep),
+        "lhs": poison_rows(normal(rng, (row.size, inner), dtype), keep),
         "rhs": normal(rng, (groups, out, inner) if transpose else (groups, inner, out), dtype),
         "group_sizes": integers(sizes),
     }
@@ -36,25 +36,23 @@ def _make(
         arrays["group_offset"] = integers(offset)
     if result is not None:
         options["preferred_element_type"] = result
-    cotangent = poisoned(normal(rng, (row.size, out), result or dtype), keep)
+    cotangent = poison_rows(normal(rng, (row.size, out), result or dtype), keep)
     return Example(arrays=arrays, options=options, cotangent=cotangent, flops=2 * (last - first) * inner * out)
 
 
-def _routed(rng: np.random.Generator, dtype: Any, *, tokens: int, experts: int, per_token: int, **rest: Any) -> Example:
-    """Group sizes as a router makes them, every expert equally likely."""
-    drawn = rng.integers(0, experts, tokens * per_token)
-    sizes = tuple(int(size) for size in np.bincount(drawn, minlength=experts))
-    return _make(rng, dtype, sizes=sizes, **rest)
+def _make_routed(
+    rng: np.random.Generator, dtype: Any, *, tokens: int, experts: int, per_token: int, **rest: Any
+) -> Example:
+    """Draw group sizes as a router makes them, every expert equally likely."""
+    return _make(rng, dtype, sizes=draw_group_sizes(rng, tokens * per_token, experts), **rest)
 
 
-def _skewed(num_tokens: int, num_experts: int, per_token: int) -> tuple[int, ...]:
+def _skewed_sizes(num_tokens: int, num_experts: int, per_token: int) -> tuple[int, ...]:
     experts = routing(np.random.default_rng(0), num_tokens, num_experts, per_token)
     return tuple(int(size) for size in np.bincount(experts.reshape(-1), minlength=num_experts))
 
 
-def _spec(name: str, **sizes: Any) -> Spec:
-    return Spec(name=name, make=functools.partial(_make, **sizes))
-
+_spec = functools.partial(make_spec, _make)
 
 SPECS = (
     _spec("one-row", sizes=(1,), inner=8, out=8),
@@ -65,21 +63,25 @@ SPECS = (
     _spec("all-in-one", sizes=(0, 70, 0), inner=24, out=40, transpose=True),
     _spec("no-row", sizes=(0, 0, 0), inner=8, out=8, spare=5),
     _spec("spare-rows", sizes=(3, 9, 20), inner=33, out=17, spare=13),
-    _spec("skewed", sizes=_skewed(150, 12, 3), inner=31, out=65, spare=3, transpose=True),
+    _spec("skewed", sizes=_skewed_sizes(150, 12, 3), inner=31, out=65, spare=3, transpose=True),
     _spec("several-tiles", sizes=(600, 3, 290, 1100), inner=16, out=24, spare=9),
     _spec("offset", sizes=(5, 0, 20, 3, 11, 8), inner=20, out=12, offset=2, groups=3, spare=4),
     _spec("offset-transposed", sizes=(5, 0, 20, 3, 11, 8), inner=20, out=12, offset=4, groups=2, transpose=True),
     _spec("float32-sums", sizes=(11, 0, 26), inner=40, out=16, spare=2, transpose=True, result="float32"),
     _spec("width-2880", sizes=(3, 0, 9), inner=2880, out=48, spare=1, transpose=True),
     _spec("out-2880", sizes=(3, 0, 9), inner=48, out=2880, spare=1),
-    Spec(
-        name="mixtral",
-        make=functools.partial(_routed, tokens=2048, experts=16, per_token=2, inner=512, out=1024, transpose=True),
-        large=True,
+    make_spec(
+        _make_routed, "mixtral", large=True, tokens=2048, experts=16, per_token=2, inner=512, out=1024, transpose=True
     ),
-    Spec(
-        name="fine-grained",
-        make=functools.partial(_routed, tokens=2048, experts=64, per_token=8, inner=512, out=1024, transpose=True),
+    make_spec(
+        _make_routed,
+        "fine-grained",
         large=True,
+        tokens=2048,
+        experts=64,
+        per_token=8,
+        inner=512,
+        out=1024,
+        transpose=True,
     ),
 )

@@ -19,7 +19,7 @@ ALL_CODE = 75_000  # and of all sizes together
 
 @dataclass(frozen=True, kw_only=True)
 class RowSteps:
-    """How ragged rows are cut into steps."""
+    """The steps into which ragged rows are cut."""
 
     rows: int  # of a full step
     step: int  # smaller ones come in whole multiples of this
@@ -44,7 +44,7 @@ class RowSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How `grouped_matmul` cuts its work."""
+    """The tiles into which `grouped_matmul` cuts its work."""
 
     cut: RowSteps
     out: int  # columns of a matrix at a time; divides O
@@ -58,7 +58,7 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class TransposedTiles:
-    """How the transposed one, the matrices' gradient, cuts its work."""
+    """The tiles into which the transposed matmul, the matrices' gradient, cuts its work."""
 
     cut: RowSteps
     inner: int  # rows of a result at a time; divides I
@@ -70,7 +70,7 @@ class TransposedTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What tiles depend on."""
+    """The sizes and types of a call, on which its tiles depend."""
 
     num_rows: int
     inner: int
@@ -81,7 +81,7 @@ class Problem:
 
 
 def tiles_for(problem: Problem, hardware: Hardware) -> Tiles | None:
-    """The tiles of `grouped_matmul`, or None where not even the smallest fit the chip's VMEM."""
+    """Choose the tiles of `grouped_matmul`; None where not even the smallest fit the chip's VMEM."""
     tuned = TUNED.get(bucket(problem, hardware))
     if tuned is not None:
         return tiles_of_choice(problem, hardware, tuned)
@@ -92,13 +92,13 @@ def tiles_for(problem: Problem, hardware: Hardware) -> Tiles | None:
                 return found
     # A width that cannot be divided makes long code whatever the tiles: the least of it.
     narrowest_first = reversed(output_widths(problem.out))
-    least = (Choice(rows=128, step=128, out=out, inner=problem.inner, paired=False) for out in narrowest_first)
+    least = (TileChoice(rows=128, step=128, out=out, inner=problem.inner, paired=False) for out in narrowest_first)
     last_resort = (tiles_of_choice(problem, hardware, choice) for choice in least)
     return next((tiles for tiles in last_resort if tiles is not None), None)
 
 
 def _fitting(problem: Problem, hardware: Hardware, rows: int, out: int) -> Tiles | None:
-    """Tiles with these rows and columns, paired if that fits as well; None if they do not fit at all."""
+    """Make tiles with these rows and columns, paired if that fits as well; None if they do not fit at all."""
     rows = rows_of_full_step(problem.num_rows, most=rows)
     inner = _inner_part(problem, hardware, rows, out)
     if inner is None:
@@ -106,7 +106,7 @@ def _fitting(problem: Problem, hardware: Hardware, rows: int, out: int) -> Tiles
     can_pair = (True, False) if inner == problem.inner else (False,)
     wanted = [(paired, step) for paired in can_pair for step in (32, 64, 128)]
     for paired, step in [*wanted, *((paired, rows) for paired in can_pair)]:
-        choice = Choice(rows=rows, step=step, out=out, inner=inner, paired=paired)
+        choice = TileChoice(rows=rows, step=step, out=out, inner=inner, paired=paired)
         found = tiles_of_choice(problem, hardware, choice)
         if found is not None and _all_code(problem, hardware, found) <= ALL_CODE:
             return found
@@ -114,14 +114,14 @@ def _fitting(problem: Problem, hardware: Hardware, rows: int, out: int) -> Tiles
 
 
 def rows_of_full_step(num_rows: int, *, most: int) -> int:
-    """No more than hold all rows there are, by halving: `row_steps_kernel` rounds and divides by powers of two."""
+    """Halve the rows of a full step while they hold all rows: `row_steps_kernel` divides by powers of two."""
     while most > LANES and most // 2 >= num_rows:
         most //= 2
     return most
 
 
-def tiles_of_choice(problem: Problem, hardware: Hardware, choice: "Choice") -> Tiles | None:
-    """The tiles, if they fit the chip's VMEM and divide the sizes."""
+def tiles_of_choice(problem: Problem, hardware: Hardware, choice: "TileChoice") -> Tiles | None:
+    """Make the tiles of a choice, if they fit the chip's VMEM and divide the sizes."""
     rows, paired = choice.rows, choice.paired
     if problem.out % choice.out or problem.inner % choice.inner:
         return None
@@ -142,14 +142,14 @@ def tiles_of_choice(problem: Problem, hardware: Hardware, choice: "Choice") -> T
     return tiles if vmem_bytes(problem, tiles) <= tiles.vmem_limit * 0.96 else None
 
 
-def choice_of(tiles: Tiles) -> "Choice":
-    """What of the tiles was chosen; the rest follows."""
+def choice_of(tiles: Tiles) -> "TileChoice":
+    """Read off the tiles what of them was chosen; the rest follows."""
     cut = tiles.cut
-    return Choice(rows=cut.rows, step=cut.step, out=tiles.out, inner=tiles.inner, paired=cut.paired)
+    return TileChoice(rows=cut.rows, step=cut.step, out=tiles.out, inner=tiles.inner, paired=cut.paired)
 
 
 def piece_rows(problem: Problem) -> int:
-    """Rows of one matmul: so few that its sums stay in registers, so many that pushing the matrix again is hidden.
+    """Choose the rows of one matmul: few, so that its sums stay in registers; many, to hide pushing the matrix again.
 
     On a v6e 128 rows of 256 columns spill nothing and 512 rows 1384 times; on a tpu7x 512 spill 220 times and cost 88
     cycles of 12,551. A matrix that is pushed transposed takes twice as long: 128 rows would halve the speed.
@@ -158,7 +158,7 @@ def piece_rows(problem: Problem) -> int:
 
 
 def packed_rows(problem: Problem) -> int:
-    """Rows that share a block of memory, in lhs or in the result."""
+    """Count the rows that share a block of memory, in lhs or in the result."""
     return 32 // min(problem.itemsize, problem.out_itemsize)
 
 
@@ -167,7 +167,7 @@ def vmem_limit(hardware: Hardware) -> int:
 
 
 def vmem_bytes(problem: Problem, tiles: Tiles) -> int:
-    """VMEM of the kernel's buffers, whole tiles of memory."""
+    """Count the bytes of the kernel's buffers in VMEM, in whole tiles of memory."""
     rows = tiles.cut.rows * (2 if tiles.cut.paired else 1)
     inner, out = _round_up(problem.inner, LANES), _round_up(tiles.out, LANES)
     matrices = tiles.matrix_slots * inner * out * problem.itemsize
@@ -176,7 +176,7 @@ def vmem_bytes(problem: Problem, tiles: Tiles) -> int:
 
 
 def code_cycles(rows: int, inner: int, out: int, itemsize: int, hardware: Hardware) -> float:
-    """MXU cycles of straight code: its length. float32 takes six passes of bfloat16."""
+    """Count the MXU cycles of straight code, its length. float32 takes six passes of bfloat16."""
     macs = 4 * 128 * 128 if hardware.name in ("v4", "v5e", "v5p") else 4 * 256 * 256
     return rows * inner * _round_up(out, 256) / macs * (6 if itemsize == 4 else 1)
 
@@ -187,7 +187,7 @@ def _all_code(problem: Problem, hardware: Hardware, tiles: Tiles) -> float:
 
 
 def _inner_part(problem: Problem, hardware: Hardware, rows: int, out: int) -> int | None:
-    """The largest part of I whose straight code is short enough; all of I where it cannot be divided."""
+    """Choose the largest part of I whose straight code is short enough; all of I where it cannot be divided."""
     parts = [problem.inner // n for n in range(1, max(problem.inner // LEAST_INNER, 1) + 1) if problem.inner % n == 0]
     parts = [part for part in parts if part == problem.inner or part % LANES == 0]
     if len(parts) == 1:
@@ -197,13 +197,13 @@ def _inner_part(problem: Problem, hardware: Hardware, rows: int, out: int) -> in
 
 
 def output_widths(out: int) -> list[int]:
-    """Numbers of columns to try, widest first: all, or whole lanes that divide them."""
+    """List numbers of columns to try, widest first: all, or whole lanes that divide them."""
     parts = [out // n for n in range(2, out // LANES + 1) if out % n == 0 and out // n % LANES == 0]
     return [out, *parts]
 
 
 def transposed_tiles_for(problem: Problem, hardware: Hardware) -> TransposedTiles | None:
-    """The tiles of the transposed one; ``problem.inner`` and ``.out`` are the result's sizes."""
+    """Choose the tiles of the transposed matmul; ``problem.inner`` and ``.out`` are the result's sizes."""
     limit = vmem_limit(hardware)
     for rows in (512, 256, 128):
         cut = RowSteps(
@@ -230,8 +230,8 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What of `Tiles` the rule or the tuner decides."""
+class TileChoice:
+    """The part of `Tiles` that the rule or the tuner decides."""
 
     rows: int
     step: int
@@ -264,4 +264,4 @@ def bucket(problem: Problem, hardware: Hardware) -> Bucket:
 
 
 # Where the tuner found better ones than the rule's.
-TUNED: dict[Bucket, Choice] = {}
+TUNED: dict[Bucket, TileChoice] = {}

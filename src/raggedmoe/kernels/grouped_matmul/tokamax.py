@@ -9,13 +9,12 @@ On a GPU it is tokamax's Triton kernel, which `tokamax_gpu` puts our contract to
 import functools
 import importlib.util
 
-import jax.numpy as jnp
 from jax import lax
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.arrays import matmul_precision, padded_rows
-from raggedmoe.kernels.grouped_matmul import peers, tokamax_gpu
-from raggedmoe.kernels.grouped_matmul.gradients import gradients
+from raggedmoe.kernels.arrays import matmul_precision
+from raggedmoe.kernels.grouped_matmul import external_gmm, tokamax_gpu
+from raggedmoe.kernels.grouped_matmul.gradients import matmul_gradients
 from raggedmoe.kernels.placement import unchecked_why_not
 from raggedmoe.kernels.proof import INTERPRETED_KERNEL, Level, Proof
 from raggedmoe.kernels.registry import FORWARD, Call, Implementation
@@ -26,48 +25,28 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype, hardware):
         return tokamax_gpu.forward(lhs, rhs, bounds, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
     from tokamax._src.ops.ragged_dot.pallas_mosaic_tpu_kernel import gmm
 
-    num_rows, inner = lhs.shape
-    out_dim = rhs.shape[1] if transpose_rhs else rhs.shape[2]
-    sizes = (lhs.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
-    tiles = peers.forward_tiles(num_rows, inner, out_dim, rhs.shape[0], sizes, hardware)
-    with peers.compiled_for(hardware):
-        out = gmm(
-            padded_rows(lhs, tiles.rows),
-            rhs,
-            peers.group_sizes(bounds),
-            precision=matmul_precision(lhs.dtype) or lax.Precision.DEFAULT,
-            out_dtype=out_dtype,
-            tiling=tuple(tiles),
-            group_offset=jnp.int32(peers.FIRST_GROUP),
-            transpose_rhs=transpose_rhs,
-        )
-    return out[:num_rows]
+    kernel = functools.partial(gmm, precision=_precision(lhs.dtype), out_dtype=out_dtype)
+    with external_gmm.compile_target(hardware):
+        return external_gmm.call_gmm(kernel, lhs, rhs, bounds, transpose_rhs, out_dtype, hardware)
 
 
-def transposed(lhs, rhs, bounds, *, hardware):
-    """``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
+def transposed_matmul(lhs, rhs, bounds, *, hardware):
+    """Compute ``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
     if hardware.platform == "gpu":
-        return tokamax_gpu.transposed(lhs, rhs, bounds)
+        return tokamax_gpu.transposed_matmul(lhs, rhs, bounds)
     from tokamax._src.ops.ragged_dot.pallas_mosaic_tpu_kernel import tgmm
 
-    groups = bounds.shape[0] - 1
-    (num_rows, inner), out_dim = lhs.shape, rhs.shape[1]
-    tiles = peers.transposed_tiles(num_rows, inner, out_dim, groups, lhs.dtype.itemsize, hardware)
-    with peers.compiled_for(hardware):
-        return tgmm(
-            padded_rows(lhs, tiles.rows).T,
-            padded_rows(rhs, tiles.rows),
-            peers.group_sizes(bounds),
-            precision=matmul_precision(lhs.dtype) or lax.Precision.DEFAULT,
-            out_dtype=lhs.dtype,
-            tiling=tuple(tiles),
-            group_offset=jnp.int32(peers.FIRST_GROUP),
-            num_actual_groups=groups,
-        )
+    kernel = functools.partial(tgmm, precision=_precision(lhs.dtype), out_dtype=lhs.dtype)
+    with external_gmm.compile_target(hardware):
+        return external_gmm.call_tgmm(kernel, lhs, rhs, bounds, hardware)
+
+
+def _precision(dtype):
+    return matmul_precision(dtype) or lax.Precision.DEFAULT
 
 
 def why_not(call: Call, hardware: Hardware) -> str | None:
-    """Why it cannot run."""
+    """Say why it cannot run; None: it can."""
     if importlib.util.find_spec("tokamax") is None:
         return "tokamax is not installed; pip install raggedmoe[tokamax]"
     if hardware.platform == "cpu":
@@ -76,11 +55,11 @@ def why_not(call: Call, hardware: Hardware) -> str | None:
         return (
             "this tokamax's kernel for GPUs needs jax-triton and triton; pip install jax-triton, or use tokamax 0.0.12"
         )
-    return peers.types_why_not(call) or unchecked_why_not(call)
+    return external_gmm.types_why_not(call) or unchecked_why_not(call)
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """What a user should know of its cost."""
+    """Cost caveat shown by `explain`."""
     if hardware.platform == "gpu" and call.options["transpose_rhs"] == (call.direction == FORWARD):
         return "its Triton kernel transposes the matrices in memory first"
     return None
@@ -99,7 +78,7 @@ IMPLEMENTATION = Implementation(
     operation="grouped_matmul",
     name="tokamax",
     forward=forward,
-    backward=functools.partial(gradients, forward, transposed),
+    backward=functools.partial(matmul_gradients, forward, transposed_matmul),
     # On a TPU megablox's kernel and metadata from another package: 131,443 cycles, where that has 125,222. On a GPU
     # nobody has run it through our adapter yet: auto takes it once `raggedmoe verify` has passed on such a chip.
     rank={"tpu": 17, "gpu": 10},

@@ -15,7 +15,7 @@ from raggedmoe.kernels.tokamax_flags import leave_command_line_alone
 
 
 def has_triton() -> bool:
-    """Whether this tokamax can make its Triton kernel: it was written in Pallas once, and is written in Triton now."""
+    """Say whether this tokamax can make its Triton kernel, which was written in Pallas once, and is in Triton now."""
     in_pallas = importlib.util.find_spec("tokamax._src.ops.ragged_dot.pallas_triton") is not None
     return in_pallas or importlib.util.find_spec("jax_triton") is not None
 
@@ -32,8 +32,8 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype, backend="triton"):
     return jnp.where((row >= bounds[0]) & (row < bounds[-1]), out, 0)
 
 
-def transposed(lhs, rhs, bounds, *, backend="triton"):
-    """``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
+def transposed_matmul(lhs, rhs, bounds, *, backend="triton"):
+    """Compute ``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
     numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )

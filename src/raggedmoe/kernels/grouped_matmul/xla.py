@@ -13,10 +13,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.arrays import accumulator, matmul_precision, varying_like
+from raggedmoe.kernels.arrays import accumulator, matmul_precision, pvary_like
 from raggedmoe.kernels.grouped_matmul import masked_dot
 from raggedmoe.kernels.grouped_matmul.api import group_of_row
-from raggedmoe.kernels.grouped_matmul.gradients import gradients
+from raggedmoe.kernels.grouped_matmul.gradients import matmul_gradients
 from raggedmoe.kernels.proof import COMPILED_XLA
 from raggedmoe.kernels.registry import Call, Implementation
 
@@ -38,8 +38,8 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
     return jnp.where(here, out, 0).astype(out_dtype)
 
 
-def transposed(lhs, rhs, bounds):
-    """``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
+def transposed_matmul(lhs, rhs, bounds):
+    """Compute ``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
     here = _row_is_here(lhs, bounds)
     numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -58,7 +58,7 @@ def _finite(array):
 
 def _spoilt_columns(rows, group, num_groups):
     """``[G columns]``: whether a row of the group holds something there that is not finite."""
-    none = varying_like(jnp.zeros((num_groups, rows.shape[1]), bool), rows, group)
+    none = pvary_like(jnp.zeros((num_groups, rows.shape[1]), bool), rows, group)
     return none.at[group].max(~jnp.isfinite(rows), indices_are_sorted=True)
 
 
@@ -92,7 +92,7 @@ def _ragged_dot(lhs, rhs, bounds, numbers):
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """The cost caveat that `explain` shows for this call."""
+    """Cost caveat shown by `explain`."""
     rolls = "group_offset costs two rolls of the rows" if call.options["group_offset"] else None
     return "; ".join(filter(None, (masked_dot.note(call, hardware), FINITE_COPY, rolls)))
 
@@ -101,7 +101,7 @@ IMPLEMENTATION = Implementation(
     operation="grouped_matmul",
     name="xla",
     forward=forward,
-    backward=functools.partial(gradients, forward, transposed),
+    backward=functools.partial(matmul_gradients, forward, transposed_matmul),
     rank={"cpu": 20, "gpu": 20, "tpu": 20},
     proofs=COMPILED_XLA,
     why_not=masked_dot.why_not,

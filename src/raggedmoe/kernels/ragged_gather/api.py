@@ -10,23 +10,25 @@ from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import check_array, check_size, int32, scalar, structs
 from raggedmoe.kernels.bilinear import product
 from raggedmoe.kernels.gradient import refuse_forward_mode
-from raggedmoe.kernels.placement import placement, varying_alike
+from raggedmoe.kernels.placement import placement, pvary_alike
 from raggedmoe.kernels.registry import Choice, Kernels, select_kernels
 
 NAME = "ragged_gather"
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _StaticPart:
+    """The static part of a call: its kernels, and the shape of x, which is not kept for the backward pass."""
+
     kernels: Kernels
     x: jax.ShapeDtypeStruct
 
-    def value(self, x, weights, places):
-        indices, start, end, _ = places
+    def value(self, x, weights, indexing):
+        indices, start, end, _ = indexing
         return self.kernels.forward(x, indices, start, end, weights)
 
-    def gradients(self, x, weights, places, cotangent):
-        indices, start, end, inverse = places
+    def gradients(self, x, weights, indexing, cotangent):
+        indices, start, end, inverse = indexing
         return self.kernels.backward(self.x if x is None else x, indices, start, end, weights, inverse, cotangent)
 
 
@@ -41,7 +43,7 @@ def ragged_gather(
     implementation: Choice = "auto",
     hardware: Hardware | str | None = None,
 ) -> Float[Array, "R D"]:
-    """``out[i] = weights[i] · x[indices[i]]`` for ``start <= i < end``; every other row is zero.
+    """Compute ``out[i] = weights[i] · x[indices[i]]`` for ``start <= i < end``; every other row is zero.
 
     Args:
       x: the rows to read.
@@ -73,7 +75,7 @@ def ragged_gather(
     arrays = structs(x=x, indices=indices, weights=weights, inverse=inverse)
     options = placement(x, indices)
     kernels = select_kernels(NAME, implementation, target, arrays=arrays, options=options)
-    plan = _Plan(kernels, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    static = _StaticPart(kernels, jax.ShapeDtypeStruct(x.shape, x.dtype))
     start_row, end_row = scalar(start, 0), scalar(end, indices.shape[0])
-    x, indices, weights, inverse = varying_alike(x, indices, weights, inverse)
-    return product(plan, x, weights, (indices, start_row, end_row, inverse))
+    x, indices, weights, inverse = pvary_alike(x, indices, weights, inverse)
+    return product(static, x, weights, (indices, start_row, end_row, inverse))

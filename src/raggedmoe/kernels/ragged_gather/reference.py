@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from raggedmoe.kernels.arrays import accumulator, varying_like
+from raggedmoe.kernels.arrays import accumulator, pvary_like
 from raggedmoe.kernels.proof import PLAIN_XLA
 from raggedmoe.kernels.registry import Implementation
 
@@ -25,7 +25,7 @@ def backward(x, indices, start, end, weights, inverse, cotangent):
     cotangent = jnp.where((row >= start) & (row < end), cotangent, 0).astype(accumulator(x.dtype))
     # Linear in x, whose value does not matter without weights. Wide, so that the sum over a token's rows is.
     wide = jnp.zeros(x.shape, cotangent.dtype) if weights is None else x.astype(cotangent.dtype)
-    wide = varying_like(wide, cotangent, indices)  # in shard_map: otherwise the gradient would be summed over the mesh
+    wide = pvary_like(wide, cotangent, indices)  # in shard_map: otherwise the gradient would be summed over the mesh
     if weights is None:
         (dx,) = jax.vjp(lambda x: forward(x, indices, start, end, None), wide)[1](cotangent)
         return dx.astype(x.dtype), None

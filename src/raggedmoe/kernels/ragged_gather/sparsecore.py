@@ -2,10 +2,9 @@
 
 import jax.numpy as jnp
 
-from raggedmoe.hardware import Hardware
 from raggedmoe.kernels import sparsecore
 from raggedmoe.kernels.ragged_gather import xla
-from raggedmoe.kernels.registry import BACKWARD, Call, Implementation
+from raggedmoe.kernels.registry import BACKWARD, Call
 
 
 def forward(x, indices, start, end, weights, *, hardware):
@@ -30,28 +29,11 @@ def backward(x, indices, start, end, weights, inverse, cotangent, *, hardware):
     return dx, dots.astype(weights.dtype)
 
 
-def why_not(call: Call, hardware: Hardware) -> str | None:
-    """Why it cannot run."""
-    return sparsecore.why_not(call, hardware, "x")
-
-
-def note(call: Call, hardware: Hardware) -> str | None:
-    """What a user should know of its cost."""
-    if call.direction == BACKWARD and "inverse" not in call.arrays:
-        return "no inverse given: the gradient is XLA's scatter-add"
+def note(call: Call) -> str:
+    """Cost caveat shown by `explain`, for a call whose gradient is not XLA's."""
     if call.direction == BACKWARD:
         return "all R rows of the cotangent, valid or not, are first rewritten as 32-bit words"
     return "x is first rewritten as 32-bit words; the rest of the cost grows with the valid rows"
 
 
-IMPLEMENTATION = Implementation(
-    operation="ragged_gather",
-    name="sparsecore",
-    forward=forward,
-    backward=backward,
-    rank={"tpu": 10},
-    proofs=sparsecore.PROOFS,
-    why_not=why_not,
-    note=note,
-    takes_hardware=True,
-)
+IMPLEMENTATION = sparsecore.gather_implementation("ragged_gather", "x", forward, backward, note)

@@ -15,7 +15,7 @@ from raggedmoe.kernels.sparsecore_kernel import (
     HIGH_HALF,
     LOW_HALF,
     Scratch,
-    clamped_bounds,
+    clamp_bounds,
     launch,
     word_table,
 )
@@ -24,13 +24,13 @@ BLOCK_TILES = 64  # tiles whose indices a subcore reads at once
 
 
 def gather(x, indices, start, end, weights, *, hardware: Hardware):
-    """``out[i] = weights[i] · x[indices[i]]`` for ``start <= i < end``, zero elsewhere."""
+    """Compute ``out[i] = weights[i] · x[indices[i]]`` for ``start <= i < end``, zero elsewhere."""
     num_rows = indices.shape[0]
     layout = row_layout(x.shape[1], x.dtype, hardware, _memory, halve_rest=True)
     num_tiles = -(-num_rows // TILE_ROWS)
     block_rows = BLOCK_TILES * TILE_ROWS
     spare = num_tiles * TILE_ROWS + block_rows - num_rows  # any block that begins at a tile can be read whole
-    operands = [word_table(x, layout), clamped_bounds(start, end, num_rows), jnp.pad(indices, (0, spare))]
+    operands = [word_table(x, layout), clamp_bounds(start, end, num_rows), jnp.pad(indices, (0, spare))]
     scratch = [
         Scratch(kind="vector", shape=(2 * TILE_ROWS * layout.pitch,), dtype=jnp.uint32),
         Scratch(kind="vector", shape=(2, layout.tile_rows, layout.columns), dtype=jnp.uint32),
@@ -97,11 +97,11 @@ def gather_program(subcore, *buffers, layout: RowLayout, num_tokens: int, num_ti
         row = first_row + at + subcore.lane_numbers()
         index = subcore.load(row_at, at)
         wanted = (row >= start) & (row < end) & (index >= 0) & (index < num_tokens)
-        index = subcore.where(wanted, index, subcore.filled(num_tokens, jnp.int32))
+        index = subcore.where(wanted, index, subcore.full(num_tokens, jnp.int32))
         subcore.store(row_at, index * layout.row_words, at)
         if weighted:
             weight = subcore.load(row_weight[0], at)
-            subcore.store(row_weight[0], subcore.where(wanted, weight, subcore.filled(0, jnp.float32)), at)
+            subcore.store(row_weight[0], subcore.where(wanted, weight, subcore.full(0, jnp.float32)), at)
 
     def move_tiles(first, num_here):
         """One chunk of one tile a step; the next one's rows come while this one is woven and the last one leaves."""
@@ -147,7 +147,7 @@ def weave(subcore, rows, first, tiles, slot, factors, layout: RowLayout) -> None
     def row_vector(row, at):
         return subcore.load(rows, first + row * layout.pitch + at)
 
-    def scaled_halves(row, at):
+    def scale_halves(row, at):
         words = row_vector(row, at)
         return subcore.as_float(words << 16) * factors[row], subcore.as_float(words & HIGH_HALF) * factors[row]
 
@@ -164,8 +164,8 @@ def weave(subcore, rows, first, tiles, slot, factors, layout: RowLayout) -> None
                 even, odd = row_vector(2 * pair, at), row_vector(2 * pair + 1, at)
                 low, high = (even & LOW_HALF) | (odd << 16), (even >> 16) | (odd & HIGH_HALF)
             else:
-                even, odd = scaled_halves(2 * pair, at), scaled_halves(2 * pair + 1, at)
-                low, high = subcore.rounded_pairs(even[0], odd[0]), subcore.rounded_pairs(even[1], odd[1])
+                even, odd = scale_halves(2 * pair, at), scale_halves(2 * pair + 1, at)
+                low, high = subcore.round_pairs(even[0], odd[0]), subcore.round_pairs(even[1], odd[1])
             subcore.store(tiles, low, slot, pair, piece.low + at)
             subcore.store(tiles, high, slot, pair, piece.high + at)
 
@@ -185,7 +185,7 @@ def _fill_with_zeros(subcore, out, tiles, pushed, layout: RowLayout, bounds) -> 
 
     def clear(at):
         for row in range(layout.tile_rows):
-            subcore.store(tiles, subcore.filled(0, jnp.uint32), 0, row, at)
+            subcore.store(tiles, subcore.full(0, jnp.uint32), 0, row, at)
 
     def push(mine):
         outside = subcore.number + mine * subcore.count

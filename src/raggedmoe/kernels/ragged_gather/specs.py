@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from raggedmoe.kernels.example import Example, Spec, integers, normal, poisoned, routing
+from raggedmoe.kernels.example import Example, draw_routed_rows, integers, make_spec, normal, poison_rows
 
 
 def _make(
@@ -21,28 +21,21 @@ def _make(
     weights: bool = False,
     inverse: bool = True,
 ) -> Example:
-    slots = np.argsort(routing(rng, tokens, experts, per_token).reshape(-1), kind="stable")
-    row = np.arange(slots.size)
-    keep = (row >= (start or 0)) & (row < (slots.size if end is None else end))
+    routed = draw_routed_rows(rng, tokens, experts, per_token, start, end)
     arrays: dict[str, Any] = {
         "x": normal(rng, (tokens, width), dtype),
-        "indices": integers(slots // per_token),
+        "indices": integers(routed.slots // per_token),
+        **routed.range,
     }
-    if start is not None:
-        arrays["start"] = integers(start)
-    if end is not None:
-        arrays["end"] = integers(end)
     if weights:
-        arrays["weights"] = poisoned(normal(rng, (slots.size,), np.float32), keep)
+        arrays["weights"] = poison_rows(normal(rng, (routed.slots.size,), np.float32), routed.valid)
     if inverse:
-        arrays["inverse"] = integers(np.argsort(slots).reshape(tokens, per_token))
-    cotangent = poisoned(normal(rng, (slots.size, width), dtype), keep)
+        arrays["inverse"] = integers(routed.rows)
+    cotangent = poison_rows(normal(rng, (routed.slots.size, width), dtype), routed.valid)
     return Example(arrays=arrays, options={}, cotangent=cotangent, flops=0)
 
 
-def _spec(name: str, large: bool = False, **sizes: Any) -> Spec:
-    return Spec(name=name, make=functools.partial(_make, **sizes), large=large)
-
+_spec = functools.partial(make_spec, _make)
 
 SPECS = (
     _spec("one-token", tokens=1, experts=4, per_token=2, width=8),

@@ -9,7 +9,7 @@ from raggedmoe.kernels.registry import BACKWARD, Call, Implementation
 
 
 def valid_rows(indices, start, end, num_tokens):
-    """Which output rows are in range and read an existing row."""
+    """Say which output rows are in range and read an existing row."""
     row = jnp.arange(indices.shape[0], dtype=jnp.int32)
     return (row >= start) & (row < end) & (indices >= 0) & (indices < num_tokens)
 
@@ -44,7 +44,7 @@ def backward(x, indices, start, end, weights, inverse, cotangent):
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """The cost caveat that `explain` shows for this call."""
+    """Cost caveat shown by `explain`."""
     if call.direction == BACKWARD and "inverse" not in call.arrays:
         return "no inverse given: the gradient is a scatter-add"
     return "cost grows with the buffer, not with its valid rows"

@@ -10,23 +10,25 @@ from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import check_array, check_size, int32, scalar, structs
 from raggedmoe.kernels.bilinear import product
 from raggedmoe.kernels.gradient import refuse_forward_mode
-from raggedmoe.kernels.placement import placement, varying_alike
+from raggedmoe.kernels.placement import placement, pvary_alike
 from raggedmoe.kernels.registry import Choice, Kernels, select_kernels
 
 NAME = "ragged_gather_reduce"
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _StaticPart:
+    """The static part of a call: its kernels, and the shape of the rows, which are not kept for the backward pass."""
+
     kernels: Kernels
     rows: jax.ShapeDtypeStruct
 
-    def value(self, rows, weights, places):
-        indices, start, end, _ = places
+    def value(self, rows, weights, indexing):
+        indices, start, end, _ = indexing
         return self.kernels.forward(rows, indices, start, end, weights)
 
-    def gradients(self, rows, weights, places, cotangent):
-        indices, start, end, inverse = places
+    def gradients(self, rows, weights, indexing, cotangent):
+        indices, start, end, inverse = indexing
         return self.kernels.backward(
             self.rows if rows is None else rows, indices, start, end, weights, inverse, cotangent
         )
@@ -43,7 +45,7 @@ def ragged_gather_reduce(
     implementation: Choice = "auto",
     hardware: Hardware | str | None = None,
 ) -> Float[Array, "T D"]:
-    """``out[t] = Σ_k weights[t, k] · rows[indices[t, k]]``, over the slots whose index is in ``[start, end)``.
+    """Compute ``out[t] = Σ_k weights[t, k] · rows[indices[t, k]]`` over the slots whose index is in ``[start, end)``.
 
     Args:
       rows: the rows to sum, of which those in ``[start, end)`` are valid.
@@ -80,7 +82,7 @@ def ragged_gather_reduce(
     arrays = structs(rows=rows, indices=indices, weights=weights, inverse=inverse)
     options = placement(rows, indices)
     kernels = select_kernels(NAME, implementation, target, arrays=arrays, options=options)
-    plan = _Plan(kernels, jax.ShapeDtypeStruct(rows.shape, rows.dtype))
+    static = _StaticPart(kernels, jax.ShapeDtypeStruct(rows.shape, rows.dtype))
     start_row, end_row = scalar(start, 0), scalar(end, rows.shape[0])
-    rows, indices, weights, inverse = varying_alike(rows, indices, weights, inverse)
-    return product(plan, rows, weights, (indices, start_row, end_row, inverse))
+    rows, indices, weights, inverse = pvary_alike(rows, indices, weights, inverse)
+    return product(static, rows, weights, (indices, start_row, end_row, inverse))

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from raggedmoe.kernels.arrays import accumulator, varying_like
+from raggedmoe.kernels.arrays import accumulator, pvary_like
 from raggedmoe.kernels.proof import PLAIN_XLA
 from raggedmoe.kernels.registry import Implementation
 
@@ -23,7 +23,7 @@ def backward(rows, indices, start, end, weights, inverse, cotangent):
     cotangent = cotangent.astype(accumulator(rows.dtype))
     # Linear in the rows, whose value does not matter without weights. Wide, so that the sum over a row's slots is.
     wide = jnp.zeros(rows.shape, cotangent.dtype) if weights is None else rows.astype(cotangent.dtype)
-    wide = varying_like(wide, cotangent, indices)  # in shard_map: otherwise the gradient would be summed over the mesh
+    wide = pvary_like(wide, cotangent, indices)  # in shard_map: otherwise the gradient would be summed over the mesh
     if weights is None:
         (drows,) = jax.vjp(lambda rows: forward(rows, indices, start, end, None), wide)[1](cotangent)
         return drows.astype(rows.dtype), None

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.sparsecore import TILE_ROWS, RowLayout, num_subcores, row_layout
-from raggedmoe.kernels.sparsecore_kernel import HIGH_HALF, Scratch, clamped_bounds, launch, word_table
+from raggedmoe.kernels.sparsecore_kernel import HIGH_HALF, Scratch, clamp_bounds, launch, word_table
 
 PAIRS_IN_FLIGHT = 4
 MOST_BLOCK_TILES = 8  # tiles whose slots are listed at once
@@ -21,7 +21,7 @@ MOST_SLOTS_OF_TOKEN = MOST_LISTED // TILE_ROWS  # of more, a token's are listed 
 
 
 def gather_reduce(rows, indices, start, end, weights, *, hardware: Hardware):
-    """``out[t] = Σ_k weights[t, k] · rows[indices[t, k]]`` over the slots whose index is in ``[start, end)``."""
+    """Compute ``out[t] = Σ_k weights[t, k] · rows[indices[t, k]]`` over the slots with an index in ``[start, end)``."""
     num_tokens, num_slots = indices.shape
     layout = row_layout(rows.shape[1], rows.dtype, hardware, _memory)
     num_tiles = -(-num_tokens // TILE_ROWS)
@@ -36,7 +36,7 @@ def gather_reduce(rows, indices, start, end, weights, *, hardware: Hardware):
     block_slots = block_tiles * TILE_ROWS * padded_slots
     to_whole_blocks = ((0, num_blocks * block_tiles * TILE_ROWS - num_tokens), (0, padded_slots - num_slots))
     slots = jnp.pad(indices, to_whole_blocks, constant_values=-1).reshape(-1)
-    operands = [word_table(rows, layout), clamped_bounds(start, end, rows.shape[0]), slots]
+    operands = [word_table(rows, layout), clamp_bounds(start, end, rows.shape[0]), slots]
     scratch = [
         Scratch(kind="vector", shape=(2 * PAIRS_IN_FLIGHT * layout.pitch,), dtype=jnp.uint32),
         Scratch(kind="vector", shape=(TILE_ROWS * layout.packing * layout.pitch,), dtype=jnp.float32),
@@ -222,7 +222,7 @@ def round_sums(subcore, sums, tile, layout: RowLayout) -> None:
             even, odd = 2 * pair, 2 * pair + 1
             for half, columns in enumerate((piece.low, piece.high)):
                 if columns is not None:
-                    rounded = subcore.rounded_pairs(taken(even, half, at), taken(odd, half, at))
+                    rounded = subcore.round_pairs(taken(even, half, at), taken(odd, half, at))
                     subcore.store(tile, rounded, 0, pair, columns + at)
 
     if layout.packing == 1:
@@ -234,4 +234,4 @@ def round_sums(subcore, sums, tile, layout: RowLayout) -> None:
 
 
 def _clear(subcore, sums, at) -> None:
-    subcore.store(sums, subcore.filled(0, jnp.float32), at)
+    subcore.store(sums, subcore.full(0, jnp.float32), at)

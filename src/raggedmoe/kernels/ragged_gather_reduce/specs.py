@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from raggedmoe.kernels.example import Example, Spec, integers, normal, poisoned, routing
+from raggedmoe.kernels.example import Example, draw_routed_rows, integers, make_spec, normal, poison_rows
 
 
 def _make(
@@ -21,28 +21,18 @@ def _make(
     weights: bool = True,
     inverse: bool = True,
 ) -> Example:
-    slots = np.argsort(routing(rng, tokens, experts, per_token).reshape(-1), kind="stable")
-    row = np.arange(slots.size)
-    keep = (row >= (start or 0)) & (row < (slots.size if end is None else end))
-    arrays: dict[str, Any] = {
-        "rows": poisoned(normal(rng, (slots.size, width), dtype), keep),
-        "indices": integers(np.argsort(slots).reshape(tokens, per_token)),
-    }
-    if start is not None:
-        arrays["start"] = integers(start)
-    if end is not None:
-        arrays["end"] = integers(end)
+    routed = draw_routed_rows(rng, tokens, experts, per_token, start, end)
+    rows = poison_rows(normal(rng, (routed.slots.size, width), dtype), routed.valid)
+    arrays: dict[str, Any] = {"rows": rows, "indices": integers(routed.rows), **routed.range}
     if weights:
         arrays["weights"] = normal(rng, (tokens, per_token), np.float32)
     if inverse:
-        arrays["inverse"] = integers(slots)
-    flops = 2 * int(keep.sum()) * width
+        arrays["inverse"] = integers(routed.slots)
+    flops = 2 * int(routed.valid.sum()) * width
     return Example(arrays=arrays, options={}, cotangent=normal(rng, (tokens, width), dtype), flops=flops)
 
 
-def _spec(name: str, large: bool = False, **sizes: Any) -> Spec:
-    return Spec(name=name, make=functools.partial(_make, **sizes), large=large)
-
+_spec = functools.partial(make_spec, _make)
 
 SPECS = (
     _spec("one-token", tokens=1, experts=4, per_token=2, width=8),

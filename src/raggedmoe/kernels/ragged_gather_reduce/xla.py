@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.arrays import accumulator, varying_like
+from raggedmoe.kernels.arrays import accumulator, pvary_like
 from raggedmoe.kernels.proof import COMPILED_XLA
 from raggedmoe.kernels.ragged_gather import xla as ragged_gather
 from raggedmoe.kernels.registry import BACKWARD, Call, Implementation
@@ -15,7 +15,7 @@ UNROLLED_SLOTS = 16
 
 
 def valid_slots(indices, start, end, num_rows):
-    """Which slots point to an existing row in range."""
+    """Say which slots point to an existing row in range."""
     return (indices >= jnp.maximum(start, 0)) & (indices < jnp.minimum(end, num_rows))
 
 
@@ -31,7 +31,7 @@ def forward(rows, indices, start, end, weights):
 
     total = jnp.zeros((indices.shape[0], rows.shape[1]), wide)
     if indices.shape[1] > UNROLLED_SLOTS:
-        total = varying_like(total, *(a for a in (rows, indices, start, end, weights) if a is not None))
+        total = pvary_like(total, *(a for a in (rows, indices, start, end, weights) if a is not None))
         return lax.fori_loop(0, indices.shape[1], add_slot, total).astype(rows.dtype)
     for k in range(indices.shape[1]):
         total = add_slot(k, total)
@@ -55,7 +55,7 @@ def backward(rows, indices, start, end, weights, inverse, cotangent):
 
 
 def row_dots(rows, indices, valid, cotangent):
-    """``out[t, k] = rows[indices[t, k]] · cotangent[t]`` for the valid slots, zero elsewhere."""
+    """Compute ``out[t, k] = rows[indices[t, k]] · cotangent[t]`` for the valid slots, zero elsewhere."""
     wide = accumulator(rows.dtype)
 
     def one_slot(slot):
@@ -69,7 +69,7 @@ def row_dots(rows, indices, valid, cotangent):
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """The cost caveat that `explain` shows for this call."""
+    """Cost caveat shown by `explain`."""
     if call.direction == BACKWARD and "inverse" not in call.arrays:
         return "no inverse given: the gradient is a scatter-add"
     return "cost grows with all T·K slots, not with the valid rows"

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from raggedmoe.kernels.arrays import varying_over
-from raggedmoe.mesh import EXPERT
-from raggedmoe.moe.balance import total
-from raggedmoe.moe.config import ACROSS_RANKS, TAKES_RANKS, MoEConfig, chosen_by_experts
+from raggedmoe.kernels.arrays import pvary_over
+from raggedmoe.moe.config import MoEConfig, is_expert_choice, strategy_name
 from raggedmoe.moe.dispatch import all_to_all, capacity, dense, local, ring
 from raggedmoe.moe.dispatch.strategy import StrategySettings
+from raggedmoe.moe.execution import ACROSS_RANKS, TAKES_RANKS, MoEExecution
 from raggedmoe.moe.records import RouteMetadata, RouteOutput
+from raggedmoe.sharding.axes import EXPERT
 from raggedmoe.sharding.stage import ACTIVATIONS, PER_DEVICE, REPLICATED, OnMesh, stage
 
 STRATEGIES = {"local": local, "capacity": capacity, "dense": dense, "ring": ring, "all_to_all": all_to_all}
@@ -29,7 +29,7 @@ def prepare(
 ) -> tuple[RouteMetadata, Int[Array, ""]]:
     """The metadata of some of each device's tokens, and how many slots all devices drop."""
     metadata = STRATEGIES[strategy.name].prepare(routing.slice_tokens(tokens), strategy)
-    dropped = total(metadata.dropped, strategy.token_axes) if strategy.may_drop else jnp.zeros((), jnp.int32)
+    dropped = lax.psum(metadata.dropped, strategy.axes.tokens) if strategy.may_drop else jnp.zeros((), jnp.int32)
     return offset_into_stacked_experts(metadata, first_expert, num_stacked), dropped
 
 
@@ -44,10 +44,8 @@ def dispatch(
     columns: slice,
 ) -> Float[Array, "R columns"]:
     """Some columns of the rows, with their experts."""
-    x = x[tokens, columns]
-    if strategy.tensor_axis is not None:
-        # Each tensor rank's own from here on: backward their gradients are summed for T tokens, not for R rows.
-        x = varying_over(x, (strategy.tensor_axis,))
+    # Each tensor rank's own from here on: backward their gradients are summed for T tokens, not for R rows.
+    x = pvary_over(x[tokens, columns], strategy.axes.tensor)
     return STRATEGIES[strategy.name].dispatch(x, routing.slice_tokens(tokens), metadata, strategy)
 
 
@@ -63,7 +61,7 @@ def unpermute(
     """The weighted sums, with their tokens."""
     out = STRATEGIES[strategy.name].unpermute(rows, routing.slice_tokens(tokens), metadata, strategy)
     # Summed for T tokens, not for R rows: the combine is linear.
-    return out if strategy.adds_over is None else lax.psum(out, strategy.adds_over)
+    return lax.psum(out, strategy.axes.partial_sums)
 
 
 def offset_into_stacked_experts(
@@ -80,33 +78,37 @@ def offset_into_stacked_experts(
     return replace(metadata, group_sizes=sizes)
 
 
-def strategy_settings(config: MoEConfig, num_tokens: int, run: OnMesh, num_sequences: int = 1) -> StrategySettings:
-    """The configuration's strategy for so many tokens, of so many sequences, on each device of a mesh."""
-    name, num_ranks = config.strategy_name, run.size(EXPERT)
-    if run.mesh is None and name in ACROSS_RANKS:
-        raise ValueError(
-            f"strategy={name!r} needs the mesh that experts are split over, got None; pass mesh=..., or use "
-            "strategy='local'"
-        )
+def strategy_settings(
+    config: MoEConfig, execution: MoEExecution, num_tokens: int, run: OnMesh, num_sequences: int = 1
+) -> StrategySettings:
+    """The settings of a layer's strategy for so many tokens, of so many sequences, on each device of a mesh."""
+    name, num_ranks = strategy_name(config, execution), run.size(EXPERT)
+    check_has_mesh(name, run.mesh)
     if num_ranks > 1 and name not in TAKES_RANKS:
         raise ValueError(
             f"strategy={name!r} needs all experts on every device, got a mesh with expert_parallelism={num_ranks}; "
             f"use {' or '.join(map(repr, ACROSS_RANKS))}"
         )
-    counts_slots = name == "capacity" and not chosen_by_experts(config)
+    counts_slots = name == "capacity" and not is_expert_choice(config)
     return StrategySettings(
         name=name,
         num_experts=config.num_experts,
         capacity=config.sequence_capacity(num_tokens // num_sequences) if counts_slots else None,
         num_sequences=num_sequences,
         weigh_input=config.router.weigh == "input",
-        kernels=config.kernel_choice,
-        hardware=config.hardware,
-        axis=EXPERT,
+        kernels=execution.kernel_choice,
+        hardware=execution.hardware,
+        axes=run.axes,
         num_ranks=num_ranks,
-        token_axes=run.token_axes,
-        tensor_axis=run.tensor_axis,
-        adds_over=run.adds_over,
-        buffer_factor=config.ragged_buffer_factor,
-        ragged=run.hardware(config.hardware).platform != "cpu",  # XLA's CPU backend has no ragged all-to-all
+        buffer_factor=execution.ragged_buffer_factor,
+        ragged=run.hardware(execution.hardware).platform != "cpu",  # XLA's CPU backend has no ragged all-to-all
     )
+
+
+def check_has_mesh(strategy: str, mesh: object) -> None:
+    """Require a mesh for the strategies whose experts are on several devices."""
+    if mesh is None and strategy in ACROSS_RANKS:
+        raise ValueError(
+            f"strategy={strategy!r} needs the mesh that experts are split over, got None; pass mesh=..., or use "
+            "strategy='local'"
+        )

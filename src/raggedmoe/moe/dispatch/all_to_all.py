@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from raggedmoe.kernels.ragged_gather.api import ragged_gather
 from raggedmoe.moe.dispatch import local
-from raggedmoe.moe.dispatch.exchange import exchanged, returned
+from raggedmoe.moe.dispatch.exchange import exchange_rows, reverse_moves
 from raggedmoe.moe.dispatch.strategy import StrategySettings, combine_rows, gather_rows, num_held
 from raggedmoe.moe.records import Exchange, Moves, RouteMetadata, RouteOutput
 
@@ -25,10 +25,10 @@ def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
     """
     metadata = local.prepare(routing, settings)
     assert routing.experts is not None
-    axis, held = settings.axis, num_held(settings)
-    rank, ranks = lax.axis_index(axis), settings.num_ranks
+    axes, held = settings.axes.expert, num_held(settings)
+    rank, ranks = lax.axis_index(axes), settings.num_ranks
     buffer = settings.buffer_rows(*routing.experts.shape)
-    counts = lax.all_gather(metadata.group_sizes, axis)  # [from, expert]
+    counts = lax.all_gather(metadata.group_sizes, axes, tiled=True)
     by_rank = counts.reshape(ranks, ranks, held)  # [from, to, expert there]
     sizes = by_rank.sum(2, dtype=jnp.int32)
     sent_from = _firsts(sizes, axis=1)
@@ -81,8 +81,8 @@ def dispatch(
     num_tokens, per_token = routing.experts.shape
     rows = gather_rows(x, metadata, settings)
     buffer, most = settings.buffer_rows(num_tokens, per_token), settings.most_rows(num_tokens, per_token)
-    received = exchanged(rows, exchange.moves, buffer, most, settings.axis, settings.ragged)
-    return _moved(received, exchange.grouped, exchange.ungrouped, exchange.num_received, settings)
+    received = exchange_rows(rows, exchange.moves, buffer, most, settings.axes.expert, settings.ragged)
+    return _reorder(received, exchange.grouped, exchange.ungrouped, exchange.num_received, settings)
 
 
 def unpermute(
@@ -93,13 +93,13 @@ def unpermute(
     assert exchange is not None
     assert routing.experts is not None
     num_tokens, per_token = routing.experts.shape
-    rows = _moved(rows, exchange.ungrouped, exchange.grouped, exchange.num_received, settings)
+    rows = _reorder(rows, exchange.ungrouped, exchange.grouped, exchange.num_received, settings)
     most, size = settings.most_rows(num_tokens, per_token), num_tokens * per_token
-    back = exchanged(rows, returned(exchange.moves), size, most, settings.axis, settings.ragged)
+    back = exchange_rows(rows, reverse_moves(exchange.moves), size, most, settings.axes.expert, settings.ragged)
     return combine_rows(back, metadata, settings)
 
 
-def _moved(
+def _reorder(
     rows: Float[Array, "R D"],
     indices: Int[Array, " R"],
     inverse: Int[Array, " R"],

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from raggedmoe.kernels.arrays import accumulator
 from raggedmoe.moe.balance import expert_counts
-from raggedmoe.moe.dispatch.local import sorted_slots
+from raggedmoe.moe.dispatch.local import sort_slots
 from raggedmoe.moe.dispatch.strategy import StrategySettings, combine_rows, gather_rows, num_held
 from raggedmoe.moe.records import RouteMetadata, RouteOutput
 
@@ -52,7 +52,7 @@ def to_experts(rows: jax.Array, settings: StrategySettings) -> jax.Array:
     if settings.num_ranks == 1:
         return rows
     parts = rows.reshape(settings.num_ranks, num_held(settings), -1, *rows.shape[1:])
-    parts = lax.all_to_all(parts, settings.axis, split_axis=0, concat_axis=0, tiled=True)
+    parts = lax.all_to_all(parts, settings.axes.expert, split_axis=0, concat_axis=0, tiled=True)
     return parts.swapaxes(0, 1).reshape(rows.shape)
 
 
@@ -61,7 +61,7 @@ def from_experts(rows: jax.Array, settings: StrategySettings) -> jax.Array:
     if settings.num_ranks == 1:
         return rows
     parts = rows.reshape(num_held(settings), settings.num_ranks, -1, *rows.shape[1:]).swapaxes(0, 1)
-    parts = lax.all_to_all(parts, settings.axis, split_axis=0, concat_axis=0, tiled=True)
+    parts = lax.all_to_all(parts, settings.axes.expert, split_axis=0, concat_axis=0, tiled=True)
     return parts.reshape(rows.shape)
 
 
@@ -76,7 +76,7 @@ def prepare_token_choice(routing: RouteOutput, num_experts: int, capacity: int, 
     sequence = jnp.arange(num_tokens, dtype=jnp.int32)[:, None] // max(num_tokens // num_sequences, 1)
     num_groups = num_experts * num_sequences
     group = jnp.where(routed, routing.experts * num_sequences + sequence, num_groups)
-    _, places = sorted_slots(group)
+    _, places = sort_slots(group)
     counts = expert_counts(group, num_groups)
     firsts = jnp.cumsum(counts) - counts
     position = places - jnp.take(firsts, group, mode="clip")

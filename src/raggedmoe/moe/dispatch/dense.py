@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from raggedmoe.kernels.arrays import accumulator, varying_like
+from raggedmoe.kernels.arrays import accumulator, pvary_like
 from raggedmoe.moe.dispatch.strategy import StrategySettings, num_held
 from raggedmoe.moe.records import RouteMetadata, RouteOutput
 
@@ -15,11 +15,10 @@ from raggedmoe.moe.records import RouteMetadata, RouteOutput
 def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
     """Row ``g·T + t`` is token t, of all ranks, at expert g of those held here."""
     assert routing.experts is not None
-    experts, weights, held, first = routing.experts, routing.weights, num_held(settings), jnp.int32(0)
-    if settings.num_ranks > 1:
-        experts = lax.all_gather(experts, settings.axis, tiled=True)
-        weights = lax.all_gather(weights, settings.axis, tiled=True)
-        first = lax.axis_index(settings.axis) * held
+    axes, held = settings.axes.expert, num_held(settings)
+    experts = lax.all_gather(routing.experts, axes, tiled=True)
+    weights = lax.all_gather(routing.weights, axes, tiled=True)
+    first = lax.axis_index(axes) * held
     num_tokens = experts.shape[0]
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     is_here = (experts >= first) & (experts < first + held)
@@ -32,7 +31,7 @@ def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
         weights=weights,
         group_sizes=None,
         num_rows=jnp.asarray(held * num_tokens, jnp.int32),
-        used=varying_like(jnp.zeros(held * num_tokens, bool), row_of_slot).at[row_of_slot].set(True, mode="drop"),
+        used=pvary_like(jnp.zeros(held * num_tokens, bool), row_of_slot).at[row_of_slot].set(True, mode="drop"),
         dropped=jnp.zeros((), jnp.int32),
     )
 
@@ -41,8 +40,7 @@ def dispatch(
     x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
 ) -> Float[Array, "R D"]:
     """All tokens, once for each expert."""
-    if settings.num_ranks > 1:
-        x = lax.all_gather(x, settings.axis, tiled=True)
+    x = lax.all_gather(x, settings.axes.expert, tiled=True)
     rows = jnp.tile(x, (num_held(settings), 1))
     if not settings.weigh_input:
         return rows
@@ -66,11 +64,11 @@ def unpermute(
         outputs.reshape(held, -1, rows.shape[1]),
         precision=lax.Precision.HIGHEST,
     ).astype(rows.dtype)
-    return lax.psum_scatter(sums, settings.axis, tiled=True) if settings.num_ranks > 1 else sums
+    return lax.psum_scatter(sums, settings.axes.expert, tiled=True)
 
 
 def weights_of_rows(metadata: RouteMetadata, like: Float[Array, "_ _"]) -> Float[Array, " R"]:
     """The weight of every row; zero where its token did not choose its expert."""
-    weights = varying_like(metadata.weights, like)  # backward, summed for T·K slots, not for R rows
-    nothing = varying_like(jnp.zeros(metadata.token_of_row.shape, weights.dtype), weights)
+    weights = pvary_like(metadata.weights, like)  # backward, summed for T·K slots, not for R rows
+    nothing = pvary_like(jnp.zeros(metadata.token_of_row.shape, weights.dtype), weights)
     return nothing.at[metadata.row_of_slot].add(weights, mode="drop")

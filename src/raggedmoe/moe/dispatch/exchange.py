@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from raggedmoe.kernels.arrays import varying_like
+from raggedmoe.kernels.arrays import pvary_like
 from raggedmoe.moe.records import Moves
 
 
-def returned(moves: Moves) -> Moves:
+def reverse_moves(moves: Moves) -> Moves:
     """The moves that bring every row back to where it was."""
     return Moves(
         sent=moves.received,
@@ -27,8 +27,8 @@ def returned(moves: Moves) -> Moves:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def exchanged(
-    rows: Float[Array, "R D"], moves: Moves, num_rows: int, most: int, axis: str, ragged: bool
+def exchange_rows(
+    rows: Float[Array, "R D"], moves: Moves, num_rows: int, most: int, axes: tuple[str, ...], ragged: bool
 ) -> Float[Array, "N D"]:
     """What this rank receives, in a buffer of ``num_rows``; rows that nobody sent are zero.
 
@@ -36,41 +36,41 @@ def exchanged(
     the rows there are; otherwise, for platforms without it, by an all-to-all of equal parts.
     """
     if ragged:
-        buffer = varying_like(jnp.zeros((num_rows, rows.shape[1]), rows.dtype), rows, moves.sent)
+        buffer = pvary_like(jnp.zeros((num_rows, rows.shape[1]), rows.dtype), rows, moves.sent)
         places = (moves.sent_from, moves.sent, moves.sent_to, moves.received)
-        return lax.ragged_all_to_all(varying_like(rows, buffer), buffer, *places, axis_name=axis)
-    parts = _taken(rows, moves.sent_from[:, None] + _upto(most), _upto(most) < moves.sent[:, None])
-    parts = lax.all_to_all(parts, axis, split_axis=0, concat_axis=0, tiled=True)
+        return lax.ragged_all_to_all(pvary_like(rows, buffer), buffer, *places, axis_name=axes)
+    parts = _take_rows(rows, moves.sent_from[:, None] + _upto(most), _upto(most) < moves.sent[:, None])
+    parts = lax.all_to_all(parts, axes, split_axis=0, concat_axis=0, tiled=True)
     at = jnp.arange(num_rows, dtype=jnp.int32)
     ends = moves.received_at + moves.received
     # Blocks do not overlap: a row is in at most one of them.
     within = (at[:, None] >= moves.received_at[None]) & (at[:, None] < ends[None])
     source = jnp.argmax(within, axis=1).astype(jnp.int32)
     place = source * most + at - moves.received_at[source]
-    return _taken(parts.reshape(-1, rows.shape[1]), place, within.any(1))
+    return _take_rows(parts.reshape(-1, rows.shape[1]), place, within.any(1))
 
 
 def _forward(
-    rows: jax.Array, moves: Moves, num_rows: int, most: int, axis: str, ragged: bool
+    rows: jax.Array, moves: Moves, num_rows: int, most: int, axes: tuple[str, ...], ragged: bool
 ) -> tuple[jax.Array, tuple[Moves, jax.Array]]:
-    return exchanged(rows, moves, num_rows, most, axis, ragged), (moves, jnp.zeros((rows.shape[0], 0)))
+    return exchange_rows(rows, moves, num_rows, most, axes, ragged), (moves, jnp.zeros((rows.shape[0], 0)))
 
 
 def _backward(
-    num_rows: int, most: int, axis: str, ragged: bool, saved: tuple[Moves, jax.Array], cotangent: jax.Array
+    num_rows: int, most: int, axes: tuple[str, ...], ragged: bool, saved: tuple[Moves, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, None]:
     moves, like = saved
-    return exchanged(cotangent, returned(moves), like.shape[0], most, axis, ragged), None
+    return exchange_rows(cotangent, reverse_moves(moves), like.shape[0], most, axes, ragged), None
 
 
-exchanged.defvjp(_forward, _backward)
+exchange_rows.defvjp(_forward, _backward)
 
 
 def _upto(number: int) -> Int[Array, "1 N"]:
     return jnp.arange(number, dtype=jnp.int32)[None]
 
 
-def _taken(rows: Float[Array, "R D"], indices: Int[Array, "..."], valid: jax.Array) -> Float[Array, "... D"]:
+def _take_rows(rows: Float[Array, "R D"], indices: Int[Array, "..."], valid: jax.Array) -> Float[Array, "... D"]:
     """Rows by their numbers; zero where not valid."""
     found = jnp.take(rows, jnp.where(valid, indices, 0), axis=0, mode="clip")
     return jnp.where(valid[..., None], found, 0)

@@ -8,7 +8,7 @@ from raggedmoe.moe.dispatch.strategy import StrategySettings, combine_rows, gath
 from raggedmoe.moe.records import RouteMetadata, RouteOutput
 
 
-def sorted_slots(experts: Int[Array, "T K"]) -> tuple[Int[Array, " T*K"], Int[Array, "T K"]]:
+def sort_slots(experts: Int[Array, "T K"]) -> tuple[Int[Array, " T*K"], Int[Array, "T K"]]:
     """The slots in the order of their experts, ties in the order of the slots, and each slot's place in it."""
     slots = jnp.argsort(experts.reshape(-1), stable=True).astype(jnp.int32)
     places = jnp.zeros_like(slots).at[slots].set(jnp.arange(slots.shape[0], dtype=jnp.int32), unique_indices=True)
@@ -18,7 +18,7 @@ def sorted_slots(experts: Int[Array, "T K"]) -> tuple[Int[Array, " T*K"], Int[Ar
 def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
     """Sort the slots by expert. Masked tokens are of expert E: their rows come last, past the valid ones."""
     assert routing.experts is not None
-    slots, places = sorted_slots(routing.experts)
+    slots, places = sort_slots(routing.experts)
     group_sizes = expert_counts(routing.experts, settings.num_experts)
     return RouteMetadata(
         token_of_row=slots // routing.experts.shape[1],

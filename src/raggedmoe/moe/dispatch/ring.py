@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from raggedmoe.moe.balance import expert_counts
-from raggedmoe.moe.dispatch.local import sorted_slots
+from raggedmoe.moe.dispatch.local import sort_slots
 from raggedmoe.moe.dispatch.strategy import StrategySettings, combine_rows, gather_rows, num_held
 from raggedmoe.moe.records import RouteMetadata, RouteOutput
 
@@ -18,13 +18,13 @@ def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
     Where the buffer is full, the rows of later experts are left out, and of one expert those of later slots.
     """
     assert routing.experts is not None
-    axis, held, num_experts = settings.axis, num_held(settings), settings.num_experts
-    rank = lax.axis_index(axis)
+    axes, held, num_experts = settings.axes.expert, num_held(settings), settings.num_experts
+    rank = lax.axis_index(axes)
     buffer = settings.buffer_rows(*routing.experts.shape)
-    experts = lax.all_gather(routing.experts, axis, tiled=True)
-    weights = lax.all_gather(routing.weights, axis, tiled=True)
+    experts = lax.all_gather(routing.experts, axes, tiled=True)
+    weights = lax.all_gather(routing.weights, axes, tiled=True)
     num_tokens, per_token = experts.shape
-    slots, places = sorted_slots(experts)
+    slots, places = sort_slots(experts)
     counts = expert_counts(experts, num_experts)
     wanted = lax.dynamic_slice_in_dim(counts, rank * held, held)
     first = jnp.where(jnp.arange(num_experts) < rank * held, counts, 0).sum(dtype=jnp.int32)
@@ -50,7 +50,7 @@ def dispatch(
     x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
 ) -> Float[Array, "R D"]:
     """The rows of the experts held here, from the tokens of all ranks."""
-    return gather_rows(lax.all_gather(x, settings.axis, tiled=True), metadata, settings)
+    return gather_rows(lax.all_gather(x, settings.axes.expert, tiled=True), metadata, settings)
 
 
 def unpermute(
@@ -58,4 +58,4 @@ def unpermute(
 ) -> Float[Array, "T D"]:
     """What the experts held here add to every token, summed over the ranks."""
     # Each rank's sums are rounded to the rows' type before they meet, as all that crosses the wire is.
-    return lax.psum_scatter(combine_rows(rows, metadata, settings), settings.axis, tiled=True)
+    return lax.psum_scatter(combine_rows(rows, metadata, settings), settings.axes.expert, tiled=True)

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.arrays import varying_like
+from raggedmoe.kernels.arrays import pvary_like
 from raggedmoe.kernels.ragged_gather.api import ragged_gather
 from raggedmoe.kernels.ragged_gather_reduce.api import ragged_gather_reduce
 from raggedmoe.kernels.registry import KernelChoice
 from raggedmoe.moe.records import RouteMetadata
+from raggedmoe.sharding.stage import StageAxes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +30,8 @@ class StrategySettings:
     weigh_input: bool  # the weights multiply the rows on the way in, not on the way out
     kernels: KernelChoice
     hardware: Hardware | str | None
-    axis: str  # the mesh axis that experts are split over
-    num_ranks: int  # along it
-    token_axes: tuple[str, ...] | None  # the mesh axes that tokens are split over; None: there is no mesh
-    tensor_axis: str | None  # the mesh axis of the tensor ranks; None: there is no mesh
-    adds_over: str | None  # the mesh axis whose ranks' results are summed; None: they are whole
+    axes: StageAxes  # the mesh axes to send over
+    num_ranks: int  # along the axes that experts are split over
     buffer_factor: float | None  # rows of the receive buffer, as a multiple of a balanced share; None: the worst case
     ragged: bool  # the platform has a ragged all-to-all
 
@@ -75,7 +73,7 @@ def gather_rows(x: Float[Array, "T D"], metadata: RouteMetadata, settings: Strat
     """The token of every row, times its weight if weights are for the input."""
     weights = None
     if settings.weigh_input:
-        weights = varying_like(metadata.weights, x).reshape(-1)  # backward, summed for T·K slots, not for R rows
+        weights = pvary_like(metadata.weights, x).reshape(-1)  # backward, summed for T·K slots, not for R rows
         if metadata.slot_of_row is not None:
             weights = jnp.take(weights, metadata.slot_of_row, mode="clip")
     return ragged_gather(

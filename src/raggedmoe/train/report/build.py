@@ -1,4 +1,4 @@
-"""A run as one page: what came out, how it got there, which kernels ran and why. One file that loads nothing else."""
+"""Builds the report of a run: one HTML page of results, curves, kernels and settings, which loads nothing else."""
 
 import math
 from html import escape
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from raggedmoe.disk import replace_file
 from raggedmoe.train.metrics import LOAD, METRICS
-from raggedmoe.train.record import DEAD_LINES, REPORT, RUN, RunRecord, is_number, part, read_run, series
+from raggedmoe.train.record import DEAD_LINES, REPORT, RUN, RunRecord, get_typed, is_number, read_run, series
 from raggedmoe.train.report import page as html
 from raggedmoe.train.report.curves import drops_section, loss_section, smoothing_window, speed_section, why_no_mfu
 from raggedmoe.train.report.figures import require_matplotlib
@@ -16,9 +16,9 @@ from raggedmoe.train.report.tables import events_section, kernels_section, setti
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
-    """Writes the page of a run's folder, to ``report.html`` in it unless told otherwise, and returns its path.
+    """Write the report of a run, by default to ``report.html`` in its folder, and return its path.
 
-    The same files give the same page, byte by byte. What an old or cut-off run lacks, the page says.
+    Equal files give equal pages, byte for byte. The page says what an old or incomplete run lacks.
     """
     require_matplotlib()
     record = read_run(run)
@@ -39,12 +39,13 @@ def write_report(run: Path, out: Path | None = None) -> Path:
 
 
 def _headline(run: RunRecord) -> str:
+    """Make the head of the page: the name, what ran, problems, and the most important figures."""
     held_out, window = series(run.held_out, "loss"), smoothing_window(run)
     best = number(held_out.known.min()) if held_out.known.size else NOTHING
     steps, seconds = (run.train[-1]["step"] if run.train else math.nan), run.total("seconds")
-    dropped, skipped = run.total("dropped"), run.skipped
+    dropped, skipped = run.total("dropped"), run.skipped_steps
     counted = run.series("skipped").known.size or skipped
-    dead, num_records = ([], 0) if run.load is None else (run.load.dead, min(DEAD_LINES, len(run.load.steps)))
+    dead, num_records = ([], 0) if run.load is None else (run.load.dead_experts, min(DEAD_LINES, len(run.load.steps)))
     recent = f"mean of the last {window} steps" if window > 1 else "last step"
     figures = [
         _tile("Held-out loss", number(held_out.last), f"best {best}", unknown="never measured"),
@@ -79,7 +80,7 @@ def _tile(
 
 
 def _what_ran(run: RunRecord) -> str:
-    """One line: the model, the machine, the versions, the data."""
+    """Describe in one line the model, the hardware, the versions and the data."""
     model, info = run.model, run.info
     parts = []
     if model.get("name"):
@@ -88,7 +89,7 @@ def _what_ran(run: RunRecord) -> str:
         active = f", {compact(model['active'])} active" if is_number(model.get("active")) else ""
         parts.append(f"{compact(model['total'])} parameters{active}")
     if model.get("num_experts"):
-        layers = len(part(model, "moe_layers", list)) or "?"
+        layers = len(get_typed(model, "moe_layers", list)) or "?"
         top = f", {model['experts_per_token']} a token" if model.get("experts_per_token") else ""
         parts.append(f"{layers} MoE layers of {model['num_experts']} experts{top}")
     if info.get("hardware"):

@@ -10,7 +10,7 @@ from raggedmoe.train.report.page import duration, percent, whole
 
 
 def loss_section(run: RunRecord) -> str:
-    """Training and held-out loss, learning rate, gradient norm, and the losses that are added."""
+    """Draw the training and held-out loss, the learning rate, the gradient norm and the auxiliary losses."""
     if not run.train:
         return html.section("Loss", html.missing(f"There is no curve: {METRICS} has no training step."))
     figures, notes = [html.figure("Loss (nats per token)", _loss_svg(run))], []
@@ -25,40 +25,41 @@ def loss_section(run: RunRecord) -> str:
     else:
         notes.append("No curve of the learning rate: no training step has learning_rate.")
     if norm.known.size:
-        curves = smoothed(run, "grad_norm", "each step", "blue")
+        curves = smoothed_curves(run, "grad_norm", "each step", "blue")
         svg = curves_svg("norm", curves, marks=event_marks(run), logarithmic=_spikes(norm))
         figures.append(html.figure("Gradient norm", svg))
     else:
         notes.append("No curve of the gradient norm: no training step has grad_norm.")
-    if added := _added_losses(run):
+    if added := _auxiliary_losses(run):
         heading = "Auxiliary losses" if len(added) > 1 else f"Auxiliary loss: {added[0].label}"
         figures.append(html.figure(heading, curves_svg("added", added, from_zero=True)))
     return html.section("Loss", html.columns(figures), *(html.missing(note) for note in notes))
 
 
 def _loss_svg(run: RunRecord) -> str:
-    curves, held_out = smoothed(run, "loss", "training", "blue"), series(run.held_out, "loss")
+    curves, held_out = smoothed_curves(run, "loss", "training", "blue"), series(run.held_out, "loss")
     if held_out.known.size:
         curves.append(Curve(series=held_out, label="held out", colour="orange", style="points"))
     return curves_svg("loss", curves, marks=event_marks(run), logarithmic=_spikes(run.series("loss")))
 
 
 def _spikes(values: Series) -> bool:
-    """Whether a few steps are so far above the rest that only a logarithmic axis shows both."""
+    """Tell whether a few steps are so far above the rest that only a logarithmic axis shows both."""
     known = values.known
     return bool(known.size and known.min() > 0 and known.max() > 30 * np.median(known))
 
 
-def _added_losses(run: RunRecord) -> list[Curve]:
+def _auxiliary_losses(run: RunRecord) -> list[Curve]:
     names = {"aux_loss": ("load balance", "orange"), "z_loss": ("router z", "green"), "mtp_loss": ("MTP", "blue")}
     return [
-        Curve(series=run.series(name).smoothed(smoothing_window(run)), label=label, colour=colour)
+        Curve(series=run.series(name).smooth(smoothing_window(run)), label=label, colour=colour)
         for name, (label, colour) in names.items()
         if (run.series(name).known != 0).any()
     ]
 
 
 def speed_section(run: RunRecord) -> str:
+    """Draw the tokens per second, and say how they compare with the peak."""
     speed, seconds, mfu = run.series("tokens_per_second"), run.series("seconds"), run.series("mfu")
     if not speed.known.size:
         return html.section("Speed", html.missing("No training step has tokens_per_second."))
@@ -74,7 +75,7 @@ def speed_section(run: RunRecord) -> str:
             "Tokens per second",
             curves_svg(
                 "speed",
-                smoothed(run, "tokens_per_second", "each step", "blue"),
+                smoothed_curves(run, "tokens_per_second", "each step", "blue"),
                 marks=event_marks(run)[:1],
                 from_zero=True,
             ),
@@ -84,6 +85,7 @@ def speed_section(run: RunRecord) -> str:
 
 
 def drops_section(run: RunRecord) -> str:
+    """Draw how many routed slots were dropped."""
     dropped = run.series("dropped")
     if not dropped.known.size:
         return html.section("Drops", html.missing("No training step says how many were dropped."))
@@ -96,33 +98,35 @@ def drops_section(run: RunRecord) -> str:
         f"in {whole(int((dropped.known > 0).sum()))} of {whole(dropped.known.size)} steps; "
         f"at worst {whole(dropped.known.max())} in one step."
     )
-    svg = curves_svg("drops", smoothed(run, "dropped", "each step", "red"), from_zero=True)
+    svg = curves_svg("drops", smoothed_curves(run, "dropped", "each step", "red"), from_zero=True)
     return html.section("Drops", html.paragraph(text), html.columns([html.figure("Dropped slots per step", svg)]))
 
 
 def why_no_mfu(run: RunRecord) -> str:
+    """Say why a run has no MFU."""
     unknown = "peak_flops" in run.info and not run.info["peak_flops"]
     return "the peak FLOP/s of this hardware is not known" if unknown else "not recorded"
 
 
 def event_marks(run: RunRecord) -> list[Marks]:
+    """Mark the steps at which the run was resumed, and those that were skipped."""
     return [
         Marks(steps=run.steps_of("resumed"), label="resumed", colour="green"),
-        Marks(steps=run.skipped, label="skipped", colour="red", crosses=True),
+        Marks(steps=run.skipped_steps, label="skipped", colour="red", crosses=True),
     ]
 
 
 def smoothing_window(run: RunRecord) -> int:
-    """Over how many steps curves are averaged: about a twentieth of the run."""
+    """Return over how many steps curves are averaged, about a twentieth of the run."""
     return int(np.clip(len(run.train) // 20, 1, 200))
 
 
-def smoothed(run: RunRecord, name: str, label: str, colour: str) -> list[Curve]:
-    """A value as it is, pale, and its mean over some steps."""
+def smoothed_curves(run: RunRecord, name: str, label: str, colour: str) -> list[Curve]:
+    """Make the curves of a value: as it is, in a pale colour, and its mean over some steps."""
     raw, window = run.series(name), smoothing_window(run)
     if window < 2:
         return [Curve(series=raw, label=label, colour=colour)]
     return [
         Curve(series=raw, label=label, colour=colour, style="raw"),
-        Curve(series=raw.smoothed(window), label=f"mean of {window // 2 * 2 + 1} steps", colour=colour),
+        Curve(series=raw.smooth(window), label=f"mean of {window // 2 * 2 + 1} steps", colour=colour),
     ]

@@ -1,4 +1,4 @@
-"""The report's pictures: SVG that goes into the page as it is, in the page's fonts and colours."""
+"""The pictures of the report, as SVG in the page's fonts and colours."""
 
 import io
 import re
@@ -13,9 +13,9 @@ from raggedmoe.train.record import BinnedLoad, Series
 # 360 points wide: on a phone of 390 pixels a point of the figure is a pixel, on a desktop about one and a half.
 WIDTH = 5.0
 TEXT = 11.0  # points
-MAX_POINTS = 400  # of a curve; more cannot be told apart
-MAX_BINS = 120  # of steps in a heat map
-MAX_ROWS = 256  # of experts in a heat map
+MAX_POINTS = 400  # points of a curve; more cannot be told apart
+MAX_BINS = 120  # columns of a heat map, over steps
+MAX_ROWS = 256  # rows of a heat map, over experts
 TOP_LOAD = 4.0  # where the colours of a heat map end
 
 # matplotlib knows no CSS variables: it gets colours that occur nowhere else, which are replaced in its output.
@@ -42,7 +42,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Marks:
-    """Steps at which something happened: lines over the whole height, or crosses at the bottom."""
+    """Marks at steps where something happened: lines over the whole height, or crosses at the bottom."""
 
     steps: Sequence[int]
     label: str
@@ -51,6 +51,7 @@ class Marks:
 
 
 def require_matplotlib() -> None:
+    """Raise an error that says how to install matplotlib, if it is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -66,7 +67,7 @@ def curves_svg(
     from_zero: bool = False,
     reference: tuple[float, str] | None = None,
 ) -> str:
-    """Curves over steps, with a legend above where there is more than one thing to tell apart."""
+    """Draw curves over steps, with a legend above them if there is more than one."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -101,7 +102,7 @@ def curves_svg(
 
 
 def expert_load_svg(name: str, load: BinnedLoad, layer: int, top: float) -> str:
-    """One layer: steps to the right, experts down, colour the load over the mean."""
+    """Draw the heat map of one layer: steps to the right, experts down; the colour is the load over the mean."""
     table = load.relative[:, layer].T
     num_experts = len(table)
     if num_experts > MAX_ROWS:
@@ -117,7 +118,7 @@ def expert_load_svg(name: str, load: BinnedLoad, layer: int, top: float) -> str:
 
 
 def busiest_svg(name: str, load: BinnedLoad, layers: Sequence[int], top: float) -> str:
-    """All layers: steps to the right, layers down, colour the load of the layer's busiest expert over the mean."""
+    """Draw the heat map of all layers: steps to the right, layers down; the colour is the busiest expert's load."""
     table = load.relative.max(axis=2).T
     height = 0.55 + min(3.6, max(0.5, 0.13 * len(table)))
 
@@ -132,7 +133,7 @@ def busiest_svg(name: str, load: BinnedLoad, layers: Sequence[int], top: float) 
 
 
 def scale_svg(top: float) -> str:
-    """What the colours of the heat maps mean."""
+    """Draw the scale of the heat maps' colours."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -153,7 +154,7 @@ def scale_svg(top: float) -> str:
 
 
 def top_of_scale(load: BinnedLoad) -> float:
-    """One scale for all layers of a run: from 0 over 1, the mean, to a round number that few exceed."""
+    """Return where the scale of all layers ends: it goes from 0 over 1, the mean, to a round number that few exceed."""
     most = float(np.nanmax(load.relative)) if np.isfinite(load.relative).any() else 2.0
     return next((top for top in (2.0, 3.0) if most <= top), TOP_LOAD)
 
@@ -231,7 +232,7 @@ def _draw_heat(axes: Any, table: np.ndarray, load: BinnedLoad, top: float, num_r
 
 
 def _rgba(values: np.ndarray, top: float) -> np.ndarray:
-    """Blue below the mean, white at it, red above; transparent where nothing is known."""
+    """Colour values blue below the mean, white at it and red above; transparent where nothing is known."""
     import matplotlib
     from matplotlib.colors import TwoSlopeNorm
 
@@ -291,7 +292,7 @@ def _nice(num: int) -> Any:
 
 
 def short(value: float | int, largest: float | int) -> str:
-    """A number for an axis that ends at ``largest``: 19500 is 19.5k; where all are small, 0.00025 is 2.5e-4."""
+    """Format a number for an axis that ends at ``largest``: 19500 is 19.5k; where all are small, 0.00025 is 2.5e-4."""
     if value and (abs(largest) < 5e-3 or abs(value) >= 1e15):
         digits, power = f"{value:.3e}".split("e")
         return f"{float(digits):g}e{int(power)}"
@@ -302,7 +303,7 @@ def short(value: float | int, largest: float | int) -> str:
 
 
 def _svg(name: str, height: float, draw: Any) -> str:
-    """Draws a figure and returns its SVG element, without ids and namespaces that a page has no use for."""
+    """Draw a figure and return its SVG element, without ids and namespaces that a page has no use for."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine

@@ -1,4 +1,4 @@
-"""How evenly the experts were used: heat maps of their load, and the balance over steps."""
+"""The section on expert load: heat maps of it, and the balance over steps."""
 
 import math
 
@@ -7,7 +7,7 @@ import numpy as np
 from raggedmoe.train.metrics import LOAD
 from raggedmoe.train.record import DEAD_LINES, LoadHistory, RunRecord, is_number
 from raggedmoe.train.report import page as html
-from raggedmoe.train.report.curves import smoothed
+from raggedmoe.train.report.curves import smoothed_curves
 from raggedmoe.train.report.figures import (
     MAX_BINS,
     MAX_ROWS,
@@ -24,7 +24,7 @@ MAX_NAMED = 20  # dead experts that are listed
 
 
 def load_section(run: RunRecord) -> str:
-    """Heat maps where the load was recorded, then entropy and the busiest expert."""
+    """Draw heat maps where the load was recorded, then entropy and the busiest expert."""
     balance = _balance_figures(run)
     parts = _heat_maps(run.load) if run.load is not None else []
     if run.load is None:
@@ -39,7 +39,7 @@ def load_section(run: RunRecord) -> str:
 def _heat_maps(history: LoadHistory) -> list[str]:
     load = history.in_bins(MAX_BINS)
     top = top_of_scale(load)
-    shown = _chosen_layers(load)
+    shown = _select_layers(load)
     parts = [
         html.paragraph(
             "Colours say how many tokens an expert got, as a multiple of the mean in its layer: white is the mean, "
@@ -59,8 +59,8 @@ def _heat_maps(history: LoadHistory) -> list[str]:
     return [*parts, html.columns(figures)]
 
 
-def _chosen_layers(load: BinnedLoad) -> list[int]:
-    """All of them, or some at equal distances and the least balanced one."""
+def _select_layers(load: BinnedLoad) -> list[int]:
+    """Select all layers, or some at equal distances and the least balanced one."""
     num_layers = load.relative.shape[1]
     if num_layers <= MAX_LAYERS:
         return list(range(num_layers))
@@ -69,7 +69,7 @@ def _chosen_layers(load: BinnedLoad) -> list[int]:
 
 
 def _what_is_left_out(history: LoadHistory, load: BinnedLoad, num_shown: int) -> list[str]:
-    """Says where the picture is coarser than the record."""
+    """Say where the picture is coarser than the record."""
     num_lines, num_layers, num_experts = history.counts.shape
     texts = []
     if num_shown < num_layers:
@@ -81,13 +81,15 @@ def _what_is_left_out(history: LoadHistory, load: BinnedLoad, num_shown: int) ->
         texts.append(f"{num_lines} records are summed into {len(load.relative)} columns.")
     if num_experts > MAX_ROWS:
         texts.append(f"{num_experts} experts are drawn as {MAX_ROWS} rows: the mean of neighbours.")
-    if history.left_out:
-        texts.append(f"{history.left_out} lines of {LOAD} are left out: they are no counts in the last line's shape.")
+    if history.num_left_out:
+        texts.append(
+            f"{history.num_left_out} lines of {LOAD} are left out: they are no counts in the last line's shape."
+        )
     return texts
 
 
 def _caption(history: LoadHistory, layer: int) -> str:
-    """The extremes over the last records."""
+    """Name the busiest and the idlest expert of the last records."""
     last = history.counts[-DEAD_LINES:, layer].sum(axis=0)
     if last.sum() == 0:
         return "No token in the last records."
@@ -104,7 +106,7 @@ def _recent(history: LoadHistory) -> str:
 
 
 def _dead_text(history: LoadHistory) -> str:
-    dead = history.dead
+    dead = history.dead_experts
     since = f"in the last {_recent(history)}, up to step {int(history.steps[-1]):,}"
     if not dead:
         return f"No expert is dead: each got tokens {since}."
@@ -120,10 +122,10 @@ def _balance_figures(run: RunRecord) -> list[str]:
         perfect = None
         if is_number(num_experts) and num_experts > 0:
             perfect = (math.log(num_experts), f"log {num_experts}, perfect")
-        svg = curves_svg("entropy", smoothed(run, "entropy", "each step", "blue"), reference=perfect)
+        svg = curves_svg("entropy", smoothed_curves(run, "entropy", "each step", "blue"), reference=perfect)
         figures.append(html.figure("Entropy of the load (nats)", svg, "The mean over the MoE layers."))
     if run.series("max_violation").known.size:
-        svg = curves_svg("violation", smoothed(run, "max_violation", "each step", "orange"), from_zero=True)
+        svg = curves_svg("violation", smoothed_curves(run, "max_violation", "each step", "orange"), from_zero=True)
         caption = "The busiest expert's load over the mean, minus 1, in the worst layer."
         figures.append(html.figure("Largest violation of balance", svg, caption))
     return figures

@@ -1,4 +1,4 @@
-"""The report as HTML: its style, and the few things that it is made of. Every text goes through ``escape``."""
+"""The HTML of the report: its style and its few elements. Every text goes through ``escape``."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -66,7 +66,7 @@ footer { font-size: .85rem; margin-top: 32px; }
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    """The whole file. Its own policy forbids the browser to load anything."""
+    """Make the whole page, whose content security policy forbids the browser to load anything."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     return "\n".join(
         [
@@ -86,41 +86,43 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def section(heading: str, *parts: str) -> str:
+    """Make a section with a heading; empty parts are left out."""
     return "\n".join([f"<section><h2>{escape(heading)}</h2>", *(part for part in parts if part), "</section>"])
 
 
 def paragraph(text: str) -> str:
+    """Make a paragraph of plain text."""
     return f"<p>{escape(text)}</p>"
 
 
 def missing(text: str) -> str:
-    """Says what the page lacks, and why."""
+    """Say what the page lacks, and why."""
     return f'<p class="missing">{escape(text)}</p>'
 
 
 def tiles(entries: Iterable[tuple[str, str, str, bool]]) -> str:
-    """Headline figures: name, value, a line below it, and whether it is bad news."""
-    found = [
+    """Make tiles of the most important figures: name, value, a line below it, and whether it is bad news."""
+    cells = [
         f'<div class="tile{" bad" if bad else ""}"><dt>{escape(name)}</dt>'
         f'<dd><span class="value">{escape(value)}</span><span class="sub">{escape(below)}</span></dd></div>'
         for name, value, below, bad in entries
     ]
-    return f'<dl class="tiles">{"".join(found)}</dl>'
+    return f'<dl class="tiles">{"".join(cells)}</dl>'
 
 
 def figure(heading: str, svg: str, caption: str = "") -> str:
-    """A picture, which screen readers know by its heading and caption."""
+    """Make a picture with its heading and caption, by which screen readers know it."""
     below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     return f"<figure><h3>{escape(heading)}</h3>{svg}{below}</figure>"
 
 
 def columns(figures: Iterable[str]) -> str:
-    """Two beside each other where there is room."""
+    """Put figures side by side where there is room."""
     return f'<div class="columns">{"".join(figures)}</div>'
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, name: str, stacked: bool = False) -> str:
-    """Rows of cells that are HTML already, in a box that scrolls by itself; ``stacked`` on a phone one cell a line."""
+    """Make a table of cells that are HTML, in a box that scrolls; ``stacked`` puts each cell on a line on a phone."""
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
     body = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in rows)
     kind = f"{name} stacked" if stacked else name
@@ -132,7 +134,7 @@ def _cell(html: str) -> str:
 
 
 def key_values(values: Iterable[tuple[str, str]], *, name: str) -> str:
-    """A table of names and values, both plain text."""
+    """Make a table of names and values, both plain text."""
     return table(
         ("Setting", "Value"),
         [(f'<td class="key">{code(key)}</td>', code(value)) for key, value in values],
@@ -142,38 +144,42 @@ def key_values(values: Iterable[tuple[str, str]], *, name: str) -> str:
 
 
 def code(text: str) -> str:
+    """Make plain text monospaced."""
     return f"<code>{escape(text)}</code>"
 
 
-def folded(summary: str, html: str) -> str:
-    """HTML that opens when asked for."""
+def details(summary: str, html: str) -> str:
+    """Make a summary that shows more HTML when it is opened."""
     return f"<details><summary>{escape(summary)}</summary>{html}</details>"
 
 
 def bullets(entries: Iterable[str]) -> str:
-    """A list of HTML."""
+    """Make a list of HTML entries."""
     return f"<ul>{''.join(f'<li>{entry}</li>' for entry in entries)}</ul>"
 
 
 def number(value: float | int) -> str:
-    """A loss: three digits after the point."""
+    """Format a loss, with three decimals."""
     return f"{value:,.3f}" if math.isfinite(value) else NOTHING
 
 
 def count(num: int, what: str) -> str:
+    """Format a number of things, with an s for the plural."""
     return f"{num:,} {what}" if num == 1 else f"{num:,} {what}s"
 
 
 def whole(value: float | int) -> str:
+    """Format a number without decimals."""
     return f"{value:,.0f}" if math.isfinite(value) else NOTHING
 
 
 def percent(share: float | int) -> str:
+    """Format a share as a percentage."""
     return f"{100 * share:.1f} %" if math.isfinite(share) else NOTHING
 
 
 def compact(value: float | int) -> str:
-    """A large number in three digits: 1.64 M."""
+    """Format a large number with three digits, such as 1.64 M."""
     for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size * (1 - 5e-4):  # 999,600 is 1.00 M
             scaled = value / size
@@ -182,7 +188,7 @@ def compact(value: float | int) -> str:
 
 
 def duration(seconds: float | int) -> str:
-    """Seconds in the two units that say most: 210 ms, 2.5 s, 3 min 20 s, 5 h 3 min, 2 d 4 h."""
+    """Format seconds in at most two units: 210 ms, 2.5 s, 3 min 20 s, 5 h 3 min, 2 d 4 h."""
     if not math.isfinite(seconds):
         return NOTHING
     if seconds < 1:

@@ -4,12 +4,13 @@ import json
 from html import escape
 from typing import Any
 
-from raggedmoe.train.record import RunRecord, part
+from raggedmoe.train.record import RunRecord, get_typed
 from raggedmoe.train.report import page as html
 
 
 def kernels_section(run: RunRecord) -> str:
-    kernels = [kernel for kernel in part(run.info, "kernels", list) if isinstance(kernel, dict)]
+    """List the kernels that ran, and why none of the others did."""
+    kernels = [kernel for kernel in get_typed(run.info, "kernels", list) if isinstance(kernel, dict)]
     if not kernels:
         return html.section("Kernels", html.missing("run.json does not say which kernels ran."))
     text = (
@@ -28,10 +29,10 @@ def _kernel_row(kernel: dict[str, Any]) -> tuple[str, str, str]:
     strength = "" if kernel.get("level") == "run" else " weaker"
     chosen = f'<strong>{_text(kernel, "chosen")}</strong> <span class="badge{strength}">{_text(kernel, "level")}</span>'
     why = _text(kernel, "shown_by")
-    others = [other for other in part(kernel, "others", list) if isinstance(other, dict)]
+    others = [other for other in get_typed(kernel, "others", list) if isinstance(other, dict)]
     if others:
         reasons = [f"<strong>{_text(other, 'name')}</strong>: {_text(other, 'reason')}" for other in others]
-        why += html.folded(
+        why += html.details(
             f"Why not {', '.join(str(other.get('name', '?')) for other in others)}", html.bullets(reasons)
         )
     return operation, chosen, why
@@ -42,6 +43,7 @@ def _text(values: dict[str, Any], name: str, otherwise: str = "not recorded") ->
 
 
 def events_section(run: RunRecord) -> str:
+    """List the events of the run; checkpoints are only counted."""
     if not run.events:
         return html.section(
             "Events", html.paragraph("None was recorded: no checkpoint, no interruption, no resumption.")
@@ -66,23 +68,24 @@ def events_section(run: RunRecord) -> str:
 
 
 def settings_section(run: RunRecord) -> str:
-    settings = flat(part(run.info, "settings", dict))
+    """List the settings of the run, and the sizes of its model."""
+    settings = flat(get_typed(run.info, "settings", dict))
     model = flat(run.model)
-    notes = [str(note) for note in part(run.info, "notes", list)]
+    notes = [str(note) for note in get_typed(run.info, "notes", list)]
     return html.section(
         "Settings",
         html.bullets(escape(note) for note in notes) if notes else "",
         html.key_values(settings, name="settings") if settings else html.missing("run.json has no settings."),
-        html.folded("The model in numbers", html.key_values(model, name="model")) if model else "",
+        html.details("The model in numbers", html.key_values(model, name="model")) if model else "",
     )
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings as dotted names, each with its value as text."""
-    found = []
+    """Flatten nested settings to dotted names, each with its value as text."""
+    pairs = []
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            found.extend(flat(value, f"{prefix}{key}."))
+            pairs.extend(flat(value, f"{prefix}{key}."))
         else:
-            found.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)))
-    return found
+            pairs.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)))
+    return pairs

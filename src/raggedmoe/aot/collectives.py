@@ -1,0 +1,243 @@
+"""What a layer sends over the mesh: every collective of its forward and backward pass, with its volume.
+
+The same list is read off the compiled program by a test: what is printed here is what is communicated.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from raggedmoe.moe.config import MoEConfig, is_expert_choice, strategy_name
+from raggedmoe.moe.dispatch.strategy import buffer_rows
+from raggedmoe.moe.execution import MoEExecution
+from raggedmoe.moe.layer import even_parts
+from raggedmoe.params import ParamSpec
+from raggedmoe.sharding.axes import DATA, EXPERT, FSDP, TENSOR, TOKEN_AXES, axes_of
+from raggedmoe.sharding.plan import Plan
+from raggedmoe.sharding.rules import is_routed
+
+FORWARD, BACKWARD = "forward", "backward"
+WIDE = 4  # bytes of the router's numbers, and of counts
+GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+EXCHANGE, RAGGED_EXCHANGE = "all-to-all", "ragged-all-to-all"
+# What a device sends, of n in a ring, for each byte of the collective: of what is gathered, scattered, summed, moved.
+SENT = {
+    GATHER: lambda n: (n - 1) / n,
+    SCATTER: lambda n: (n - 1) / n,
+    REDUCE: lambda n: 2 * (n - 1) / n,
+    EXCHANGE: lambda n: (n - 1) / n,
+    RAGGED_EXCHANGE: lambda n: (n - 1) / n,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective of a layer."""
+
+    kind: str
+    what: str
+    direction: str
+    axes: tuple[str, ...]
+    num_devices: int  # that take part together
+    num_bytes: int  # of what is gathered, scattered, summed or exchanged, on one device
+
+    @property
+    def sent_bytes(self) -> float:
+        """What one device sends, by the usual algorithms; of a ragged exchange one row in n stays, on average."""
+        return SENT[self.kind](self.num_devices) * self.num_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What the volumes depend on beside the layer and the plan."""
+
+    num_tokens: int  # of one device
+    num_sequences: int = 1  # of one device, which strategy "capacity" counts slots in
+    dtype: str = "bfloat16"  # of activations, and of weights as they are multiplied
+    ragged: bool = True  # the platform has a ragged all-to-all; XLA's CPU backend has not
+
+
+def layer_collectives(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> list[Collective]:
+    """All that a training step of one layer communicates; nothing over axes of one device."""
+    found = [*_of_router(config, plan), *_of_weights(config, plan, step)]
+    found += _of_rows(config, execution, plan, step)
+    sizes = plan.sizes
+    sized = [replace(each, num_devices=math.prod(sizes[axis] for axis in each.axes)) for each in found]
+    return [each for each in sized if each.num_devices > 1 and each.num_bytes]
+
+
+def least_sent(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> float:
+    """Bytes that a device sends for its tokens at least, over the experts' axis, in a whole training step.
+
+    all_to_all: every row whose expert is elsewhere, there and back, and its gradient, there and back; with balanced
+    experts one in n stays. ring: every token to all others, the sums back, and both gradients. capacity: the slots of
+    every expert that is elsewhere, as all_to_all's rows.
+    """
+    strategy, ranks = strategy_name(config, execution), plan.expert
+    row = columns_here(config, plan) * np.dtype(step.dtype).itemsize
+    per_way = {
+        "all_to_all": step.num_tokens * row * config.experts_per_token * (ranks - 1) / ranks,
+        "ring": step.num_tokens * row * (ranks - 1),
+    }
+    if strategy == "capacity":
+        per_way["capacity"] = num_slots(config, step.num_tokens, step.num_sequences) * row * (ranks - 1) / ranks
+    return 4.0 * per_way.get(strategy, 0)
+
+
+def sent_again(found: list[Collective]) -> float:
+    """Bytes that a device sends once more in a model's backward pass, which gathers weights anew and keeps none."""
+    return sum(
+        each.sent_bytes for each in found if each.kind == GATHER and each.direction == FORWARD and FSDP in each.axes
+    )
+
+
+def sent_for_rows(found: list[Collective]) -> float:
+    """Bytes that a device sends over the experts' axis for its tokens, of a layer's collectives."""
+    return sum(each.sent_bytes for each in found if each.what in ("dispatch", "unpermute") and EXPERT in each.axes)
+
+
+def _collective(kind: str, what: str, direction: str, axes: tuple[str, ...], num_bytes: int) -> Collective:
+    return Collective(kind=kind, what=what, direction=direction, axes=axes, num_devices=1, num_bytes=num_bytes)
+
+
+def _split_axes(plan: Plan, name: str, spec: ParamSpec) -> tuple[str, ...]:
+    """The mesh axes that a parameter is split over."""
+    return tuple(axis for entry in plan.spec(name, spec) for axis in axes_of(entry))
+
+
+def columns_here(config: MoEConfig, plan: Plan) -> int:
+    """The columns of a token that one device moves."""
+    return config.model_dim // (plan.tensor if plan.tensor_split == "model_dim" else 1)
+
+
+def _of_router(config: MoEConfig, plan: Plan) -> Iterator[Collective]:
+    sizes = plan.sizes
+    yield _collective(REDUCE, "losses and load", FORWARD, TOKEN_AXES, _sums_of_router(config) * WIDE)
+    for name, spec in config.param_specs().items():
+        if not name.startswith("router_") or name == "router_selection_bias":
+            continue
+        split = _split_axes(plan, name, spec)
+        num_bytes = spec.num_elements * WIDE
+        yield _collective(GATHER, name, FORWARD, split, num_bytes)
+        yield _collective(SCATTER, name, BACKWARD, split, num_bytes)
+        here = num_bytes // math.prod(sizes[axis] for axis in split)
+        yield _collective(REDUCE, name, BACKWARD, tuple(axis for axis in TOKEN_AXES if axis not in split), here)
+    if config.router.selection == "balanced":
+        yield _collective(GATHER, "tokens before", FORWARD, TOKEN_AXES, plan.num_token_shards * WIDE)
+
+
+def _sums_of_router(config: MoEConfig) -> int:
+    """Numbers that all devices sum: load; tokens and squares for the z-loss; what the balance loss is made of."""
+    always = config.num_experts + 2
+    if config.router.selection == "expert_choice":
+        return always
+    if config.router.aux_loss == "sequence":
+        return always + 2  # the loss of each device's sequences, and how many there are
+    return always + 2 * config.num_experts + 1  # counts and probabilities; tokens
+
+
+def _of_weights(config: MoEConfig, plan: Plan, step: Step) -> Iterator[Collective]:
+    """FSDP: gathered before use, once whatever the chunks; gradients summed and split again."""
+    size, sizes = np.dtype(step.dtype).itemsize, plan.sizes
+    for name, spec in config.param_specs().items():
+        if not is_routed(name, spec):
+            continue
+        split = _split_axes(plan, name, spec)
+        here = spec.num_elements * size // math.prod(sizes[axis] for axis in split if axis != FSDP)
+        if FSDP in split:
+            yield _collective(GATHER, name, FORWARD, (FSDP,), here)
+            yield _collective(SCATTER, name, BACKWARD, (FSDP,), here)
+            here //= sizes[FSDP]
+        # The biases after the up projections are added where the tensor ranks agree already, if they split D.
+        agreed = (TENSOR,) if name.startswith("bias_wi") and plan.tensor_split == "model_dim" else ()
+        own = tuple(axis for axis in (DATA, FSDP, TENSOR) if axis not in (*split, *agreed))
+        yield _collective(REDUCE, name, BACKWARD, own, here)
+
+
+def _of_rows(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> Iterator[Collective]:
+    strategy, tokens, per_token = strategy_name(config, execution), step.num_tokens, config.experts_per_token
+    size, ranks = np.dtype(step.dtype).itemsize, plan.expert
+    moved = tokens * columns_here(config, plan) * size
+    slots = tokens * per_token * WIDE
+    if strategy in ("ring", "dense"):
+        yield _collective(GATHER, "routing", FORWARD, (EXPERT,), 2 * ranks * slots)  # experts and their weights
+        yield _collective(SCATTER, "routing weights", BACKWARD, (EXPERT,), ranks * slots)
+        yield _collective(GATHER, "dispatch", FORWARD, (EXPERT,), ranks * moved)
+        yield _collective(SCATTER, "unpermute", FORWARD, (EXPERT,), ranks * moved)
+        yield _collective(GATHER, "unpermute", BACKWARD, (EXPERT,), ranks * moved)
+        yield _collective(SCATTER, "dispatch", BACKWARD, (EXPERT,), ranks * moved)
+    elif strategy == "all_to_all":
+        parts = len(_parts(execution, step))
+        yield _collective(GATHER, "counts", FORWARD, (EXPERT,), parts * ranks * config.num_experts * WIDE)
+        kind = RAGGED_EXCHANGE if step.ragged else EXCHANGE
+        held = config.num_experts // ranks
+        rows = per_token if step.ragged else ranks * min(per_token, held)  # of each token; equal parts are the largest
+        for what, direction in itertools.product(("dispatch", "unpermute"), (FORWARD, BACKWARD)):
+            yield _collective(kind, what, direction, (EXPERT,), rows * moved)
+    elif strategy == "capacity":
+        rows = num_slots(config, tokens, step.num_sequences)
+        yield _collective(EXCHANGE, "used slots", FORWARD, (EXPERT,), rows)
+        for what, direction in itertools.product(("dispatch", "unpermute"), (FORWARD, BACKWARD)):
+            yield _collective(EXCHANGE, what, direction, (EXPERT,), rows * columns_here(config, plan) * size)
+    if execution.ragged_buffer_factor is not None or strategy == "capacity":
+        yield _collective(REDUCE, "dropped", FORWARD, TOKEN_AXES, len(_parts(execution, step)) * WIDE)
+    yield from _of_tensor_ranks(config, execution, plan, step)
+
+
+def _of_tensor_ranks(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> Iterator[Collective]:
+    tokens, size = step.num_tokens, np.dtype(step.dtype).itemsize
+    whole = tokens * config.model_dim * size
+    if plan.tensor_split == "expert_dim":
+        yield _collective(REDUCE, "unpermute", FORWARD, (TENSOR,), whole)
+        yield _collective(REDUCE, "dispatch", BACKWARD, (TENSOR,), whole)
+    else:
+        rows = sum(_rows_of_parts(config, execution, plan, step))
+        hidden, projections = rows * config.expert_dim, 2 if config.experts.gated else 1
+        yield _collective(REDUCE, "up projections", FORWARD, (TENSOR,), projections * hidden * WIDE)
+        yield _collective(REDUCE, "hidden rows", BACKWARD, (TENSOR,), hidden * size)
+        yield _collective(GATHER, "output", FORWARD, (TENSOR,), whole)
+        yield _collective(GATHER, "input", BACKWARD, (TENSOR,), whole)
+    # Where they weigh rows, which is once for each chunk of columns; where all tokens come, those of all ranks.
+    strategy = strategy_name(config, execution)
+    chunks = len(even_parts(columns_here(config, plan), execution.width_chunks))
+    copies = chunks * (plan.expert if strategy in ("ring", "dense") else 1)
+    slots = tokens * config.experts_per_token
+    yield _collective(REDUCE, "routing weights", BACKWARD, (TENSOR,), copies * slots * WIDE)
+
+
+def _parts(execution: MoEExecution, step: Step) -> list[slice]:
+    return even_parts(step.num_tokens, execution.token_chunks)
+
+
+def received_rows(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> int:
+    """Rows that a device has room for at once: of its largest chunk of tokens."""
+    return max(_rows_of_parts(config, execution, plan, step))
+
+
+def _rows_of_parts(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> list[int]:
+    ranks, sequences = plan.expert, step.num_sequences
+    return [rows_here(config, execution, ranks, part.stop - part.start, sequences) for part in _parts(execution, step)]
+
+
+def num_slots(config: MoEConfig, num_tokens: int, num_sequences: int) -> int:
+    """Slots that all experts together have for a device's tokens under strategy "capacity"."""
+    if is_expert_choice(config):
+        return config.num_experts * config.expert_choice_capacity(num_tokens)
+    return config.num_experts * num_sequences * config.sequence_capacity(num_tokens // num_sequences)
+
+
+def rows_here(
+    config: MoEConfig, execution: MoEExecution, num_ranks: int, num_tokens: int, num_sequences: int = 1
+) -> int:
+    """Rows that a device's experts compute on at most, for so many tokens on each device, R."""
+    strategy = strategy_name(config, execution)
+    if strategy == "capacity":
+        return num_slots(config, num_tokens, num_sequences)
+    if strategy == "dense":
+        return config.num_experts * num_tokens
+    return buffer_rows(
+        num_tokens, config.experts_per_token, config.num_experts // num_ranks, num_ranks, execution.ragged_buffer_factor
+    )

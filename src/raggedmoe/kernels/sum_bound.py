@@ -1,0 +1,49 @@
+"""How far rounding may take the value and the gradients of an operation that only sums products.
+
+The bound is ``eps(result) · |result| + SUM_ROUNDINGS · eps(accumulator) · Σ|terms|``: the two roundings of the result
+to its type, and the roundings of the sum, whose error grows like ``eps · sqrt(n) · |partial sums|``, about
+``eps · Σ|terms|``. ``Σ|terms|`` is the reference itself on the absolute values of the inputs, so no length or scale is
+guessed.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from raggedmoe.kernels.arrays import accumulator
+from raggedmoe.kernels.example import Example
+from raggedmoe.kernels.value_and_gradients import jitted_value_and_gradients
+
+SUM_ROUNDINGS = 4
+
+
+def sum_error_bounds(
+    function: Callable[..., Any], example: Example, reference: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """Bound the error of every quantity in ``reference``, the operation ``function`` being linear in each array."""
+    options = {**example.options, "implementation": "reference"}
+    options.pop("preferred_element_type", None)
+    arrays, cotangent = absolute_values(example)
+    terms = jitted_value_and_gradients(function, tuple(options.items()), arrays, cotangent)
+    bounds = {}
+    for quantity, expected in reference.items():
+        sum_eps = float(jnp.finfo(accumulator(expected.dtype)).eps)
+        errors = SUM_ROUNDINGS * sum_eps * np.asarray(terms[quantity], np.float64)
+        bounds[quantity] = result_rounding(expected) + errors
+    return bounds
+
+
+def absolute_values(example: Example) -> tuple[dict[str, Any], Any]:
+    """Take the absolute values of an example's floating arrays and of its cotangent, in the type of sums."""
+    return jax.tree.map(
+        lambda a: jnp.abs(a).astype(accumulator(a.dtype)) if jnp.issubdtype(a.dtype, jnp.floating) else a,
+        (dict(example.arrays), example.cotangent),
+    )
+
+
+def result_rounding(expected: Any) -> np.ndarray:
+    """Bound what the roundings of both results to their type make, element by element."""
+    return float(jnp.finfo(expected.dtype).eps) * np.abs(np.asarray(expected, np.float64))

@@ -1,0 +1,113 @@
+"""Every parameter of a decoder, by name: ``embedding``, ``stacks.<stack>.<position>.<part>``, ``mtp.<n>.<part>``, …
+
+The layers of a stack are one array, layer axis first, so that a scan can run over them.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from raggedmoe.models.config import GroupedQueryConfig, LatentConfig, LayerKind, ModelConfig
+from raggedmoe.models.grouped_query import GROUPED_QUERY
+from raggedmoe.models.latent import LATENT
+from raggedmoe.models.mixer import Mixer
+from raggedmoe.params import ParamSpec, Specs, stack_spec
+
+MIXERS: dict[type, Mixer] = {GroupedQueryConfig: GROUPED_QUERY, LatentConfig: LATENT}
+
+
+def mixer_of(config: ModelConfig) -> Mixer:
+    """The kind of attention that the model has."""
+    return MIXERS[type(config.attention)]
+
+
+def layer_specs(config: ModelConfig, kind: LayerKind) -> dict[str, ParamSpec]:
+    """The parameters of one layer."""
+    width, dtype = config.model_dim, config.param_dtype
+    attention = mixer_of(config).specs(config.attention, width, dtype)
+    if kind.moe:
+        mlp = {f"moe.{name}": spec for name, spec in config.moe_layer.param_specs().items()}
+    else:
+        assert config.mlp_dim is not None
+        mlp = {
+            f"mlp.{name}": ParamSpec(
+                shape=(config.mlp_dim, width), dtype=dtype, axes=("mlp_dim", "model_dim"), contracts=contracts
+            )
+            for name, contracts in (("wi_0", "model_dim"), ("wi_1", "model_dim"), ("wo", "mlp_dim"))
+        }
+    return {
+        "attention_norm": _norm(width, dtype),
+        **{f"attention.{name}": spec for name, spec in attention.items()},
+        "mlp_norm": _norm(width, dtype),
+        **mlp,
+    }
+
+
+def mtp_specs(config: ModelConfig) -> dict[str, ParamSpec]:
+    """The parameters of one multi-token-prediction module; embedding and head are the model's."""
+    width, dtype = config.model_dim, config.param_dtype
+    return {
+        "embedding_norm": _norm(width, dtype),
+        "hidden_norm": _norm(width, dtype),
+        "projection": ParamSpec(
+            shape=(width, 2 * width),
+            dtype=dtype,
+            axes=("model_dim", "embedding_and_hidden"),
+            contracts="embedding_and_hidden",
+        ),
+        **layer_specs(config, config.kind(config.num_layers)),
+        "final_norm": _norm(width, dtype),
+    }
+
+
+def param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
+    """All parameters of the model."""
+    width, dtype = config.model_dim, config.param_dtype
+    matrix = ParamSpec(
+        shape=(config.vocab_size, width), dtype=dtype, axes=("vocab", "model_dim"), contracts="model_dim"
+    )
+    found = {"embedding": matrix}
+
+    @functools.cache  # there may be many stacks, but few kinds of them
+    def layers(kind: LayerKind, repeats: int) -> dict[str, ParamSpec]:
+        return {name: stack_spec(spec, repeats) for name, spec in layer_specs(config, kind).items()}
+
+    for s, stack in enumerate(config.stacks):
+        for p, kind in enumerate(stack.kinds):
+            found.update({f"stacks.{s}.{p}.{name}": spec for name, spec in layers(kind, stack.repeats).items()})
+    found["final_norm"] = _norm(width, dtype)
+    if not config.tied_embeddings:
+        found["head"] = matrix
+    module = mtp_specs(config) if config.mtp_layers else {}
+    for m in range(config.mtp_layers):
+        found.update({f"mtp.{m}.{name}": spec for name, spec in module.items()})
+    return found
+
+
+def is_trained(name: str) -> bool:
+    """Whether a parameter learns by gradient: all but the selection bias, which the loss-free rule moves."""
+    return not name.endswith("router_selection_bias")
+
+
+def under(prefix: str, params: dict[str, Any]) -> dict[str, Any]:
+    """The entries whose name starts with a prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
+
+
+def check_model_params(specs: Specs, params: Mapping[str, jax.Array]) -> None:
+    """Require exactly the declared parameters, with their shapes."""
+    missing, extra = sorted(specs.keys() - params.keys()), sorted(params.keys() - specs.keys())
+    if missing or extra:
+        raise ValueError(f"expected the model's {len(specs)} parameters; missing {missing}, unknown {extra}")
+    for name, spec in specs.items():
+        if tuple(params[name].shape) != spec.shape:
+            raise ValueError(
+                f"expected {name} ({', '.join(spec.axes)}) = {spec.shape}, got {tuple(params[name].shape)}; "
+                "check the configuration's sizes"
+            )
+
+
+def _norm(width: int, dtype: Any) -> ParamSpec:
+    return ParamSpec(shape=(width,), dtype=dtype, axes=("model_dim",), init="ones")

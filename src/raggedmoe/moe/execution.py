@@ -1,0 +1,82 @@
+"""How an MoE layer runs: what may differ from machine to machine, and never goes into a checkpoint."""
+
+import math
+from dataclasses import dataclass, replace
+
+from raggedmoe.kernels.registry import KernelChoice
+from raggedmoe.moe.backends import Backend, backend_named
+from raggedmoe.names import unknown
+from raggedmoe.params import check_sizes
+from raggedmoe.sharding.rules import SPLITS
+
+STRATEGIES = ("local", "capacity", "dense", "ring", "all_to_all")
+ACROSS_RANKS = ("ring", "all_to_all")  # strategies that are for experts on several devices
+TAKES_RANKS = (*ACROSS_RANKS, "dense", "capacity")  # and those that can have them there
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEExecution:
+    """How a layer runs. The result is that of its `MoEConfig`, but for rows that a `ragged_buffer_factor` drops."""
+
+    moe_backend: str = "auto"  # A name for a strategy and a choice of kernels: see `raggedmoe.moe.backends`.
+    strategy: str | None = None  # How rows reach their experts; None takes the backend's strategy.
+    kernels: KernelChoice | None = None  # The kernels of the operations that the backend does not name.
+    # The rows of the receive buffer, as a multiple of a balanced share; None has room for the worst case. Rows beyond
+    # a factor are dropped and counted.
+    ragged_buffer_factor: float | None = None
+    token_chunks: int = 1  # The tokens come in this many parts, so that moving one overlaps with computing another.
+    width_chunks: int = 1  # The model width comes in this many parts, so that moving one overlaps with multiplying.
+    tensor_split: str = "expert_dim"  # What the tensor axis of a mesh splits of the experts: F, or D ("model_dim").
+    hardware: str | None = None  # The chip to choose kernels for; None takes that of the mesh or of the arrays.
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "token_chunks", "width_chunks")
+        if self.tensor_split not in SPLITS:
+            raise unknown("tensor_split", self.tensor_split, SPLITS)
+        if self.strategy is not None and self.strategy not in STRATEGIES:
+            raise unknown("strategy", self.strategy, STRATEGIES)
+        self._check_backend()
+        self._check_chunks()
+        if self.ragged_buffer_factor is not None:
+            if self.strategy not in ACROSS_RANKS:
+                raise ValueError(
+                    f"ragged_buffer_factor belongs to strategies {' and '.join(ACROSS_RANKS)}, got "
+                    f"{self.ragged_buffer_factor} with {self.strategy or self.backend.strategy!r}; leave it out"
+                )
+            if not 0 < self.ragged_buffer_factor < math.inf:
+                raise ValueError(f"expected ragged_buffer_factor > 0, or None, got {self.ragged_buffer_factor}")
+
+    def _check_backend(self) -> None:
+        for operation, choice in vars(self.kernels or KernelChoice()).items():
+            named = getattr(self.backend.kernels, operation)
+            if "auto" not in (choice, named) and choice != named:
+                raise ValueError(
+                    f"moe_backend={self.moe_backend!r} already names {named!r} for {operation}, got {choice!r}; give "
+                    "either, the other operations' kernels are free"
+                )
+        if self.backend.strategy == "dense" and self.strategy not in (None, "dense"):
+            raise ValueError(
+                f"moe_backend={self.moe_backend!r} computes every expert on every token and moves no rows; "
+                f"it cannot be used with strategy={self.strategy!r}: leave strategy out, or use another backend"
+            )
+
+    def _check_chunks(self) -> None:
+        fused = f"moe_backend={self.moe_backend!r} fuses the activation, which needs the sums over the whole width"
+        if self.backend.fused and self.width_chunks > 1:
+            raise ValueError(
+                f"{fused}; it cannot be used with width_chunks={self.width_chunks}: use width_chunks=1 or another "
+                "backend"
+            )
+        if self.backend.fused and self.tensor_split == "model_dim":
+            raise ValueError(f"{fused}; it cannot be used with tensor_split='model_dim': use 'expert_dim'")
+
+    @property
+    def backend(self) -> Backend:
+        """What the name of the backend stands for."""
+        return backend_named(self.moe_backend)
+
+    @property
+    def kernel_choice(self) -> KernelChoice:
+        """The backend's kernels, and those of `kernels` for the operations that it leaves free."""
+        named = {name: choice for name, choice in vars(self.backend.kernels).items() if choice != "auto"}
+        return replace(self.kernels or KernelChoice(), **named)

@@ -1,0 +1,96 @@
+"""The logical axes of a mesh: the four roles that its axes play here, whatever they are called."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import overload
+
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+DATA, FSDP, EXPERT, TENSOR = "data", "fsdp", "expert", "tensor"
+AXES = (DATA, FSDP, EXPERT, TENSOR)
+TOKEN_AXES = (DATA, FSDP, EXPERT)  # tokens are split over all of these; tensor ranks see the same tokens
+
+MeshAxes = Mapping[str, str | tuple[str, ...]]  # logical axis -> the axis of the mesh, or several, major first
+Entry = str | tuple[str, ...] | None
+
+
+def axes_of(entry: Entry) -> tuple[str, ...]:
+    """The axes of one dimension of a `PartitionSpec`, major first."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def entry_of(axes: tuple[str, ...]) -> Entry:
+    """The inverse of `axes_of`."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+@dataclass(frozen=True)
+class LogicalMesh:
+    """A mesh, and which of its axes are our logical ones. All that it holds is the same along its other axes."""
+
+    mesh: Mesh | AbstractMesh
+    mesh_axes: tuple[tuple[str, tuple[str, ...]], ...] = tuple((axis, (axis,)) for axis in AXES)
+
+    def axes(self, *logical: str) -> tuple[str, ...]:
+        """The axes of the mesh that these logical axes are, major first."""
+        named = dict(self.mesh_axes)
+        return tuple(name for axis in logical for name in named[axis])
+
+    def size(self, *logical: str) -> int:
+        """Devices along these logical axes together."""
+        return math.prod(self.mesh.shape[name] for name in self.axes(*logical))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each logical axis."""
+        return {axis: self.size(axis) for axis in AXES}
+
+    def spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """A partition over logical axes as one over the mesh's own."""
+        return PartitionSpec(*(entry_of(self.axes(*axes_of(entry))) for entry in spec))
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """The sharding of an array that is split over logical axes."""
+        return NamedSharding(self.mesh, self.spec(spec))
+
+
+@overload
+def logical_mesh(mesh: None, mesh_axes: MeshAxes | None = None) -> None: ...
+
+
+@overload
+def logical_mesh(mesh: Mesh | AbstractMesh | LogicalMesh, mesh_axes: MeshAxes | None = None) -> LogicalMesh: ...
+
+
+def logical_mesh(
+    mesh: Mesh | AbstractMesh | LogicalMesh | None, mesh_axes: MeshAxes | None = None
+) -> LogicalMesh | None:
+    """A mesh by its logical axes; None stays None. Without ``mesh_axes`` its axes have our names."""
+    if mesh is None or isinstance(mesh, LogicalMesh):
+        if mesh_axes is not None:
+            raise ValueError(f"expected mesh_axes with a jax.sharding.Mesh, got {mesh_axes} with {mesh}; leave it out")
+        return mesh
+    names = tuple(mesh.axis_names)
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        kinds = ", ".join(f"{name} {kind.name}" for name, kind in zip(names, mesh.axis_types))
+        raise ValueError(
+            f"expected a mesh whose axes are of AxisType.Auto, got {kinds}; make it with "
+            f"axis_types=(jax.sharding.AxisType.Auto,) * {len(names)}"
+        )
+    if mesh_axes is None:
+        if names != AXES:
+            raise ValueError(
+                f"expected a mesh with the axes {AXES}, got {names}; raggedmoe.Plan(...).mesh() makes one, or "
+                "say which axes are which: mesh_axes={'expert': ..., 'fsdp': ...}"
+            )
+        return LogicalMesh(mesh)
+    if unknown := sorted(set(mesh_axes) - set(AXES)):
+        raise ValueError(f"mesh_axes: expected keys out of {', '.join(AXES)}, got {', '.join(unknown)}")
+    found = {axis: axes_of(mesh_axes.get(axis)) for axis in AXES}
+    used = [name for axes in found.values() for name in axes]
+    if absent := [name for name in used if name not in names]:
+        raise ValueError(f"mesh_axes: expected axes of the mesh, {', '.join(names)}, got {', '.join(absent)}")
+    if twice := sorted({name for name in used if used.count(name) > 1}):
+        raise ValueError(f"mesh_axes: expected each axis of the mesh once, got {', '.join(twice)} again")
+    return LogicalMesh(mesh, tuple(found.items()))

@@ -1,0 +1,138 @@
+"""Where a decoder's activations and dense weights are on a mesh while they are used. XLA moves them there.
+
+A weight is stored in parts, as the plan says. A layer that uses it has it whole but for the tensor axis: its parts are
+gathered in the type of the activations just before, one layer at a time, and its gradient goes back in parts.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.custom_derivatives import linear_call
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from raggedmoe.params import Specs
+from raggedmoe.sharding.axes import FSDP, TENSOR, TOKEN_AXES, LogicalMesh, axes_of
+from raggedmoe.sharding.rules import WIDTH_AXES, is_routed, partition
+
+Weights = dict[str, Any]
+
+
+def check_rows(num_rows: int, mesh: LogicalMesh | None) -> None:
+    """Require sequences that the mesh can split evenly."""
+    if mesh is None:
+        return
+    num_shards = mesh.size(*TOKEN_AXES)
+    if num_rows % num_shards:
+        names = " × ".join(f"{axis}_parallelism={mesh.size(axis)}" for axis in TOKEN_AXES)
+        raise ValueError(
+            f"{num_rows} sequences cannot be split over {names} = {num_shards} parts; use a multiple of "
+            f"{num_shards} sequences, or smaller degrees"
+        )
+
+
+def shard_by_sequence(x: Float[Array, "B ..."], mesh: LogicalMesh | None) -> Float[Array, "B ..."]:
+    """Activations with their sequences split over all axes that split tokens."""
+    if mesh is None:
+        return x
+    return lax.with_sharding_constraint(x, mesh.sharding(PartitionSpec(TOKEN_AXES)))
+
+
+def all_gather_dense_weights(weights: Weights, specs: Specs, mesh: LogicalMesh | None, dtype: Any) -> Weights:
+    """Gather the dense weights of matmuls over the axes that split their width, in the type that they are used in.
+
+    Routed experts and routers stay as they are stored: the MoE layer's stages gather them.
+    """
+    if mesh is None:
+        return weights
+    found = dict(weights)
+    for name, spec in specs.items():
+        is_router = name.rpartition(".")[2].startswith("router_")
+        if name not in weights or spec.contracts is None or is_router or is_routed(name, spec):
+            continue
+        stored = partition(name, spec, mesh.sizes)
+        if any(stored):
+            places = (mesh.sharding(_without_width(stored)), mesh.sharding(stored))
+            found[name] = _gather_weight(weights[name].astype(dtype), *places)
+    return found
+
+
+# What makes a gathered weight, and what only gives it another shape or type, for `jax.checkpoint`: none of that is kept
+# for the backward pass, which gathers again, or every layer's weights would be there whole at once.
+_SHAPING = ("reshape", "transpose", "squeeze", "slice", "dynamic_slice", "broadcast_in_dim", "pvary", "pcast")
+
+
+def save_all_but_gathered_weights(mesh: LogicalMesh) -> Callable[..., bool]:
+    """The policy, for `jax.checkpoint`, to keep everything but gathered weights, in whatever shape they are used."""
+    fsdp = set(mesh.axes(FSDP))
+
+    def is_saved(primitive: Any, *_: Any, **params: Any) -> bool:
+        if primitive.name.startswith("all_gather"):
+            return not fsdp & set(params["axis_name"])
+        return primitive.name != "linear_call" and primitive.name not in _SHAPING
+
+    return is_saved
+
+
+def _without_width(spec: PartitionSpec) -> PartitionSpec:
+    def whole(entry: Any) -> Any:
+        return tuple(axis for axis in axes_of(entry) if axis not in WIDTH_AXES) or None
+
+    return PartitionSpec(*map(whole, spec))
+
+
+def _gather_weight(weight: jax.Array, used: NamedSharding, stored: NamedSharding) -> jax.Array:
+    """Left to itself the gradient would be wanted as the weight is used: whole, on every device."""
+    return linear_call(
+        lambda _, weight: lax.with_sharding_constraint(weight, used),
+        lambda _, cotangent: lax.with_sharding_constraint(cotangent, stored),
+        (),
+        weight,
+    )
+
+
+def sharded_attention(
+    attention: Callable[..., jax.Array],
+    mesh: LogicalMesh,
+    query: Float[Array, "B S N H"],
+    key: Float[Array, "B L M H"],
+    value: Float[Array, "B L M W"],
+    *,
+    positions: Int[Array, "B S"] | None,
+    segments: Int[Array, "B S"] | None,
+    sinks: Float[Array, " N"] | None,
+) -> Float[Array, "B S N W"]:
+    """Attention of each device's own sequences and heads: what XLA cannot divide, a Pallas kernel, can run so.
+
+    Heads are split over the tensor axis where their numbers divide, or where all query heads read one key head.
+    """
+    num_ranks, num_keys = mesh.size(TENSOR), key.shape[2]
+    keys_split = num_keys % num_ranks == 0
+    queries_split = query.shape[2] % num_ranks == 0 and (keys_split or num_keys == 1)
+    of_queries = TENSOR if queries_split else None
+    of_keys = TENSOR if keys_split and queries_split else None
+    queries, keys = (mesh.spec(PartitionSpec(TOKEN_AXES, None, heads, None)) for heads in (of_queries, of_keys))
+    rows = mesh.spec(PartitionSpec(TOKEN_AXES))
+    given = {
+        name: (array, spec)
+        for name, array, spec in (
+            ("positions", positions, rows),
+            ("segments", segments, rows),
+            ("sinks", sinks, mesh.spec(PartitionSpec(of_queries))),
+        )
+        if array is not None
+    }
+
+    def attend_on_device(query: jax.Array, key: jax.Array, value: jax.Array, more: dict[str, jax.Array]) -> jax.Array:
+        return attention(query, key, value, **more)
+
+    # Unchecked, as kernels of others do not say over which axes their results vary.
+    return jax.shard_map(
+        attend_on_device,
+        mesh=mesh.mesh,
+        in_specs=(queries, keys, keys, {name: spec for name, (_, spec) in given.items()}),
+        out_specs=queries,
+        check_vma=False,
+    )(query, key, value, {name: array for name, (array, _) in given.items()})

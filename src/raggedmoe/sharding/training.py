@@ -1,0 +1,141 @@
+"""Where a run's state and batches are: on one device, or on a plan's mesh, which may be of several processes."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from raggedmoe.params import Specs
+from raggedmoe.sharding.axes import TOKEN_AXES
+from raggedmoe.sharding.plan import Plan
+
+TRANSFER_BYTES = 2**28  # of a parameter at a time between hosts
+# [parts B S]: the rows of every micro-batch are split, so that none has to move when its turn comes.
+PARTS_OF_TOKENS = PartitionSpec(None, TOKEN_AXES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSharding:
+    """A plan and its mesh, and from them the sharding of a run's state and of its batches."""
+
+    plan: Plan
+    mesh: Mesh | None  # None: all is on one device, wherever JAX puts it
+
+    def state(self, template: Any, specs: Specs) -> Any:
+        """The shapes of a state, each with its place: the optimizer's moments lie where their parameters do."""
+        if self.mesh is None:
+            return template
+        places = self.plan.shardings(self.mesh, specs)
+        whole = NamedSharding(self.mesh, PartitionSpec())
+
+        def with_sharding(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+            place = places.get(names[-1], whole) if names else whole
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+        return jax.tree_util.tree_map_with_path(with_sharding, template)
+
+    def batch(self, template: Any, parts: int | None = None) -> Any:
+        """The shapes of a batch ``[B S]``, or in so many micro-batches ``[parts B/parts S]``, each with its place."""
+        if self.mesh is None:
+            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), template)
+        place = NamedSharding(self.mesh, PartitionSpec(TOKEN_AXES) if parts is None else PARTS_OF_TOKENS)
+
+        def with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
+            shape = leaf.shape if parts is None else in_micro_batches(leaf.shape, parts)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=place)
+
+        return jax.tree.map(with_sharding, template)
+
+    def local_rows(self, num_rows: int, parts: int) -> list[int] | None:
+        """The rows of a batch in micro-batches that this process's devices hold, ascending; None: all of them."""
+        if self.mesh is None or jax.process_count() == 1:
+            return None
+        shape = in_micro_batches((num_rows,), parts)
+        own: set[int] = set()
+        for index in NamedSharding(self.mesh, PARTS_OF_TOKENS).addressable_devices_indices_map(shape).values():
+            assert index is not None
+            own.update(range(*index[1].indices(shape[1])))
+        return [part * shape[1] + row for part in range(parts) for row in sorted(own)]
+
+    def put(self, batch: Any, shapes: Any, rows: list[int] | None = None) -> Any:
+        """A batch on the devices, given whole or only the rows that are this process's."""
+        return batch if self.mesh is None else jax.tree.map(lambda a, s: _put(a, s, rows), batch, shapes)
+
+    def put_params(self, params: dict[str, Any], template: dict[str, Any]) -> dict[str, Any]:
+        """Parameters that every process has whole, in their places."""
+        if self.mesh is None:
+            return params
+        return {
+            name: jax.make_array_from_callback(value.shape, template[name].sharding, np.asarray(value).__getitem__)
+            for name, value in params.items()
+        }
+
+
+def in_micro_batches(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
+    """The shape of a batch's array with its micro-batches apart, ``[parts B/parts …]``."""
+    if shape[0] % parts:
+        raise ValueError(f"a batch of {shape[0]} sequences cannot be cut into {parts} equal micro-batches")
+    return (parts, shape[0] // parts, *shape[1:])
+
+
+def _put(values: np.ndarray, shape: jax.ShapeDtypeStruct, rows: list[int] | None) -> jax.Array:
+    if rows is None:
+        return jax.make_array_from_callback(shape.shape, shape.sharding, values.reshape(shape.shape).__getitem__)
+    parts, size = shape.shape[:2]
+    here = values.reshape(parts, -1, *values.shape[1:])
+    place = {row: number for number, row in enumerate(rows[: here.shape[1]])}  # those of the first micro-batch
+
+    def local_block(index: Any) -> np.ndarray:
+        start, stop, _ = index[1].indices(size)
+        return here[:, place[start] : place[stop - 1] + 1]
+
+    return jax.make_array_from_callback(shape.shape, shape.sharding, local_block)
+
+
+def train_sharding(plan: Plan, devices: Any = None) -> TrainSharding:
+    """On these devices, or the first of those that there are. A plan for one device has no mesh."""
+    return TrainSharding(plan=plan, mesh=None if plan.num_devices == 1 else plan.mesh(devices))
+
+
+def check_all_take_part(sharding: TrainSharding) -> None:
+    """A process without a device of the mesh would wait for ever, or train a run of its own."""
+    used = {0} if sharding.mesh is None else {device.process_index for device in sharding.mesh.devices.flat}
+    if len(used) < jax.process_count():
+        raise ValueError(
+            f"expected degrees that give each of {jax.process_count()} processes a device, got "
+            f"{sharding.plan.num_devices} of {jax.device_count()} devices, none of process "
+            f"{min(set(range(jax.process_count())) - used)}; use them all, fsdp_parallelism=-1 for example, or fewer "
+            "processes"
+        )
+
+
+def transfer_slices(shape: tuple[int, ...], itemsize: int) -> list[slice]:
+    """Along the first dimension, as few as leave each with at most `TRANSFER_BYTES`, or with one entry."""
+    if not shape:
+        return [slice(None)]
+    step = max(1, TRANSFER_BYTES // max(1, itemsize * math.prod(shape[1:])))
+    return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+
+
+def on_first_host(params: dict[str, Any]) -> dict[str, Any] | None:
+    """Parameters of which process 0 can read every part; None on the others, who must ask too, and keep nothing.
+
+    A layer is moved at a time, or several, or some entries of a vocabulary: what has about `TRANSFER_BYTES`.
+    """
+    is_first = jax.process_index() == 0
+    if all(value.is_fully_addressable for value in params.values()):
+        return params if is_first else None
+    found = {}
+    for name, value in params.items():
+        whole = np.empty(value.shape, value.dtype) if is_first else None
+        for part in transfer_slices(value.shape, value.dtype.itemsize):
+            here = multihost_utils.process_allgather(value[part], tiled=True)
+            if whole is not None:
+                whole[part] = here
+        found[name] = whole
+    return found if is_first else None

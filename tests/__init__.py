@@ -1,0 +1,1 @@
+"""A package, so that test files import each other by their whole names: `from tests.kernels.compare import …`."""

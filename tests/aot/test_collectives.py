@@ -1,0 +1,81 @@
+"""The layer on a TPU's mesh: what its compiled program sends is what the plan says."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from raggedmoe import KernelChoice, MoEConfig, MoEExecution, RouterConfig
+from raggedmoe.aot.collectives import Step, layer_collectives
+from raggedmoe.aot.compiled import compile_for
+from raggedmoe.aot.topology import find_topology
+from raggedmoe.moe.layer import moe_route_and_compute
+from raggedmoe.sharding.plan import Plan
+from tests.aot.hlo_collectives import collectives
+from tests.aot.marks import NEEDS_LIBTPU
+
+pytestmark = NEEDS_LIBTPU
+NUM_TOKENS = 1024  # of each device
+CONFIG = MoEConfig(
+    num_experts=16,
+    experts_per_token=4,
+    model_dim=1024,
+    expert_dim=512,
+    router=RouterConfig(aux_loss_weight=0.1, z_loss_weight=0.1),
+    param_dtype=jnp.bfloat16,
+)
+KERNELS = KernelChoice(ragged_gather="xla", ragged_gather_reduce="xla", grouped_matmul="xla")
+
+
+def compiled(config, execution, plan, topology):
+    """The program of the layer's results and of all gradients, as text."""
+    mesh = plan.mesh(topology.devices)
+    places = plan.shardings(mesh, config.param_specs())
+    params = {
+        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=places[name])
+        for name, spec in config.param_specs().items()
+    }
+    shape = (NUM_TOKENS * plan.num_token_shards, config.model_dim)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=plan.tokens(mesh))
+
+    def value_and_gradients(x, params, cotangent):
+        def layer(x, params):
+            out = moe_route_and_compute(x, params, config, execution, mesh=mesh)
+            return (out.output, out.aux_loss, out.z_loss), out.load
+
+        value, vjp, load = jax.vjp(layer, x, params, has_aux=True)
+        return value, load, vjp((cotangent, jnp.ones(()), jnp.ones(())))
+
+    return compile_for(value_and_gradients, (x, params, x), topology, mesh=mesh).hlo()
+
+
+# A few numbers XLA rather sums on all devices than gathers them, zeros in the others' places, or scatters their sums.
+SUMMED = ("counts", "routing weights")
+
+
+def planned(config, execution, plan):
+    """Bytes by kind and number of devices."""
+    step, found = Step(num_tokens=NUM_TOKENS, dtype="bfloat16", ragged=True), Counter()
+    for each in layer_collectives(config, execution, plan, step):
+        found["all-reduce" if each.what in SUMMED else each.kind, each.num_devices] += each.num_bytes
+    return found
+
+
+BY_FSDP, BY_TENSOR = {"expert": 2, "fsdp": 2}, {"expert": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "degrees"),
+    [
+        ("all_to_all", BY_FSDP),
+        ("ring", BY_TENSOR),
+        pytest.param("all_to_all", BY_TENSOR, marks=pytest.mark.slow),
+        pytest.param("ring", BY_FSDP, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_a_tpu_sends_what_the_plan_says(strategy, degrees):
+    execution, plan = MoEExecution(strategy=strategy, kernels=KERNELS), Plan(**degrees)
+    found = collectives(compiled(CONFIG, execution, plan, find_topology("v6e:2x2")))
+    assert found == planned(CONFIG, execution, plan)

@@ -1,0 +1,58 @@
+"""`raggedmoe explain`: which kernels would run, and why."""
+
+import dataclasses
+import re
+
+import pytest
+
+from raggedmoe.cli.explain import explain
+from raggedmoe.kernels.registry import KernelChoice
+from raggedmoe.moe.presets import PRESETS
+
+# One of each attention, with biases or without; the others are the same calls with other numbers.
+EACH_KIND = {"deepseek-v3": [], "qwen3-235b-a22b": [pytest.mark.ci], "gpt-oss-120b": [pytest.mark.ci]}
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=EACH_KIND.get(name, [pytest.mark.slow])) for name in PRESETS]
+)
+def test_explain_names_a_kernel_for_every_operation_of_every_model_on_a_tpu(model, capsys):
+    assert explain(model=model, hardware="tpu7x") == 0
+    printed = capsys.readouterr().out
+    for operation in dataclasses.fields(KernelChoice):
+        assert operation.name in printed
+    assert "● xla" in printed
+    assert "none can run" not in printed
+    assert "auto does not offer it on tpu" in printed
+
+
+def test_explain_takes_the_words_of_a_run(capsys):
+    words = ("olmoe-tiny", "num_experts=32", "expert_parallelism=4", "use_ragged_sort=true")
+    assert explain((*words, "ragged_gather_fallback=true"), hardware="v6e") == 0
+    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert re.search(r"ragged_gather, forward: .*?● xla .*? ragged_gather, backward: .*?● sparsecore", said)
+    assert "rhs[32,32,64]" in said
+
+
+def test_explain_speaks_of_a_backend_whose_kernels_do_not_run_here(capsys):
+    assert explain(shape="T=64,D=24,F=40,E=4,K=2", hardware="v6e", moe_backend="pallas") == 0
+    assert "● pallas_tpu" in capsys.readouterr().out
+
+
+def test_explain_chooses_the_cpu_kernels_on_a_cpu(capsys):
+    explain(shape="T=64,D=24,F=40,E=4,K=2", hardware="cpu")
+    printed = capsys.readouterr().out
+    assert "● cpu" in printed
+    assert "24" in printed
+
+
+def test_explain_for_an_old_jax_says_that_nothing_runs(capsys):
+    explain(jax_version="0.4.30")
+    assert "use JAX 0.10.2 or newer" in " ".join(capsys.readouterr().out.split())
+
+
+def test_explain_refuses_a_kernel_that_the_backend_would_never_call():
+    with pytest.raises(
+        ValueError, match=r"choice for grouped_matmul would never be read with moe_backend='expert_ffn'"
+    ):
+        explain(("olmoe-tiny", "grouped_matmul=xla"), hardware="cpu", moe_backend="expert_ffn")

@@ -1,0 +1,96 @@
+"""The examples of README and the docs: Python is executed, and the words of every command are ones that it takes."""
+
+import functools
+import re
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from raggedmoe.cli import main as cli
+from raggedmoe.hardware import HARDWARE
+from raggedmoe.models.presets import ALIASES, PRESETS
+from raggedmoe.train.config import make_config
+from raggedmoe.train.settings import parse_settings
+from tests.models.drawn import GOLDEN
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")] if path.name not in ("log.md", "mutants.md")
+)
+
+
+def blocks(page, *kinds):
+    """The text of a page's code blocks of these kinds; "" is one without a word."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), flags=re.M | re.S)
+    return [text for kind, text in found if kind in kinds]
+
+
+WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
+
+
+def marks_of(page):
+    if page.name == "compile.md":
+        return [pytest.mark.tpu, pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu")]
+    return [] if page.name == "README.md" else [pytest.mark.ci]
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name, marks=marks_of(page)) for page in WITH_PYTHON])
+def test_python_examples_run(page, tmp_path, monkeypatch):
+    """The reader's arrays and a checkpoint's folder are there; what an example calls, its page imports."""
+    monkeypatch.chdir(tmp_path)
+    Path("Qwen3-30B-A3B").symlink_to(GOLDEN / "qwen3_moe", target_is_directory=True)
+    query = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 4, 8)), jnp.float32)
+    names = {
+        "x": jnp.ones((2, 16, 512)),
+        "ids": jnp.arange(12).reshape(2, 6),
+        "query": query,
+        **dict.fromkeys(("key", "value", "cache_k", "cache_v"), query[:, :, :2]),
+        "positions": jnp.full((2, 6), 3),
+        "segments": jnp.zeros((2, 6), jnp.int32),
+        "sinks": jnp.zeros(4),
+    }
+    for number, text in enumerate(blocks(page, "python")):
+        exec(compile(text, f"{page.name}, example {number}", "exec"), names)
+
+
+def commands(page):
+    """The lines of a page that call `raggedmoe`, without prompt, comment and what they write to."""
+    for text in blocks(page, "sh", "console", ""):
+        for line in text.replace("\\\n", " ").splitlines():
+            line = line.removeprefix("$ ")
+            if line.startswith("raggedmoe "):
+                words = shlex.split(line, comments=True)
+                yield words[: words.index(">")] if ">" in words else words
+
+
+LINES = [pytest.param(words, id=" ".join(words)) for page in PAGES for words in commands(page)]
+
+
+@pytest.mark.parametrize("words", LINES)
+def test_commands_have_words_that_they_take(words, monkeypatch):
+    """The command's own parser reads them; the settings among them make a run's configuration."""
+    read = {}
+
+    def recorder(function):
+        @functools.wraps(function)
+        def record(**arguments):
+            read.update(arguments)
+            return 0
+
+        return record
+
+    monkeypatch.setattr(cli, "COMMANDS", {name: recorder(function) for name, function in cli.COMMANDS.items()})
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main()
+    assert read
+    typed = [word for value in read.values() if isinstance(value, tuple) for word in value if isinstance(word, str)]
+    if words[1] == "train" or any("=" in word for word in typed):
+        typed = [word for word in typed if word in (*PRESETS, *ALIASES) or "=" in word]
+        typed = [word for word in typed if not word.startswith(("dataset_", "tokenizer_"))]
+        settings = parse_settings([*typed, "dataset_type=synthetic"])
+        make_config(settings, HARDWARE["cpu"], max(8, settings.num_devices))
