@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from raggedmoe.launch import launcher
-from raggedmoe.launch.launcher import LocalRun, environments, launch
+from raggedmoe.launch.launcher import LocalRun, drop_runtime_logs, environments, launch
 from tests.launch.running import is_running
 
 SUMMING = str(Path(__file__).with_name("summing.py"))
@@ -44,6 +44,33 @@ def started(tmp_path: Path, processes: int) -> tuple[subprocess.Popen, list[int]
         assert found.poll() is None
         time.sleep(0.05)
     return found, [int(file.name) for file in tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("log", "shown"),
+    [
+        (["[Gloo] Rank 0 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3"], []),
+        (  # the pieces of two threads
+            [
+                "[Gloo] Rank 0 is connected to 3[Gloo] Rank 1 is connected to 3",
+                " peer ranks. Expected number of connected peer ranks is : 3",
+            ],
+            [],
+        ),
+        (
+            [
+                "[Gloo] Rank [Gloo] Rank 01 is connected to  is connected to 33 peer ranks.  peer ranks. "
+                "Expected number of connected peer ranks is : Expected number of connected peer ranks is : 3",
+                "3",
+            ],
+            [],
+        ),
+        (["12", "", "loss: 3"], ["12", "loss: 3"]),
+    ],
+    ids=["whole", "in-two", "number-alone", "none"],
+)
+def test_the_logs_of_connections_are_left_out_and_nothing_else(log, shown):
+    assert list(drop_runtime_logs(f"{line}\n" for line in (*log, "42"))) == [*shown, "42"]
 
 
 @pytest.mark.ci

@@ -23,7 +23,8 @@ SELF_EXIT_SECONDS = FAILED_GRACE_SECONDS + 3.0
 TAIL_LINES = 10  # lines of a failed process that are shown again
 # Logs of the C++ below JAX: a line for each connection, and for a lost process lines and a stack, up to the end of the
 # process that logs. The launcher leaves them out, as it says itself in one sentence which process was lost.
-CONNECTION_LOG = re.compile(r"^$|^\[Gloo\]|is connected to \d+ peer ranks")
+GLOO_BEGIN = "[Gloo] Rank "
+GLOO_LOG = re.compile(r"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : ")
 LOST_PROCESS_LOG = re.compile(r"^[EFW]\d{4} [\d:.]+ +\d+ (coordination_service|client\.h|preemption_sync)")
 OUR_PREFIXES = ("raggedmoe:", "Traceback")
 # Exit codes of processes that end because another did; the second is JAX's.
@@ -66,11 +67,16 @@ def environments(run: LocalRun, port: int, launcher: int, parent: Mapping[str, s
 
 def drop_runtime_logs(lines: Iterable[str]) -> Iterator[str]:
     """Pass on lines, without their line ends and without the logs of the C++ below JAX."""
-    in_loss_log = False
+    in_loss_log, open_gloo_lines = False, 0
     for line in lines:
         line = line.rstrip("\n")
         in_loss_log = LOST_PROCESS_LOG.search(line) is not None or (in_loss_log and not line.startswith(OUR_PREFIXES))
-        if not in_loss_log and not CONNECTION_LOG.search(line):
+        # Gloo's threads write a line in pieces, which may come in between those of another's: what is left of them may
+        # be the number at a line's end, alone.
+        open_gloo_lines += line.count(GLOO_BEGIN)
+        if GLOO_LOG.search(line) or (open_gloo_lines and line.isdigit()):
+            open_gloo_lines = max(open_gloo_lines - 1, 0)
+        elif line and not in_loss_log:
             yield line
 
 
