@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """With TEST_SHARE=1/2 leave out every test's cases of the other share, without it most of a quick `product`."""
     divided = [item.nodeid for item in items if is_divided(item)]
     if IN_CI:
-        at_one_end = [item.nodeid for item in items if is_for_ci(item)]
+        at_one_end = [item.nodeid for item in items if is_for_ci(item) or is_far_from_jax(item)]
         others = set(divided) - share_of(divided, os.environ["TEST_SHARE"])
         others |= set(at_one_end) - alternate(at_one_end, os.environ["TEST_SHARE"])
     else:
@@ -100,9 +100,19 @@ def is_for_ci(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(mark) for mark in ("ci", "tpu"))
 
 
+# Tests of these folders reach JAX through layers whose own tests run at both ends: one without cases runs at one.
+FAR_FROM_JAX = tuple(f"tests/{folder}/" for folder in ("cli", "interop", "launch", "mutants", "train", "verify"))
+
+
+def is_far_from_jax(item: pytest.Item) -> bool:
+    """Whether it is a test without cases of what no version of JAX changes by itself."""
+    in_folder = item.nodeid.startswith(FAR_FROM_JAX) and "[" not in item.nodeid
+    return IN_CI and in_folder and not item.get_closest_marker("both_ends")
+
+
 def is_divided(item: pytest.Item) -> bool:
     """Whether only some of its cases run."""
-    if is_for_ci(item):
+    if is_for_ci(item) or is_far_from_jax(item):
         return False
     if item.get_closest_marker("product"):
         return QUICKLY or IN_CI

@@ -1,7 +1,8 @@
 """The cases of parametrized tests, shared out between several runs of the tests.
 
 `.ci/run` tests both ends of the range of JAX. Every test runs at both; of its cases, unless it is marked `both_ends`,
-each runs at one. What is marked `ci` or `tpu` runs at one end alone. `make test` by itself runs nothing of that, a few
+each runs at one. What is marked `ci` or `tpu` runs at one end alone; so do tests without cases in folders that reach
+JAX through others (conftest.py lists them). `make test` by itself runs nothing of that, a few
 cases of what is marked `product`, and all of the rest.
 """
 

@@ -7,14 +7,18 @@ import pytest
 
 from raggedmoe.cli.explain import explain
 from raggedmoe.kernels.registry import KernelChoice
-from raggedmoe.moe.presets import PRESETS
+from raggedmoe.models.families.llama4 import LAYERS
+from raggedmoe.models.presets import PRESETS
 
 # One of each attention, with biases or without; the others are the same calls with other numbers.
 EACH_KIND = {"deepseek-v3": [], "qwen3-235b-a22b": [pytest.mark.ci], "gpt-oss-120b": [pytest.mark.ci]}
 
 
+PUBLISHED = [name for name in (*PRESETS, *LAYERS) if not name.endswith(("tiny", "demo"))]
+
+
 @pytest.mark.parametrize(
-    "model", [pytest.param(name, marks=EACH_KIND.get(name, [pytest.mark.slow])) for name in PRESETS]
+    "model", [pytest.param(name, marks=EACH_KIND.get(name, [pytest.mark.slow])) for name in PUBLISHED]
 )
 def test_explain_names_a_kernel_for_every_operation_of_every_model_on_a_tpu(model, capsys):
     assert explain(model=model, hardware="tpu7x") == 0

@@ -51,7 +51,7 @@ LOSSES = {"aux_loss_weight": 0.5, "z_loss_weight": 0.25}
 TOKEN_IDS = np.random.default_rng(5).integers(0, 2**31 - 1, 16)
 by_einsum = functools.partial(run_layer, execution=EINSUM)
 einsum_gradients = functools.partial(layer_gradients, execution=EINSUM)
-jitted_route = jax.jit(route.function, static_argnames=("config", "experts_per_token"))
+jitted_route = jax.jit(route, static_argnames=("config", "experts_per_token"))
 # The mask is an array in both cases, for which the layer is compiled once.
 both_masks = pytest.mark.parametrize("masked", [False, True])
 

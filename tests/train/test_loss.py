@@ -223,7 +223,7 @@ ON_MESHES = [
 @pytest.mark.parametrize(("plan", "vocab"), ON_MESHES, ids=["fsdp-expert-tensor", "data-tensor", "whole-vocabulary"])
 def test_on_a_mesh_it_is_the_same_and_no_token_or_logit_leaves_its_device(plan, vocab):
     mesh, arguments = plan.mesh(), drawn(32, vocab)
-    table = NamedSharding(mesh, table_sharding(logical_mesh(mesh), (vocab, D)).mesh_spec)
+    table = NamedSharding(mesh, table_sharding(logical_mesh(mesh), (vocab, D)).spec)
     places = (plan.tokens(mesh), table, plan.tokens(mesh), plan.tokens(mesh))
     gradient = jax.value_and_grad(lambda *a: cross_entropy_sum(*a, mesh), (0, 1))
     compiled = jax.jit(gradient, in_shardings=places).lower(*arguments).compile()

@@ -24,12 +24,12 @@ from raggedmoe.kernels.registry import BACKWARD, FORWARD
 from raggedmoe.kernels.value_and_gradients import gradients, value_and_pullback
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.decoder import decode, logits
+from raggedmoe.models.families.llama4 import LAYERS
 from raggedmoe.models.presets import ALIASES, model_preset
 from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.moe.presets import PRESETS as LAYERS
 from raggedmoe.names import unknown
 from raggedmoe.sharding.axes import TOKEN_AXES, logical_mesh
 

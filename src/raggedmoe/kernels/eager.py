@@ -1,6 +1,7 @@
 """What is called outside of jit, compiled all the same, and once."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,19 +12,25 @@ from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.registry import is_recording
 
 
-def compile_once(function: Callable[..., Any], static: tuple[str, ...]) -> Callable[..., Any]:
+def compile_once(
+    function: Callable[..., Any], static: tuple[str, ...], check: Callable[..., None] | None = None
+) -> Callable[..., Any]:
     """Make ``function`` one program where it is called outside of jit.
 
     Loops and stages in it, made anew at every call, would otherwise be compiled anew. In another's jit it is the
     function itself, so that this program stays as it is.
 
     ``static``: the names of its arguments that are no arrays.
+    ``check``: what to call with its arguments first, while arrays have values that can be looked at.
     """
-    jitted = jax.jit(function, static_argnames=static)
+    jitted, signature = jax.jit(function, static_argnames=static), inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        arrays = jax.tree.leaves((args, {name: value for name, value in kwargs.items() if name not in static}))
+        if check is not None:
+            check(*args, **kwargs)
+        arguments = signature.bind(*args, **kwargs).arguments
+        arrays = jax.tree.leaves([value for name, value in arguments.items() if name not in static])
         # A program is chosen for the default device, so not for arrays that are elsewhere; and it is chosen once.
         elsewhere = target_hardware(arrays=arrays) != target_hardware()
         plain = is_recording() or elsewhere or any(map(_is_traced, arrays))

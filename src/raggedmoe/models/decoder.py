@@ -27,10 +27,9 @@ from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import shared_experts
 from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.sharding.axes import LogicalMesh, logical_mesh
+from raggedmoe.sharding.axes import LogicalMesh, logical_mesh, split_over
 from raggedmoe.sharding.dense import (
     all_gather_dense_weights,
-    check_rows,
     save_all_but_gathered_weights,
     shard_by_sequence,
 )
@@ -96,7 +95,7 @@ def decode(
     """
     check_execution(config, execution)
     mesh = logical_mesh(mesh)
-    check_rows(ids.shape[0], mesh)
+    split_over(mesh, ids.shape[0], "sequences")
     _check(ids, mask, segments, positions, cache)
     ids, segments = int32(ids), None if segments is None else segment_numbers(segments)
     arrays = (params, ids, mask, segments, positions, cache, key)
@@ -365,7 +364,7 @@ def mtp_forward(
     """
     check_execution(config, execution)
     mesh = logical_mesh(mesh)
-    check_rows(ids.shape[0], mesh)
+    split_over(mesh, ids.shape[0], "sequences")
     ids, segments = int32(ids), None if segments is None else segment_numbers(segments)
     arrays = (params, hidden, ids, mask, segments, positions, key)
     return _mtp_forward(*arrays, config=config, execution=execution, mesh=mesh)

@@ -51,7 +51,7 @@ def run_attention(
     given: dict[str, Any] = {"positions": context.slots, "segments": context.segments, "sinks": sinks}
     if context.mesh is None:
         return compute(query, key, value, **given)
-    return sharded_attention(compute, context.mesh, query, key, value, **given)
+    return sharded_attention(compute, context.mesh, query, key, value, given)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,8 @@ from raggedmoe.models.parameters import check_model_params, is_trained, param_sp
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.dispatch import check_has_mesh
 from raggedmoe.moe.module import SelectionBias
-from raggedmoe.params import init_params
 from raggedmoe.sharding.axes import LogicalMesh, MeshAxes, logical_mesh
-from raggedmoe.sharding.rules import param_shardings
+from raggedmoe.sharding.rules import draw_params
 
 
 class Decoder(nnx.Module):
@@ -56,12 +55,11 @@ class Decoder(nnx.Module):
         check_execution(config, execution)
         check_has_mesh(strategy_name(config.moe, execution.moe), mesh)
         self.mesh, specs = logical_mesh(mesh, mesh_axes), param_specs(config)
-        places = None if self.mesh is None else param_shardings(self.mesh, specs, execution.moe.tensor_split)
         if (rngs is None) == (params is None):
             raise ValueError("expected rngs for new parameters or params for given ones, got both or neither")
         if params is None:
             assert rngs is not None
-            params = jax.jit(lambda key: init_params(specs, key), out_shardings=places)(rngs.params())
+            params = draw_params(specs, rngs.params(), self.mesh, execution.moe.tensor_split)
         check_model_params(specs, params)
         self.config, self.execution = config, execution
         # Axes are kept beside the values: sharding and checkpoints go by them.

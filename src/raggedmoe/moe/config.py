@@ -11,14 +11,15 @@ from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.names import refuse_keywords_of, unknown
 from raggedmoe.params import ParamSpec, check_sizes, divisors
 
-SCORES = ("softmax", "sigmoid", "sqrt_softplus", "logits")
-SELECTIONS = ("learned", "random", "hash", "balanced", "expert_choice")
-NORMALIZATIONS = ("none", "sum", "softmax")
-
-
-def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise unknown(what, value, known)
+ROUTER_WORDS = {  # the words that each field of a `RouterConfig` takes
+    "score": ("softmax", "sigmoid", "sqrt_softplus", "logits"),
+    "selection": ("learned", "random", "hash", "balanced", "expert_choice"),
+    "normalize": ("none", "sum", "softmax"),
+    "weigh": ("output", "input"),
+    "group_score": ("top2_sum", "max"),
+    "aux_loss": ("batch", "sequence"),
+    "aux_loss_probabilities": ("normalized", "softmax"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +59,9 @@ class RouterConfig:
     z_loss_weight: float = 0.0  # The factor of the router's z-loss in what the layer returns; 0 leaves it out.
 
     def __post_init__(self) -> None:
-        _one_of("score", self.score, SCORES)
-        _one_of("selection", self.selection, SELECTIONS)
-        _one_of("normalize", self.normalize, NORMALIZATIONS)
-        _one_of("weigh", self.weigh, ("output", "input"))
-        _one_of("group_score", self.group_score, ("top2_sum", "max"))
-        _one_of("aux_loss", self.aux_loss, ("batch", "sequence"))
-        _one_of("aux_loss_probabilities", self.aux_loss_probabilities, ("normalized", "softmax"))
+        for name, known in ROUTER_WORDS.items():
+            if getattr(self, name) not in known:
+                raise unknown(name, getattr(self, name), known)
         if self.score == "logits" and self.normalize == "sum":
             raise ValueError(
                 "score='logits' may be negative, so normalize='sum' can divide by zero; use normalize='softmax'"
@@ -178,44 +175,32 @@ class MoEConfig:
 
     def param_specs(self) -> dict[str, ParamSpec]:
         """Every parameter of the layer, by name."""
-        num, width, hidden, dtype = self.num_experts, self.model_dim, self.expert_dim, self.param_dtype
+        router, experts, float32 = self.router, self.experts, jnp.float32
+        gated, biases, shared = experts.gated, experts.biases, bool(experts.num_shared)
+        sizes = {"expert": self.num_experts, "expert_dim": self.expert_dim, "model_dim": self.model_dim}
+        sizes["shared_dim"] = experts.num_shared * self.expert_dim
 
-        def weight(contracts: str) -> ParamSpec:
-            axes = ("expert", "expert_dim", "model_dim")
-            return ParamSpec(shape=(num, hidden, width), dtype=dtype, axes=axes, contracts=contracts)
+        def spec(*axes: str, dtype: DTypeLike = self.param_dtype, **how: str) -> ParamSpec:
+            return ParamSpec(shape=tuple(sizes[axis] for axis in axes), dtype=dtype, axes=axes, **how)
 
-        def per_expert(init: str) -> ParamSpec:
-            return ParamSpec(shape=(num,), dtype=jnp.float32, axes=("expert",), init=init)
-
-        def bias(size: int, axis: str) -> ParamSpec:
-            return ParamSpec(shape=(num, size), dtype=dtype, axes=("expert", axis), init="zeros")
-
-        def shared(contracts: str) -> ParamSpec:
-            shape = (self.experts.num_shared * hidden, width)
-            return ParamSpec(shape=shape, dtype=dtype, axes=("shared_dim", "model_dim"), contracts=contracts)
-
-        gated, router = self.experts.gated, self.router
-        specs: dict[str, ParamSpec | None] = {
-            "router_kernel": ParamSpec(
-                shape=(num, width), dtype=jnp.float32, axes=("expert", "model_dim"), contracts="model_dim"
-            ),
-            "router_logit_bias": per_expert("zeros") if router.logit_bias else None,
-            "router_selection_bias": per_expert("zeros") if router.selection_bias else None,
-            "router_expert_scale": per_expert("ones") if router.expert_scale else None,
-            "wi_0": weight("model_dim"),
-            "wi_1": weight("model_dim") if gated else None,
-            "wo": weight("expert_dim"),
-            "bias_wi_0": bias(hidden, "expert_dim") if self.experts.biases else None,
-            "bias_wi_1": bias(hidden, "expert_dim") if self.experts.biases and gated else None,
-            "bias_wo": bias(width, "model_dim") if self.experts.biases else None,
-            "shared_wi_0": shared("model_dim") if self.experts.num_shared else None,
-            "shared_wi_1": shared("model_dim") if self.experts.num_shared and gated else None,
-            "shared_wo": shared("shared_dim") if self.experts.num_shared else None,
-            "shared_gate": ParamSpec(shape=(width,), dtype=dtype, axes=("model_dim",), contracts="model_dim")
-            if self.experts.shared_gate
-            else None,
+        weight, shared_weight = ("expert", "expert_dim", "model_dim"), ("shared_dim", "model_dim")
+        specs: dict[str, ParamSpec | bool] = {
+            "router_kernel": spec("expert", "model_dim", dtype=float32, contracts="model_dim"),
+            "router_logit_bias": router.logit_bias and spec("expert", dtype=float32, init="zeros"),
+            "router_selection_bias": router.selection_bias and spec("expert", dtype=float32, init="zeros"),
+            "router_expert_scale": router.expert_scale and spec("expert", dtype=float32, init="ones"),
+            "wi_0": spec(*weight, contracts="model_dim"),
+            "wi_1": gated and spec(*weight, contracts="model_dim"),
+            "wo": spec(*weight, contracts="expert_dim"),
+            "bias_wi_0": biases and spec("expert", "expert_dim", init="zeros"),
+            "bias_wi_1": biases and gated and spec("expert", "expert_dim", init="zeros"),
+            "bias_wo": biases and spec("expert", "model_dim", init="zeros"),
+            "shared_wi_0": shared and spec(*shared_weight, contracts="model_dim"),
+            "shared_wi_1": shared and gated and spec(*shared_weight, contracts="model_dim"),
+            "shared_wo": shared and spec(*shared_weight, contracts="shared_dim"),
+            "shared_gate": experts.shared_gate and spec("model_dim", contracts="model_dim"),
         }
-        return {name: spec for name, spec in specs.items() if spec is not None}
+        return {name: declared for name, declared in specs.items() if isinstance(declared, ParamSpec)}
 
 
 def is_expert_choice(config: MoEConfig) -> bool:

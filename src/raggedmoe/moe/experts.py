@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -17,21 +16,11 @@ from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 from raggedmoe.kernels.expert_ffn.matmuls import add_bias
 from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
-from raggedmoe.kernels.registry import KernelChoice
+from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.records import MoEParams, RouteMetadata
 from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, PER_SHARD, StageAxes, stage
 
 UpSums = tuple[Any, ...]  # of gate and up, [R F] each; None: there is no gate
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertExecution:
-    """How the experts are computed on one device."""
-
-    activation: str
-    kernels: KernelChoice
-    hardware: str | None
-    axes: StageAxes = field(default_factory=StageAxes)  # the mesh axes to send over
 
 
 @stage(rows=PER_DEVICE, weights=PER_DEVICE, metadata=RouteMetadata.PLACEMENT, result=PER_DEVICE, checked=False)
@@ -41,7 +30,7 @@ def gmm_up(
     metadata: RouteMetadata,
     *,
     columns: slice,
-    execution: ExpertExecution,
+    execution: MoEExecution,
 ) -> UpSums:
     """What some columns of the width add to both up projections, as float32 sums without biases."""
     options = {"transpose_rhs": True, "preferred_element_type": accumulator(rows.dtype)}
@@ -51,9 +40,9 @@ def gmm_up(
 
 
 @stage(sums=PER_DEVICE, result=PER_SHARD)
-def tp_reduce(sums: UpSums, *, execution: ExpertExecution) -> UpSums:
+def tp_reduce(sums: UpSums, *, axes: StageAxes) -> UpSums:
     """The sums over the whole width, where each tensor rank has those over its own part."""
-    return lax.psum(sums, execution.axes.tensor)
+    return lax.psum(sums, axes.tensor)
 
 
 @stage(sums=BETWEEN_PROJECTIONS, biases=BETWEEN_PROJECTIONS, metadata=RouteMetadata.PLACEMENT, result=PER_DEVICE)
@@ -62,8 +51,9 @@ def activate(
     biases: MoEParams,
     metadata: RouteMetadata,
     *,
+    activation: str,
     dtype: jnp.dtype,
-    execution: ExpertExecution,
+    axes: StageAxes,
 ) -> Float[Array, "R F"]:
     """The hidden rows, from complete sums."""
     if biases:
@@ -72,9 +62,9 @@ def activate(
         sums = tuple(
             s if s is None else _mask_rows(add_bias(s, biases[b], bounds), metadata) for s, b in zip(sums, names)
         )
-    hidden = ACTIVATIONS[execution.activation](*sums).astype(dtype)
+    hidden = ACTIVATIONS[activation](*sums).astype(dtype)
     # Backward, summed over the tensor ranks once for all width chunks.
-    return pvary_over(hidden, execution.axes.tensor)
+    return pvary_over(hidden, axes.tensor)
 
 
 @stage(hidden=PER_DEVICE, weights=PER_DEVICE, metadata=RouteMetadata.PLACEMENT, result=PER_DEVICE, checked=False)
@@ -84,10 +74,11 @@ def gmm_down(
     metadata: RouteMetadata,
     *,
     columns: slice,
-    execution: ExpertExecution,
+    execution: MoEExecution,
+    axes: StageAxes,
 ) -> Float[Array, "R columns"]:
     """Some columns of the down projection."""
-    wo, bias, matmul = weights["wo"][:, :, columns], _down_bias(weights, execution), _matmul_of(metadata, execution)
+    wo, bias, matmul = weights["wo"][:, :, columns], _down_bias(weights, axes), _matmul_of(metadata, execution)
     wide = hidden.dtype if bias is None else accumulator(hidden.dtype)
     out = matmul(hidden, wo, transpose_rhs=False, preferred_element_type=wide)
     if bias is None:
@@ -110,10 +101,12 @@ def expert_ffn(
     up_biases: MoEParams,
     metadata: RouteMetadata,
     *,
-    execution: ExpertExecution,
+    activation: str,
+    execution: MoEExecution,
+    axes: StageAxes,
 ) -> Float[Array, "R D"]:
     """Both projections and the activation in one operation, which never holds all hidden rows."""
-    bias, biases = _down_bias(weights, execution), None
+    bias, biases = _down_bias(weights, axes), None
     if bias is not None:
         biases = ExpertBiases(up_biases["bias_wi_0"], up_biases.get("bias_wi_1"), bias)
     wi_0, wi_1, wo = weights["wi_0"], weights.get("wi_1"), weights["wo"]
@@ -127,8 +120,8 @@ def expert_ffn(
         wo,
         group_sizes,
         biases=biases,
-        activation=execution.activation,
-        implementation=execution.kernels.expert_ffn,
+        activation=activation,
+        implementation=execution.kernel_choice.expert_ffn,
         hardware=execution.hardware,
     )
     return _mask_rows(out, metadata)
@@ -147,10 +140,12 @@ def shared_experts(x: Float[Array, "T D"], params: MoEParams, activation: str) -
     return out.astype(dtype)
 
 
-def _down_bias(weights: MoEParams, execution: ExpertExecution) -> Float[Array, "G D"] | None:
+def _down_bias(weights: MoEParams, axes: StageAxes) -> Float[Array, "G D"] | None:
     """The bias of the down projection, on the first of the ranks whose results are summed alone."""
-    bias, axes = weights.get("bias_wo"), execution.axes.partial_sums
-    return bias if bias is None or not axes else jnp.where(lax.axis_index(axes) == 0, bias, 0)
+    bias = weights.get("bias_wo")
+    if bias is None or not axes.partial_sums:
+        return bias
+    return jnp.where(lax.axis_index(axes.partial_sums) == 0, bias, 0)
 
 
 def _mask_rows(rows: Float[Array, "R _"], metadata: RouteMetadata) -> Float[Array, "R _"]:
@@ -158,14 +153,14 @@ def _mask_rows(rows: Float[Array, "R _"], metadata: RouteMetadata) -> Float[Arra
     return rows if metadata.used is None else jnp.where(metadata.used[:, None], rows, 0)
 
 
-def _matmul_of(metadata: RouteMetadata, execution: ExpertExecution) -> Callable[..., Any]:
+def _matmul_of(metadata: RouteMetadata, execution: MoEExecution) -> Callable[..., Any]:
     """The grouped matmul of the rows, or a batched one where all experts have as many."""
     if metadata.group_sizes is None:
         return functools.partial(_batched_matmul, metadata)
     return functools.partial(
         grouped_matmul,
         group_sizes=metadata.group_sizes,
-        implementation=execution.kernels.grouped_matmul,
+        implementation=execution.kernel_choice.grouped_matmul,
         hardware=execution.hardware,
     )
 

@@ -5,25 +5,15 @@ Backward, the gradients are summed and split again the same way: one reduce-scat
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from raggedmoe.kernels.arrays import pvary_over
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.records import MoEParams
 from raggedmoe.sharding.axes import AXES, EXPERT, FSDP, TOKEN_AXES, axes_of
 from raggedmoe.sharding.rules import partition
-from raggedmoe.sharding.stage import (
-    BETWEEN_PROJECTIONS,
-    PER_DEVICE,
-    PER_SHARD,
-    BySplit,
-    OnMesh,
-    Placement,
-    stage,
-)
+from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, PER_SHARD, OnMesh, Placement, stage
 
 
 def gather_router(params: MoEParams, config: MoEConfig, run: OnMesh) -> Any:
@@ -47,26 +37,24 @@ def gather_experts(params: MoEParams, config: MoEConfig, run: OnMesh, dtype: jnp
 
 
 def _all_gather(
-    params: MoEParams, config: MoEConfig, run: OnMesh, *, over: tuple[str, ...], result: Placement | BySplit
-) -> Any:
+    params: MoEParams, config: MoEConfig, run: OnMesh, *, over: tuple[str, ...], result: Placement
+) -> MoEParams:
     """Parameters gathered over logical axes, one copy for each device."""
     mesh = run.mesh
     if mesh is None:
         return params
     declared = config.param_specs()
     specs = {name: partition(name, declared[name], mesh.sizes, run.tensor_split) for name in params}
-    varies_over = mesh.axes(*(AXES if run.placement(result) is PER_DEVICE else TOKEN_AXES))
+    varies_over = mesh.axes(*(AXES if run.placement(result).specs == PER_DEVICE.specs else TOKEN_AXES))
 
-    def gather(name: str, part: jax.Array) -> jax.Array:
-        # Each device's own before the gather: backward, the sum over the other axes is of the part that is kept.
-        part = pvary_over(part, varies_over)
-        for dim, entry in enumerate(specs[name]):
-            axes = mesh.axes(*(axis for axis in axes_of(entry) if axis in over))
-            part = lax.all_gather(part, axes, axis=dim, tiled=True)
-        return part
-
-    @stage(parts=Placement(spec=PartitionSpec(), fields=specs), result=result)
+    @stage(parts=Placement(specs), result=result)
     def all_gather_weights(parts: MoEParams) -> MoEParams:
-        return {name: gather(name, part) for name, part in parts.items()}
+        # Each device's own before the gather: backward, the sum over the other axes is of the part that is kept.
+        weights = {name: pvary_over(part, varies_over) for name, part in parts.items()}
+        for name, spec in specs.items():
+            for dim, entry in enumerate(spec):
+                axes = mesh.axes(*(axis for axis in axes_of(entry) if axis in over))
+                weights[name] = lax.all_gather(weights[name], axes, axis=dim, tiled=True)
+        return weights
 
     return run(all_gather_weights, params)

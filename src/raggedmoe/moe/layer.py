@@ -1,5 +1,6 @@
 """The MoE layer as a function: route → dispatch → gmm_up → gmm_down → unpermute."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -14,24 +15,26 @@ from raggedmoe.moe.config import MoEConfig, check_execution, is_expert_choice
 from raggedmoe.moe.dispatch import dispatch, prepare, strategy_settings, unpermute
 from raggedmoe.moe.dispatch.strategy import StrategySettings
 from raggedmoe.moe.execution import MoEExecution
-from raggedmoe.moe.experts import (
-    ExpertExecution,
-    activate,
-    expert_ffn,
-    gmm_down,
-    gmm_up,
-    shared_experts,
-    tp_reduce,
-)
+from raggedmoe.moe.experts import activate, expert_ffn, gmm_down, gmm_up, shared_experts, tp_reduce
 from raggedmoe.moe.gathering import gather_experts, gather_router
 from raggedmoe.moe.records import MoEOutput, MoEParams, RouteOutput
 from raggedmoe.moe.router import check_replay, route
-from raggedmoe.sharding.axes import TENSOR, TOKEN_AXES, LogicalMesh, logical_mesh
+from raggedmoe.sharding.axes import TENSOR, LogicalMesh, logical_mesh, split_over
 from raggedmoe.sharding.stage import ACTIVATIONS, TOKENS, OnMesh, stage
 
 DEFAULT_EXECUTION = MoEExecution()
 
 
+def _check_call(
+    x: Any, params: Any, config: MoEConfig, execution: Any = DEFAULT_EXECUTION, *, replay: Any = None, **_: Any
+) -> None:
+    """Refuse what cannot run; the values of a recorded routing can be looked at here, outside of jit, alone."""
+    check_execution(config, execution)
+    if replay is not None and not is_expert_choice(config):
+        check_replay(replay, x.shape[0], config.experts_per_token, config.num_experts)
+
+
+@functools.partial(compile_once, static=("config", "execution", "mesh", "num_sequences"), check=_check_call)
 def moe_route_and_compute(
     x: Float[Array, "T D"],
     params: MoEParams,
@@ -53,69 +56,32 @@ def moe_route_and_compute(
     does not depend on the mesh. Tokens are split over all axes but "tensor", parameters by `raggedmoe.sharding.rules`.
     ``first_expert``: where this layer's experts begin in weights that hold several layers', one after the other.
     """
-    check_execution(config, execution)
-    if replay is not None and config.router.selection != "expert_choice":  # while its values can be looked at
-        check_replay(replay, x.shape[0], config.experts_per_token, config.num_experts)
-    arrays = (x, params, mask, key, token_ids, replay, first_expert)
-    mesh = logical_mesh(mesh)
-    return _route_and_compute(*arrays, config=config, execution=execution, mesh=mesh, num_sequences=num_sequences)
-
-
-def _layer(
-    x: Float[Array, "T D"],
-    params: MoEParams,
-    mask: Bool[Array, " T"] | None,
-    key: jax.Array | None,
-    token_ids: Integer[Array, " T"] | None,
-    replay: Integer[Array, "T K"] | None,
-    first_expert: Int[Array, ""] | None,
-    *,
-    config: MoEConfig,
-    execution: MoEExecution,
-    mesh: LogicalMesh | None,
-    num_sequences: int,
-) -> MoEOutput:
-    run = OnMesh(mesh=mesh, tensor_split=execution.tensor_split)
-    num_tokens = tokens_of_device(x.shape[0], run)
-    sequences = sequences_of_device(num_sequences, config, run)
+    run = OnMesh(mesh=logical_mesh(mesh), tensor_split=execution.tensor_split)
+    num_tokens, sequences = split_over(run.mesh, x.shape[0], "tokens"), sequences_of_device(num_sequences, config, run)
     strategy = strategy_settings(config, execution, num_tokens, run, sequences)
     if mask is not None:
         # What a masked token holds, NaN too, reaches nothing: neither the router's gradient nor a sum.
         x = jnp.where(mask[:, None], x, 0)
-    router = gather_router(params, config, run)
-    capacity = config.expert_choice_capacity(num_tokens) if is_expert_choice(config) else None
     routing = run(
         route,
-        *(x, router, mask, key, token_ids, replay),
+        *(x, gather_router(params, config, run), mask, key, token_ids, replay),
         config=config.router,
         experts_per_token=config.experts_per_token,
         num_sequences=sequences,
-        capacity=capacity,
+        capacity=config.expert_choice_capacity(num_tokens) if is_expert_choice(config) else None,
         axes=run.axes.tokens,
     )
     with jax.named_scope("experts"):
-        output, dropped = routed_experts(
-            x, params, routing, first_expert, strategy=strategy, config=config, execution=execution, run=run
-        )
+        output, dropped = routed_experts(x, params, routing, first_expert, strategy, config, execution, run)
         output = run.constrain(output, TOKENS)
-    shared_params = {
-        name.removeprefix("shared_"): array for name, array in params.items() if name.startswith("shared_")
-    }
-    if shared_params:
+    shared = {name.removeprefix("shared_"): array for name, array in params.items() if name.startswith("shared_")}
+    if shared:
         with jax.named_scope("shared_experts"):
             # In no stage: without a word about its layout, XLA exchanges two devices' gradients of x (docs/log.md).
-            shared = shared_experts(run.constrain(x, TOKENS), shared_params, config.experts.activation)
-            output = output + (shared if mask is None else jnp.where(mask[:, None], shared, 0))
-    return MoEOutput(
-        output=output,
-        aux_loss=routing.aux_loss,
-        z_loss=routing.z_loss,
-        load=routing.load,
-        entropy=routing.entropy,
-        max_violation=routing.max_violation,
-        dropped=dropped,
-        experts=routing.experts,
-    )
+            added = shared_experts(run.constrain(x, TOKENS), shared, config.experts.activation)
+            output = output + (added if mask is None else jnp.where(mask[:, None], added, 0))
+    statistics = {name: getattr(routing, name) for name in MoEOutput.OF_ROUTING}
+    return MoEOutput(output=output, dropped=dropped, **statistics)
 
 
 def routed_experts(
@@ -123,7 +89,6 @@ def routed_experts(
     params: MoEParams,
     routing: RouteOutput,
     first_expert: Int[Array, ""] | None,
-    *,
     strategy: StrategySettings,
     config: MoEConfig,
     execution: MoEExecution,
@@ -135,37 +100,33 @@ def routed_experts(
     while it computes another, forward and backward. One chunk is the ordinary case.
     """
     weights, up_biases = gather_experts(params, config, run, x.dtype)
-    on_device = ExpertExecution(
-        activation=config.experts.activation,
-        kernels=execution.kernel_choice,
-        hardware=execution.hardware,
-        axes=run.axes,
-    )
-    splits_width = execution.tensor_split == "model_dim"
+    activation, axes, splits_width = config.experts.activation, run.axes, execution.tensor_split == "model_dim"
     num_columns = x.shape[1] // (run.size(TENSOR) if splits_width else 1)
     outputs, dropped = [], jnp.zeros((), jnp.int32)
-    for tokens in even_parts(x.shape[0] // run.size(*TOKEN_AXES), execution.token_chunks):
+    for tokens in even_parts(split_over(run.mesh, x.shape[0], "tokens"), execution.token_chunks):
         chunk: dict[str, Any] = {"strategy": strategy, "tokens": tokens}
         metadata, more = run(prepare, routing, first_expert, **chunk, num_stacked=params["wi_0"].shape[0])
         dropped = dropped + more
         if execution.backend.fused:
             rows = run(dispatch, x, routing, metadata, **chunk, columns=slice(0, num_columns))
-            rows = run(expert_ffn, rows, weights, up_biases, metadata, execution=on_device)
+            ffn: dict[str, Any] = {"activation": activation, "execution": execution, "axes": axes}
+            rows = run(expert_ffn, rows, weights, up_biases, metadata, **ffn)
             outputs.append(run(unpermute, rows, routing, metadata, **chunk))
             continue
         sums, columns_out = None, []
         for columns in even_parts(num_columns, execution.width_chunks):
             rows = run(dispatch, x, routing, metadata, **chunk, columns=columns)
-            more = run(gmm_up, rows, weights, metadata, columns=columns, execution=on_device)
+            more = run(gmm_up, rows, weights, metadata, columns=columns, execution=execution)
             sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
         if splits_width:
-            sums = run(tp_reduce, sums, execution=on_device)
-        hidden = run(activate, _name_arrays(sums, "moe_up"), up_biases, metadata, dtype=x.dtype, execution=on_device)
+            sums = run(tp_reduce, sums, axes=axes)
+        sums = _name_arrays(sums, "moe_up")
+        hidden = run(activate, sums, up_biases, metadata, activation=activation, dtype=x.dtype, axes=axes)
         for columns in even_parts(num_columns, execution.width_chunks):
-            rows = run(gmm_down, hidden, weights, metadata, columns=columns, execution=on_device)
+            rows = run(gmm_down, hidden, weights, metadata, columns=columns, execution=execution, axes=axes)
             columns_out.append(run(unpermute, _name_arrays(rows, "moe_down"), routing, metadata, **chunk))
-        outputs.append(concatenate_chunks(columns_out, run, dim=1))
-    return concatenate_chunks(outputs, run, dim=0), dropped
+        outputs.append(_concatenate_chunks(columns_out, run, dim=1))
+    return _concatenate_chunks(outputs, run, dim=0), dropped
 
 
 def _name_arrays(arrays: Any, name: str) -> Any:
@@ -179,8 +140,7 @@ def concatenate(chunks: list[Float[Array, "_ _"]], *, dim: int) -> Float[Array, 
     return jnp.concatenate(chunks, axis=dim)
 
 
-def concatenate_chunks(chunks: list[Float[Array, "_ _"]], run: OnMesh, dim: int) -> Float[Array, "_ _"]:
-    """The chunks of every device after each other; one is all there is in the ordinary case."""
+def _concatenate_chunks(chunks: list[Float[Array, "_ _"]], run: OnMesh, dim: int) -> Float[Array, "_ _"]:
     return chunks[0] if len(chunks) == 1 else run(concatenate, chunks, dim=dim)
 
 
@@ -190,32 +150,12 @@ def even_parts(size: int, num_parts: int) -> list[slice]:
     return [slice(start, end) for start, end in itertools.pairwise(bounds)] or [slice(0, 0)]
 
 
-_route_and_compute = compile_once(_layer, static=("config", "execution", "mesh", "num_sequences"))
-
-
-def tokens_of_device(num_tokens: int, run: OnMesh) -> int:
-    """How many of the tokens are on each device."""
-    shards = run.size(*TOKEN_AXES)
-    if num_tokens % shards:
-        raise ValueError(
-            f"expected tokens that can be split over data × fsdp × expert = {shards} devices, got {num_tokens}; "
-            f"use a multiple of {shards}"
-        )
-    return num_tokens // shards
-
-
 def sequences_of_device(num_sequences: int, config: MoEConfig, run: OnMesh) -> int:
     """How many whole sequences are on each device, where the balance loss or the capacity is of each sequence."""
-    shards, router = run.size(*TOKEN_AXES), config.router
     if config.capacity_factor is not None and not is_expert_choice(config):
-        what, instead = "a capacity_factor counts slots in whole sequences", "no capacity_factor"
-    elif router.aux_loss == "sequence" and router.aux_loss_weight:
-        what, instead = "aux_loss='sequence' is taken of whole sequences", "aux_loss='batch'"
+        what, instead = "whole sequences, in which a capacity_factor counts slots,", "no capacity_factor"
+    elif config.router.aux_loss == "sequence" and config.router.aux_loss_weight:
+        what, instead = "whole sequences, of which aux_loss='sequence' is taken,", "aux_loss='batch'"
     else:
         return 1
-    if num_sequences % shards:
-        raise ValueError(
-            f"{what}, got {num_sequences} for {shards} devices; use a multiple of {shards} sequences, fewer devices, "
-            f"or {instead}"
-        )
-    return num_sequences // shards
+    return split_over(run.mesh, num_sequences, what, instead)

@@ -1,12 +1,11 @@
 """`MoE`: the layer as a flax nnx module."""
 
-import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Integer
@@ -16,9 +15,9 @@ from raggedmoe.moe.dispatch import check_has_mesh
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.layer import DEFAULT_EXECUTION, moe_route_and_compute
 from raggedmoe.moe.records import MoEOutput, MoEParams
-from raggedmoe.params import check_param, check_params, init_params
+from raggedmoe.params import check_param, check_params
 from raggedmoe.sharding.axes import LogicalMesh, MeshAxes, logical_mesh
-from raggedmoe.sharding.rules import param_shardings
+from raggedmoe.sharding.rules import draw_params
 
 
 class SelectionBias(nnx.Variable):
@@ -42,16 +41,18 @@ class MoE(nnx.Module):
         self,
         config: MoEConfig,
         *,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None = None,
+        params: Mapping[str, Any] | None = None,
         execution: MoEExecution = DEFAULT_EXECUTION,
         mesh: Mesh | LogicalMesh | None = None,
         mesh_axes: MeshAxes | None = None,
     ) -> None:
-        """Make a layer with new weights.
+        """Make a layer with new weights or with given ones.
 
         Args:
           config: what the layer is.
-          rngs: whose key the weights are drawn from.
+          rngs: whose key new weights are drawn from.
+          params: given weights, by the names of ``config.param_specs()``.
           execution: how it runs, unless a call says otherwise.
           mesh: devices to compute on; the tokens are split over them. `raggedmoe.Plan` makes one.
           mesh_axes: for a mesh with other axes, which of them are "data", "fsdp", "expert" and "tensor", such as
@@ -60,38 +61,26 @@ class MoE(nnx.Module):
         """
         check_execution(config, execution)
         check_has_mesh(strategy_name(config, execution), mesh)
-        self.config, self.execution = config, execution
-        self.mesh, specs = logical_mesh(mesh, mesh_axes), config.param_specs()
-        draw: Any = functools.partial(init_params, specs)
-        if self.mesh is not None:  # each device draws its own part
-            draw = jax.jit(draw, out_shardings=param_shardings(self.mesh, specs, execution.tensor_split))
-        self._set(draw(rngs.params()))
+        self.config, self.execution, self.mesh = config, execution, logical_mesh(mesh, mesh_axes)
+        if (rngs is None) == (params is None):
+            raise ValueError("expected rngs for new parameters or params for given ones, got both or neither")
+        specs = config.param_specs()
+        if params is None:
+            assert rngs is not None
+            params = draw_params(specs, rngs.params(), self.mesh, execution.tensor_split)
+        for name, spec in specs.items():
+            kind = SelectionBias if name == "router_selection_bias" else nnx.Param
+            setattr(self, name, kind(jnp.asarray(params[name]), axes=spec.axes))
 
     @classmethod
     def from_arrays(
-        cls,
-        config: MoEConfig,
-        arrays: Mapping[str, jax.Array | np.ndarray],
-        axes: Mapping[str, tuple[str, ...]],
-        *,
-        execution: MoEExecution = DEFAULT_EXECUTION,
-        mesh: Mesh | LogicalMesh | None = None,
-        mesh_axes: MeshAxes | None = None,
+        cls, config: MoEConfig, arrays: Mapping[str, Any], axes: Mapping[str, tuple[str, ...]], **options: Any
     ) -> "MoE":
-        """A layer with given weights. ``axes`` names each one's dimensions, as in ``config.param_specs()``."""
+        """A layer with given weights, and the constructor's options. ``axes`` names each one's dimensions, as in
+        ``config.param_specs()``.
+        """
         check_params(config.param_specs(), arrays, axes)
-
-        def make() -> MoE:
-            return cls(config, rngs=nnx.Rngs(0), execution=execution, mesh=mesh, mesh_axes=mesh_axes)
-
-        layer = nnx.eval_shape(make)  # the structure alone: no weights are made
-        layer._set({name: jnp.asarray(array) for name, array in arrays.items()})
-        return layer
-
-    def _set(self, arrays: Mapping[str, jax.Array]) -> None:
-        for name, spec in self.config.param_specs().items():
-            kind = SelectionBias if name == "router_selection_bias" else nnx.Param
-            setattr(self, name, kind(arrays[name], axes=spec.axes))
+        return cls(config, params=arrays, **options)
 
     @property
     def params(self) -> MoEParams:
@@ -146,10 +135,4 @@ class MoE(nnx.Module):
             num_sequences=max(flat.shape[0] // lead[-1], 1) if lead[-1] else 1,
         )
         experts = None if out.experts is None else out.experts.reshape(*lead, out.experts.shape[-1])
-        return MoEOutput(
-            **{
-                **{name: getattr(out, name) for name in out.__dataclass_fields__},
-                "output": out.output.reshape(x.shape),
-                "experts": experts,
-            }
-        )
+        return replace(out, output=out.output.reshape(x.shape), experts=experts)

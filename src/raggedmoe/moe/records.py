@@ -1,18 +1,18 @@
 """What the stages hand to each other: named, frozen, and pytrees."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from raggedmoe.sharding.stage import PER_SHARD, REPLICATED, TOKENS, Placement
+from raggedmoe.sharding.stage import PER_SHARD, REPLICATED, TOKENS, Placement, make_record, register_record
 
 MoEParams = Mapping[str, Any]  # arrays by the names of `MoEConfig.param_specs`, or those of them that a stage uses
 
 
-@jax.tree_util.register_dataclass
+@register_record
 @dataclass(frozen=True, kw_only=True)
 class RouteOutput:
     """What the router decided. Knows no strategy and no model width.
@@ -30,11 +30,7 @@ class RouteOutput:
     entropy: Float[Array, ""]  # of the load, in nats; log(E) is perfect balance
     max_violation: Float[Array, ""]  # busiest expert's load over the mean, minus 1
 
-    # On a mesh: what there is of each token (expert choice: of each device's tokens) is split, the rest is of all.
-    PLACEMENT: ClassVar[Placement] = Placement(
-        spec=TOKENS.spec,
-        fields=dict.fromkeys(("aux_loss", "z_loss", "load", "entropy", "max_violation"), REPLICATED.spec),
-    )
+    PLACEMENT: ClassVar[Placement]
 
     def slice_tokens(self, tokens: slice) -> "RouteOutput":
         """What was decided for some of the tokens. Losses and statistics stay those of all tokens."""
@@ -42,6 +38,15 @@ class RouteOutput:
             assert tokens == slice(0, self.mask.shape[0]), "expert choice decides for all tokens at once"
             return self
         return replace(self, experts=self.experts[tokens], weights=self.weights[tokens], mask=self.mask[tokens])
+
+
+# On a mesh: what there is of each token (expert choice: of each device's tokens) is split, the rest is of all.
+_OF_TOKENS = ("experts", "tokens", "mask", "weights")
+RouteOutput.PLACEMENT = Placement(
+    make_record(
+        RouteOutput, {f.name: (TOKENS if f.name in _OF_TOKENS else REPLICATED).specs for f in fields(RouteOutput)}
+    )
+)
 
 
 class Moves(NamedTuple):
@@ -55,7 +60,7 @@ class Moves(NamedTuple):
     received_at: Int[Array, " P"]  # and where they begin in this rank's buffer
 
 
-@jax.tree_util.register_dataclass
+@register_record
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
     """How the rows of a rank reach their experts on other ranks."""
@@ -66,7 +71,7 @@ class Exchange:
     num_received: Int[Array, ""]
 
 
-@jax.tree_util.register_dataclass
+@register_record
 @dataclass(frozen=True, kw_only=True)
 class RouteMetadata:
     """What a strategy needs to move the rows to their experts, and back."""
@@ -97,3 +102,6 @@ class MoEOutput:
     max_violation: Float[Array, ""]  # busiest expert's load over the mean, minus 1
     dropped: Int[Array, ""]  # slots (expert choice: tokens) that were routed or present, and computed by no expert
     experts: Int[Array, "... K"] | None  # the routing, to record and to give again as `replay`; None: expert choice
+
+    # The fields that are the router's.
+    OF_ROUTING: ClassVar = ("aux_loss", "z_loss", "load", "entropy", "max_violation", "experts")

@@ -64,33 +64,34 @@ def route(
     logits = router_logits(x, params, config, key, first_token)
     scores = SCORES[config.score](logits)
     num_experts = logits.shape[1]
-    z_loss = config.z_loss_weight * balance.router_z_loss(logits, mask, axes)
+    experts, tokens, aux_loss = None, None, jnp.zeros((), scores.dtype)
     if config.selection == "expert_choice":
         if replay is not None:
             raise ValueError("replay gives experts for each token, expert choice picks tokens; use another selection")
-        return _expert_choice(scores, params, config, mask, capacity, z_loss, axes)
-    if replay is not None:
-        experts = check_replay(replay, x.shape[0], experts_per_token, num_experts)
+        tokens, weights, counts = choose_tokens(scores, params, config, mask, capacity)
     else:
-        experts = select_experts(
-            scores, params, config, experts_per_token, mask, key, token_ids, first_token=first_token, axes=axes
-        )
-    weights = combine_weights(scores, experts, params, config)
-    routed = mask[:, None] & (experts >= 0) & (experts < num_experts)
-    if replay is not None:  # what is chosen here is never named twice
-        routed &= ~is_repeated(experts)
-    experts = jnp.where(routed, experts, num_experts)
-    probabilities = balance_probabilities(logits, scores, params, config)
-    parts = num_sequences if config.aux_loss == "sequence" else None
-    aux_loss = balance.load_balance_loss(probabilities, experts, mask, num_sequences=parts, axes=axes)
-    load = lax.psum(balance.expert_counts(experts, num_experts), axes)
+        if replay is not None:
+            experts = check_replay(replay, x.shape[0], experts_per_token, num_experts)
+        else:
+            where: dict[str, Any] = {"first_token": first_token, "axes": axes}
+            experts = select_experts(scores, params, config, experts_per_token, mask, key, token_ids, **where)
+        weights = combine_weights(scores, experts, params, config)
+        routed = mask[:, None] & (experts >= 0) & (experts < num_experts)
+        if replay is not None:  # what is chosen here is never named twice
+            routed &= ~is_repeated(experts)
+        experts, weights = jnp.where(routed, experts, num_experts), jnp.where(routed, weights, 0)
+        probabilities = balance_probabilities(logits, scores, params, config)
+        parts = num_sequences if config.aux_loss == "sequence" else None
+        aux_loss = balance.load_balance_loss(probabilities, experts, mask, num_sequences=parts, axes=axes)
+        counts = balance.expert_counts(experts, num_experts)
+    load = lax.psum(counts, axes)
     return RouteOutput(
         experts=experts,
-        tokens=None,
+        tokens=tokens,
         mask=mask,
-        weights=jnp.where(routed, weights, 0),
+        weights=weights,
         aux_loss=config.aux_loss_weight * aux_loss,
-        z_loss=z_loss,
+        z_loss=config.z_loss_weight * balance.router_z_loss(logits, mask, axes),
         load=load,
         entropy=balance.load_entropy(load),
         max_violation=balance.max_violation(load),
@@ -254,19 +255,19 @@ def check_replay(replay: jax.Array, num_tokens: int, experts_per_token: int, num
     return int32(replay)
 
 
-def _expert_choice(
+def choose_tokens(
     scores: Float[Array, "T E"],
     params: MoEParams,
     config: RouterConfig,
     mask: Bool[Array, " T"],
     capacity: int | None,
-    z_loss: Float[Array, ""],
-    axes: Axes,
-) -> RouteOutput:
-    """Each expert takes the tokens that score highest with it: balanced by construction, so no balance loss."""
+) -> tuple[Int[Array, "E C"], Float[Array, "E C"], Int[Array, " E"]]:
+    """The tokens that score highest with each expert, which takes them, their weights, and how many there are.
+
+    That is balanced by construction, so there is no balance loss.
+    """
     if capacity is None:
         raise ValueError("selection='expert_choice' needs a capacity, got None; give the MoEConfig a capacity_factor")
-    num_tokens = scores.shape[0]
     # A token whose scores are NaN comes last: it does not take other tokens' places.
     ranking = lax.stop_gradient(jnp.where(mask[:, None] & ~jnp.isnan(scores), scores, -jnp.inf))
     tokens = lax.top_k(ranking.T, capacity)[1]
@@ -275,15 +276,5 @@ def _expert_choice(
     scale = params.get("router_expert_scale")
     if scale is not None:
         weights = weights * scale[:, None].astype(weights.dtype)
-    load = lax.psum(taken.sum(1, dtype=jnp.int32), axes)
-    return RouteOutput(
-        experts=None,
-        tokens=jnp.where(taken, tokens, num_tokens),
-        mask=mask,
-        weights=jnp.where(taken, weights, 0),
-        aux_loss=jnp.zeros((), scores.dtype),
-        z_loss=z_loss,
-        load=load,
-        entropy=balance.load_entropy(load),
-        max_violation=balance.max_violation(load),
-    )
+    chosen = jnp.where(taken, tokens, scores.shape[0])
+    return chosen, jnp.where(taken, weights, 0), taken.sum(1, dtype=jnp.int32)

@@ -55,6 +55,17 @@ class LogicalMesh:
         return NamedSharding(self.mesh, self.spec(spec))
 
 
+def split_over(mesh: LogicalMesh | None, num: int, what: str, instead: str = "smaller degrees") -> int:
+    """How many of the tokens or sequences are on each device; all of them must be on one."""
+    shards = 1 if mesh is None else mesh.size(*TOKEN_AXES)
+    if mesh is not None and num % shards:
+        degrees = " × ".join(f"{axis}_parallelism={mesh.size(axis)}" for axis in TOKEN_AXES)
+        raise ValueError(
+            f"{num} {what} cannot be split over {degrees} = {shards} parts; use a multiple of {shards}, or {instead}"
+        )
+    return num // shards
+
+
 @overload
 def logical_mesh(mesh: None, mesh_axes: MeshAxes | None = None) -> None: ...
 

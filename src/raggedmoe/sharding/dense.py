@@ -11,26 +11,14 @@ import jax
 from jax import lax
 from jax.custom_derivatives import linear_call
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from raggedmoe.params import Specs
 from raggedmoe.sharding.axes import FSDP, TENSOR, TOKEN_AXES, LogicalMesh, axes_of
 from raggedmoe.sharding.rules import WIDTH_AXES, is_routed, partition
+from raggedmoe.sharding.stage import TOKENS, OnMesh, Placement, stage
 
 Weights = dict[str, Any]
-
-
-def check_rows(num_rows: int, mesh: LogicalMesh | None) -> None:
-    """Require sequences that the mesh can split evenly."""
-    if mesh is None:
-        return
-    num_shards = mesh.size(*TOKEN_AXES)
-    if num_rows % num_shards:
-        names = " × ".join(f"{axis}_parallelism={mesh.size(axis)}" for axis in TOKEN_AXES)
-        raise ValueError(
-            f"{num_rows} sequences cannot be split over {names} = {num_shards} parts; use a multiple of "
-            f"{num_shards} sequences, or smaller degrees"
-        )
 
 
 def shard_by_sequence(x: Float[Array, "B ..."], mesh: LogicalMesh | None) -> Float[Array, "B ..."]:
@@ -99,40 +87,24 @@ def sharded_attention(
     query: Float[Array, "B S N H"],
     key: Float[Array, "B L M H"],
     value: Float[Array, "B L M W"],
-    *,
-    positions: Int[Array, "B S"] | None,
-    segments: Int[Array, "B S"] | None,
-    sinks: Float[Array, " N"] | None,
+    options: dict[str, jax.Array | None],
 ) -> Float[Array, "B S N W"]:
     """Attention of each device's own sequences and heads: what XLA cannot divide, a Pallas kernel, can run so.
 
     Heads are split over the tensor axis where their numbers divide, or where all query heads read one key head.
+    ``options``: the positions, segments and sinks.
     """
     num_ranks, num_keys = mesh.size(TENSOR), key.shape[2]
     keys_split = num_keys % num_ranks == 0
     queries_split = query.shape[2] % num_ranks == 0 and (keys_split or num_keys == 1)
     of_queries = TENSOR if queries_split else None
     of_keys = TENSOR if keys_split and queries_split else None
-    queries, keys = (mesh.spec(PartitionSpec(TOKEN_AXES, None, heads, None)) for heads in (of_queries, of_keys))
-    rows = mesh.spec(PartitionSpec(TOKEN_AXES))
-    given = {
-        name: (array, spec)
-        for name, array, spec in (
-            ("positions", positions, rows),
-            ("segments", segments, rows),
-            ("sinks", sinks, mesh.spec(PartitionSpec(of_queries))),
-        )
-        if array is not None
-    }
-
-    def attend_on_device(query: jax.Array, key: jax.Array, value: jax.Array, more: dict[str, jax.Array]) -> jax.Array:
-        return attention(query, key, value, **more)
+    queries, keys = (Placement(PartitionSpec(TOKEN_AXES, None, heads, None)) for heads in (of_queries, of_keys))
+    more = Placement({"positions": TOKENS.specs, "segments": TOKENS.specs, "sinks": PartitionSpec(of_queries)})
 
     # Unchecked, as kernels of others do not say over which axes their results vary.
-    return jax.shard_map(
-        attend_on_device,
-        mesh=mesh.mesh,
-        in_specs=(queries, keys, keys, {name: spec for name, (_, spec) in given.items()}),
-        out_specs=queries,
-        check_vma=False,
-    )(query, key, value, {name: array for name, (array, _) in given.items()})
+    @stage(query=queries, key=keys, value=keys, options=more, result=queries, checked=False)
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, options: dict[str, Any]) -> jax.Array:
+        return attention(query, key, value, **options)
+
+    return OnMesh(mesh=mesh)(attend, query, key, value, options)

@@ -1,11 +1,13 @@
 """How every parameter is split over a mesh, from the names of its axes: the one rule that plans and layers read."""
 
+import functools
 import math
 from collections.abc import Mapping
 
+import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from raggedmoe.params import ParamSpec, Specs
+from raggedmoe.params import ParamSpec, Specs, init_params
 from raggedmoe.sharding.axes import EXPERT, FSDP, TENSOR, LogicalMesh, axes_of, entry_of, logical_mesh
 
 SPLITS = ("expert_dim", "model_dim")  # what the tensor axis splits of routed experts: F or D
@@ -39,6 +41,12 @@ def param_shardings(
     """The sharding of every parameter on a mesh."""
     logical = logical_mesh(mesh)
     return {name: logical.sharding(partition(name, spec, logical.sizes, tensor_split)) for name, spec in specs.items()}
+
+
+def draw_params(specs: Specs, key: jax.Array, mesh: LogicalMesh | None, tensor_split: str) -> dict[str, jax.Array]:
+    """New parameters; on a mesh each device draws its own part."""
+    places = None if mesh is None else param_shardings(mesh, specs, tensor_split)
+    return jax.jit(functools.partial(init_params, specs), out_shardings=places)(key)
 
 
 def is_routed(name: str, spec: ParamSpec) -> bool:

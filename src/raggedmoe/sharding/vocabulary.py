@@ -19,56 +19,48 @@ from raggedmoe.sharding.axes import TENSOR, TOKEN_AXES, LogicalMesh, axes_of
 from raggedmoe.sharding.rules import partition
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TableSharding:
     """How a table ``[V D]`` lies on a mesh. Its methods are for use inside `shard_map`."""
 
     mesh: LogicalMesh
-    spec: PartitionSpec  # over logical axes
-
-    @property
-    def is_split(self) -> bool:
-        """Whether a tensor rank has only its own entries."""
-        return self.spec[0] is not None
-
-    @property
-    def tensor_axes(self) -> tuple[str, ...]:
-        """The mesh's axes of the tensor ranks."""
-        return self.mesh.axes(TENSOR)
-
-    @property
-    def token_spec(self) -> PartitionSpec:
-        """The partition of tokens over the mesh's own axes."""
-        return self.mesh.spec(PartitionSpec(TOKEN_AXES))
-
-    @property
-    def mesh_spec(self) -> PartitionSpec:
-        """The partition over the mesh's own axes."""
-        return self.mesh.spec(self.spec)
-
-    @property
-    def _width_axes(self) -> tuple[str, ...]:
-        return axes_of(self.spec[1])
+    num_entries: int  # The entries of each tensor rank: V of them, or its own part.
+    is_split: bool  # Whether a tensor rank has only its own entries.
+    spec: PartitionSpec  # The partitions over the mesh's own axes, of the table and of tokens.
+    token_spec: PartitionSpec
+    tensor_axes: tuple[str, ...]  # The mesh's axes of the tensor ranks,
+    width_axes: tuple[str, ...]  # that widths are split over,
+    other_token_axes: tuple[str, ...]  # and that only tokens are.
 
     def gather_width(self, part: jax.Array) -> jax.Array:
         """This rank's entries ``[V/tensor D]`` from the part that is stored here."""
-        return lax.all_gather(part, self.mesh.axes(*self._width_axes), axis=1, tiled=True)
+        return lax.all_gather(part, self.width_axes, axis=1, tiled=True)
 
     def scatter_gradient(self, gradient: jax.Array) -> jax.Array:
         """The gradients ``[V/tensor D]`` of all devices' tokens added up, of which the part that is stored here."""
         # Scattered first, so that the sum over the other axes is of the part alone.
-        gradient = lax.psum_scatter(gradient, self.mesh.axes(*self._width_axes), scatter_dimension=1, tiled=True)
-        return lax.psum(gradient, self.mesh.axes(*(axis for axis in TOKEN_AXES if axis not in self._width_axes)))
+        gradient = lax.psum_scatter(gradient, self.width_axes, scatter_dimension=1, tiled=True)
+        return lax.psum(gradient, self.other_token_axes)
 
-    def first_entry(self, num_entries: int) -> Any:
-        """The number of this rank's first entry, where each has so many."""
-        return lax.axis_index(self.tensor_axes) * num_entries if self.is_split else 0
+    def local_ids(self, ids: jax.Array) -> jax.Array:
+        """The tokens' places among this rank's entries; out of range if they are another's."""
+        return ids - (lax.axis_index(self.tensor_axes) * self.num_entries if self.is_split else 0)
 
 
 def table_sharding(mesh: LogicalMesh, shape: tuple[int, ...]) -> TableSharding:
     """Where the plan puts a table."""
-    spec = ParamSpec(shape=shape, dtype=jnp.float32, axes=("vocab", "model_dim"))
-    return TableSharding(mesh=mesh, spec=partition("table", spec, mesh.sizes))
+    spec = partition("table", ParamSpec(shape=shape, dtype=None, axes=("vocab", "model_dim")), mesh.sizes)
+    widths, is_split = axes_of(spec[1]), spec[0] is not None
+    return TableSharding(
+        mesh=mesh,
+        num_entries=shape[0] // (mesh.size(TENSOR) if is_split else 1),
+        is_split=is_split,
+        spec=mesh.spec(spec),
+        token_spec=mesh.spec(PartitionSpec(TOKEN_AXES)),
+        tensor_axes=mesh.axes(TENSOR),
+        width_axes=mesh.axes(*widths),
+        other_token_axes=mesh.axes(*(axis for axis in TOKEN_AXES if axis not in widths)),
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -78,25 +70,15 @@ def embedding_lookup(
     """The tokens' entries, in that type."""
 
     def on_device(part: jax.Array, ids: jax.Array) -> jax.Array:
-        entries = sharding.gather_width(part.astype(dtype))
+        entries, here = sharding.gather_width(part.astype(dtype)), sharding.local_ids(jnp.clip(ids, 0, last_id))
+        found = jnp.take(entries, here, axis=0, mode="clip")
         if not sharding.is_split:
-            return jnp.take(entries, ids, axis=0, mode="clip")
-        here, is_here = _local_ids(ids, entries.shape[0], table.shape[0], sharding)
-        return lax.psum(
-            jnp.where(is_here[..., None], jnp.take(entries, here, axis=0, mode="clip"), 0), sharding.tensor_axes
-        )
+            return found
+        is_here = (here >= 0) & (here < sharding.num_entries)
+        return lax.psum(jnp.where(is_here[..., None], found, 0), sharding.tensor_axes)
 
-    tokens = sharding.token_spec
-    specs = (sharding.mesh_spec, tokens)
-    return jax.shard_map(on_device, mesh=sharding.mesh.mesh, in_specs=specs, out_specs=tokens)(table, ids)
-
-
-def _local_ids(
-    ids: jax.Array, num_entries: int, vocab_size: int, sharding: TableSharding
-) -> tuple[jax.Array, jax.Array]:
-    """The tokens' places among this rank's entries, and which of them are there."""
-    here = jnp.clip(ids, 0, vocab_size - 1) - sharding.first_entry(num_entries)
-    return here, (here >= 0) & (here < num_entries)
+    last_id, specs = table.shape[0] - 1, (sharding.spec, sharding.token_spec)
+    return jax.shard_map(on_device, mesh=sharding.mesh.mesh, in_specs=specs, out_specs=specs[1])(table, ids)
 
 
 def _forward(table: jax.Array, ids: jax.Array, dtype: Any, sharding: TableSharding) -> tuple[jax.Array, tuple]:
@@ -105,17 +87,16 @@ def _forward(table: jax.Array, ids: jax.Array, dtype: Any, sharding: TableShardi
 
 def _backward(dtype: Any, sharding: TableSharding, saved: tuple, cotangent: jax.Array) -> tuple[jax.Array, None]:
     ids, table = saved
-    num_entries = table.shape[0] // (sharding.mesh.size(TENSOR) if sharding.is_split else 1)
 
     def on_device(ids: jax.Array, cotangent: jax.Array) -> jax.Array:
         wide = cotangent.astype(accumulator(cotangent.dtype)).reshape(-1, table.shape[1])
-        here, is_here = _local_ids(ids, num_entries, table.shape[0], sharding)
-        here = jnp.where(is_here, here, num_entries).reshape(-1)  # out of range: added to nothing
-        zeros = pvary_like(jnp.zeros((num_entries, table.shape[1]), wide.dtype), wide, here)
+        here = sharding.local_ids(jnp.clip(ids, 0, table.shape[0] - 1)).reshape(-1)
+        here = jnp.where(here < 0, sharding.num_entries, here)  # out of range: added to nothing
+        zeros = pvary_like(jnp.zeros((sharding.num_entries, table.shape[1]), wide.dtype), wide, here)
         return sharding.scatter_gradient(zeros.at[here].add(wide, mode="drop")).astype(table.dtype)
 
     specs = (sharding.token_spec,) * 2
-    mapped = jax.shard_map(on_device, mesh=sharding.mesh.mesh, in_specs=specs, out_specs=sharding.mesh_spec)
+    mapped = jax.shard_map(on_device, mesh=sharding.mesh.mesh, in_specs=specs, out_specs=sharding.spec)
     return mapped(ids, cotangent), None
 
 

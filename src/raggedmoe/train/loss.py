@@ -71,7 +71,7 @@ def _shard_map(function: Any, sharding: TableSharding | None, out_specs: Any) ->
     if sharding is None:
         return function
     tokens = sharding.token_spec
-    in_specs = (tokens, sharding.mesh_spec, tokens, tokens)
+    in_specs = (tokens, sharding.spec, tokens, tokens)
     return jax.shard_map(function, mesh=sharding.mesh.mesh, in_specs=in_specs, out_specs=out_specs)
 
 
@@ -94,7 +94,7 @@ def _forward(
     hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, sharding: TableSharding | None
 ) -> tuple[jax.Array, tuple]:
     """Compute the value, and both gradients for a cotangent of one."""
-    results = None if sharding is None else (PartitionSpec(), (sharding.token_spec, sharding.mesh_spec))
+    results = None if sharding is None else (PartitionSpec(), (sharding.token_spec, sharding.spec))
     value_and_gradients = functools.partial(_value_and_gradients, sharding=sharding)
     return _shard_map(value_and_gradients, sharding, results)(hidden, head, targets, weights)
 
@@ -143,8 +143,8 @@ def _losses(
     peak = _reduce_over_vocab(lax.pmax, logits.max(axis=1, keepdims=True), sharding)
     exponentials = jnp.exp(logits - peak)
     sums = _reduce_over_vocab(lax.psum, exponentials.sum(axis=1, keepdims=True), sharding)
-    first = 0 if sharding is None else sharding.first_entry(head.shape[0])
-    is_target = (jnp.arange(head.shape[0]) + first)[None] == targets[:, None]
+    here = targets if sharding is None else sharding.local_ids(targets)
+    is_target = jnp.arange(head.shape[0])[None] == here[:, None]
     if sharding is None:
         target_logit = jnp.take_along_axis(logits, targets[:, None], axis=1)
     else:  # it may be another rank's

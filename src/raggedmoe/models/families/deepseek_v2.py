@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from raggedmoe.models.config import LatentConfig, ModelConfig, RopeConfig, YarnConfig
 from raggedmoe.moe.config import ExpertConfig, MoEConfig, RouterConfig
-from raggedmoe.moe.presets import PRESETS as LAYERS
 
 _YARN = YarnConfig(factor=40.0, original_length=4096, mscale=0.707, mscale_all_dim=0.707)
 _ROPE = RopeConfig(interleaved=True, yarn=_YARN)
@@ -17,7 +16,14 @@ _LITE = ModelConfig(
     num_layers=27,
     model_dim=2048,
     attention=_ATTENTION,
-    moe=LAYERS["deepseek-v2-lite"],
+    moe=MoEConfig(
+        num_experts=64,
+        experts_per_token=6,
+        model_dim=2048,
+        expert_dim=1408,
+        router=RouterConfig(normalize="none"),
+        experts=ExpertConfig(num_shared=2),
+    ),
     mlp_dim=10944,
     dense_layers=(0,),
     max_length=163840,
@@ -35,7 +41,13 @@ PRESETS: dict[str, ModelConfig] = {
             q_lora_rank=1536,
             rope=replace(_ROPE, yarn=replace(_YARN, mscale=1.0, mscale_all_dim=1.0)),
         ),
-        moe=LAYERS["deepseek-v2"],
+        moe=replace(
+            _LITE.moe,
+            num_experts=160,
+            model_dim=5120,
+            expert_dim=1536,
+            router=RouterConfig(normalize="none", num_groups=8, groups_per_token=3, group_score="max", scale=16.0),
+        ),
         mlp_dim=12288,
     ),
     "deepseek-v2-lite": _LITE,

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from raggedmoe.models.config import LatentConfig, ModelConfig, RopeConfig, YarnConfig
 from raggedmoe.moe.config import ExpertConfig, MoEConfig, RouterConfig
-from raggedmoe.moe.presets import PRESETS as LAYERS
 
 _YARN = YarnConfig(factor=40.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0)
 _ROPE = RopeConfig(interleaved=True, yarn=_YARN)
@@ -17,7 +16,14 @@ _V3 = ModelConfig(
     num_layers=61,
     model_dim=7168,
     attention=_ATTENTION,
-    moe=LAYERS["deepseek-v3"],
+    moe=MoEConfig(
+        num_experts=256,
+        experts_per_token=8,
+        model_dim=7168,
+        expert_dim=2048,
+        router=RouterConfig(score="sigmoid", selection_bias=True, num_groups=8, groups_per_token=4, scale=2.5),
+        experts=ExpertConfig(num_shared=1),
+    ),
     mlp_dim=18432,
     dense_layers=(0, 1, 2),
     mtp_layers=1,
@@ -34,7 +40,7 @@ PRESETS: dict[str, ModelConfig] = {
             num_heads=64,
             rope=RopeConfig(theta=50_000.0, interleaved=True, yarn=replace(_YARN, factor=32.0, beta_fast=1.0)),
         ),
-        moe=LAYERS["kimi-k2"],
+        moe=replace(_V3.moe, num_experts=384, router=RouterConfig(score="sigmoid", selection_bias=True, scale=2.827)),
         dense_layers=(0,),
         mtp_layers=0,
         max_length=131072,
@@ -96,7 +102,7 @@ PRESETS: dict[str, ModelConfig] = {
             experts_per_token=4,
             model_dim=64,
             expert_dim=32,
-            router=LAYERS["deepseek-v3"].router,
+            router=_V3.moe.router,
             experts=ExpertConfig(num_shared=1),
         ),
         mlp_dim=128,

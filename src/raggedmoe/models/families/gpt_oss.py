@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from raggedmoe.models.config import GroupedQueryConfig, ModelConfig, RopeConfig, YarnConfig
-from raggedmoe.moe.config import MoEConfig
-from raggedmoe.moe.presets import PRESETS as LAYERS
+from raggedmoe.moe.config import ExpertConfig, MoEConfig, RouterConfig
 
 _ROPE = RopeConfig(theta=150_000.0, yarn=YarnConfig(factor=32.0, original_length=4096, truncate=False))
 _ATTENTION = GroupedQueryConfig(
@@ -16,7 +15,14 @@ _20B = ModelConfig(
     num_layers=24,
     model_dim=2880,
     attention=_ATTENTION,
-    moe=LAYERS["gpt-oss-20b"],
+    moe=MoEConfig(
+        num_experts=32,
+        experts_per_token=4,
+        model_dim=2880,
+        expert_dim=2880,
+        router=RouterConfig(score="logits", normalize="softmax", logit_bias=True),
+        experts=ExpertConfig(activation="clamped_swiglu", biases=True),
+    ),
     windows=(128, None),
     norm_epsilon=1e-5,
     max_length=131072,
@@ -24,7 +30,7 @@ _20B = ModelConfig(
 
 PRESETS: dict[str, ModelConfig] = {
     "gpt-oss-20b": _20B,
-    "gpt-oss-120b": replace(_20B, num_layers=36, moe=LAYERS["gpt-oss-120b"]),
+    "gpt-oss-120b": replace(_20B, num_layers=36, moe=replace(_20B.moe, num_experts=128)),
     "gpt-oss-tiny": replace(
         _20B,
         vocab_size=256,
@@ -36,8 +42,8 @@ PRESETS: dict[str, ModelConfig] = {
             experts_per_token=2,
             model_dim=64,
             expert_dim=48,
-            router=LAYERS["gpt-oss-20b"].router,
-            experts=LAYERS["gpt-oss-20b"].experts,
+            router=_20B.moe.router,
+            experts=_20B.moe.experts,
         ),
         windows=(8, None),
         max_length=512,

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from raggedmoe.models.config import GroupedQueryConfig, ModelConfig, RopeConfig
 from raggedmoe.moe.config import MoEConfig
-from raggedmoe.moe.presets import PRESETS as LAYERS
 
 _ROPE = RopeConfig(theta=1e6)
 _8X7B = ModelConfig(
@@ -13,7 +12,7 @@ _8X7B = ModelConfig(
     num_layers=32,
     model_dim=4096,
     attention=GroupedQueryConfig(num_heads=32, num_kv_heads=8, head_dim=128, rope=_ROPE),
-    moe=LAYERS["mixtral-8x7b"],
+    moe=MoEConfig(num_experts=8, experts_per_token=2, model_dim=4096, expert_dim=14336),
     norm_epsilon=1e-5,
     max_length=32768,
 )
@@ -26,7 +25,7 @@ PRESETS: dict[str, ModelConfig] = {
         num_layers=56,
         model_dim=6144,
         attention=GroupedQueryConfig(num_heads=48, num_kv_heads=8, head_dim=128, rope=_ROPE),
-        moe=LAYERS["mixtral-8x22b"],
+        moe=MoEConfig(num_experts=8, experts_per_token=2, model_dim=6144, expert_dim=16384),
         max_length=65536,
     ),
     "mixtral-tiny": replace(

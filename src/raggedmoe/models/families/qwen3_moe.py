@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from raggedmoe.models.config import GroupedQueryConfig, ModelConfig, RopeConfig
 from raggedmoe.moe.config import MoEConfig
-from raggedmoe.moe.presets import PRESETS as LAYERS
 
 _ROPE = RopeConfig(theta=1e6)
 _30B = ModelConfig(
@@ -13,7 +12,7 @@ _30B = ModelConfig(
     num_layers=48,
     model_dim=2048,
     attention=GroupedQueryConfig(num_heads=32, num_kv_heads=4, head_dim=128, qk_norm="head", rope=_ROPE),
-    moe=LAYERS["qwen3-30b-a3b"],
+    moe=MoEConfig(num_experts=128, experts_per_token=8, model_dim=2048, expert_dim=768),
     mlp_dim=6144,
     max_length=40960,
 )
@@ -25,7 +24,7 @@ PRESETS: dict[str, ModelConfig] = {
         num_layers=94,
         model_dim=4096,
         attention=replace(_30B.attention, num_heads=64),
-        moe=LAYERS["qwen3-235b-a22b"],
+        moe=MoEConfig(num_experts=128, experts_per_token=8, model_dim=4096, expert_dim=1536),
         mlp_dim=12288,
     ),
     "qwen3-tiny": replace(
