@@ -1,6 +1,8 @@
 """Mixture-of-Experts for JAX: the fastest kernel that is proven correct on your hardware, and why."""
 
-from raggedmoe import interop as interop
+import importlib
+from typing import TYPE_CHECKING
+
 from raggedmoe.kernels.attention.api import attention as attention
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases as ExpertBiases
 from raggedmoe.kernels.expert_ffn.api import expert_ffn as expert_ffn
@@ -22,3 +24,13 @@ from raggedmoe.moe.module import MoE as MoE
 from raggedmoe.moe.records import MoEOutput as MoEOutput
 from raggedmoe.sharding.plan import Plan as Plan
 from raggedmoe.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from raggedmoe import interop as interop
+
+
+def __getattr__(name: str) -> object:
+    """Import `raggedmoe.interop` when it is first used: it is a quarter of what importing this package takes."""
+    if name != "interop":
+        raise AttributeError(f"module 'raggedmoe' has no attribute {name!r}")
+    return importlib.import_module("raggedmoe.interop")
