@@ -19,7 +19,8 @@ from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.rules import partition
 from tests.aot.hlo_collectives import collectives
 from tests.models.drawn import EINSUM, drawn_ids, drawn_params, quick_jit, tiny
-from tests.models.test_decoder import EPS, assert_same_gradients, loss_of
+from tests.models.test_decoder import EPS, loss_of
+from tests.models.test_mesh import assert_same_loss_and_gradients, on_one_device
 from tests.moe import numpy_layer
 from tests.moe.examples import (
     assert_agrees,
@@ -122,16 +123,14 @@ def test_a_decoder_takes_such_a_mesh():
     axes, mesh_axes = {"model": 2, "ep": 2, "fsdp": 2}, {"tensor": "model", "expert": "ep", "fsdp": "fsdp"}
     config = tiny("deepseek-v3-tiny", num_layers=2, dense_layers=(0,))
     params, ids = drawn_params(config), drawn_ids(config, 4, 12)
-    value, slopes = quick_jit(jax.value_and_grad(loss_of(config, ids, EINSUM)))(params)
+    on_one = on_one_device(config, params, ids)
     own = mesh_of(axes)
     mesh = logical_mesh(own, mesh_axes)
     places = {name: mesh.sharding(partition(name, spec, mesh.sizes)) for name, spec in param_specs(config).items()}
     here = jax.device_put(params, places), jax.device_put(ids, mesh.sharding(PartitionSpec(TOKEN_AXES)))
     execution = dataclasses.replace(EINSUM, scan_layers=False)
     loss = quick_jit(jax.value_and_grad(loss_of(config, here[1], execution, mesh=mesh)), out_shardings=(None, places))
-    found_value, found = loss(here[0])
-    np.testing.assert_allclose(found_value, value, rtol=8 * EPS)
-    assert_same_gradients(found, slopes, 64)
+    assert_same_loss_and_gradients(*loss(here[0]), *on_one)
     model = Decoder(config, params=here[0], execution=execution, mesh=own, mesh_axes=mesh_axes)
     expected = Decoder(config, params=params, execution=execution)(ids)
     assert_close(jax.jit(lambda ids: model(ids))(here[1]), expected)
