@@ -8,10 +8,11 @@ READY_TPU := $(VENV)/.ready-tpu
 # What is once compiled to bytecode is read by the next run, and by the processes that a test starts.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-as-shipped test-all test-tpu test-mutants lint format bench clean
+.PHONY: help native demo test test-as-shipped test-all test-tpu test-mutants lint format bench clean
 
 help:
 	@echo "make demo      train a small model on Python's own sources, a report of the run, a sample of its text"
+	@echo "make native    the C++ kernels for CPUs, if there is a compiler; the others call it"
 	@echo "make test      the tests"
 	@echo "make test-as-shipped   kernels compiled as users compile them, which takes longer"
 	@echo "make test-all  the tests, slow ones included"
@@ -33,7 +34,11 @@ $(READY_TPU): $(READY)
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[dev,tpu,tokamax]'
 	@touch $@
 
-demo: $(READY)
+# The C++ kernels for CPUs, built anew when their sources change; without a compiler it says so, and all works without.
+native: $(READY)
+	@$(BIN)/python -m raggedmoe.kernels.native
+
+demo: native
 	rm -rf out/make-demo
 	$(BIN)/raggedmoe train demo run_name=make-demo
 	$(BIN)/raggedmoe report out/make-demo
@@ -45,22 +50,22 @@ TESTS := $(BIN)/python -m pytest -n auto --dist worksteal
 # What `make test` runs; `.ci/run` also asks for what is marked `ci` and `tpu`.
 MARKS ?= not slow and not as_shipped and not ci and not tpu
 
-test: $(READY)
+test: native
 	QUICK_COMPILE=1 $(TESTS) -m '$(MARKS)'
 
-test-as-shipped: $(READY)
+test-as-shipped: native
 	$(TESTS) -m 'as_shipped and not slow' tests/kernels
 
-test-all: $(READY)
+test-all: native
 	$(TESTS)
 
-test-tpu: $(READY_TPU)
+test-tpu: $(READY_TPU) native
 	QUICK_COMPILE=1 $(TESTS) -m tpu
 	QUICK_COMPILE=1 $(TESTS) tests/kernels/test_interpreted.py
 	$(BIN)/python -m tests.aot.matrix --write docs/tpu-matrix.md
 
 SEED ?= 0
-test-mutants: $(READY)
+test-mutants: native
 	$(BIN)/python -m tests.mutants --seed $(SEED)
 
 lint: $(READY)
@@ -73,7 +78,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix src tests
 	$(BIN)/ruff format src tests
 
-bench: $(READY)
+bench: native
 	$(BIN)/raggedmoe bench grouped_matmul expert_ffn layer sweep train --plot out/bench.png
 
 clean:

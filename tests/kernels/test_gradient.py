@@ -10,7 +10,7 @@ import pytest
 from raggedmoe.kernels.catalog import operation
 from raggedmoe.kernels.registry import OPERATIONS
 from tests.kernels import numpy_oracle
-from tests.kernels.compare import FAST
+from tests.kernels.compare import FAST, IN_ANY_TYPE
 
 WHOLE = {  # each operation's integers
     "ragged_gather": {"indices": np.array([2, 0, 2, 9]), "inverse": np.array([[1, -1], [-1, -1], [0, 2]])},
@@ -51,7 +51,8 @@ def numpy_slope(name, point, direction, along):
 @pytest.mark.product
 @pytest.mark.parametrize(("name", "implementation"), FAST)
 def test_the_gradient_of_a_gradient_agrees_with_numpys_slopes(name, implementation):
-    with jax.enable_x64(True):
+    exact = (name, implementation) in IN_ANY_TYPE  # the others compute in float32, a few dozen terms of order 1
+    with jax.enable_x64(exact):
         point, along = drawn(name, 0), drawn(name, 1)[0]
         options = OPTIONS.get(name, {}) | jax.tree.map(jnp.asarray, WHOLE[name])
         function = functools.partial(operation(name).function, **options, implementation=implementation)
@@ -63,11 +64,12 @@ def test_the_gradient_of_a_gradient_agrees_with_numpys_slopes(name, implementati
             return sum((gradient * along[key]).sum() for key, gradient in gradients.items())
 
         arrays, cotangent = second(jax.tree.map(jnp.asarray, point))
+        bound = {"rtol": 1e-7, "atol": 1e-8} if exact else {"rtol": 1e-5, "atol": 1e-5}
         for seed in (2, 3):
             direction = drawn(name, seed)
             slope = sum((arrays[key] * turned).sum() for key, turned in direction[0].items())
             slope += (cotangent * direction[1]).sum()
-            np.testing.assert_allclose(slope, numpy_slope(name, point, direction, along), rtol=1e-7, atol=1e-8)
+            np.testing.assert_allclose(slope, numpy_slope(name, point, direction, along), **bound)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from raggedmoe import Directions, grouped_matmul
 from raggedmoe.kernels.catalog import operation
 from raggedmoe.kernels.value_and_gradients import value_and_gradients
-from tests.kernels.compare import FAST, beyond_rounding, on_cpu, oracle, run
+from tests.kernels.compare import FAST, IN_ANY_TYPE, beyond_rounding, on_cpu, oracle, run
 
 # For each operation a call that uses all of its arguments.
 SPECS = {
@@ -100,7 +100,8 @@ def test_repeated_calls_are_equal_bit_by_bit(name, implementation):
 
 # A CPU has no float16: the loops of chunked attention take it ten seconds.
 FLOAT16 = [
-    pytest.param(*case, id="-".join(case), marks=[pytest.mark.slow] if case[1] == "chunked" else []) for case in FAST
+    pytest.param(*case, id="-".join(case), marks=[pytest.mark.slow] if case[1] == "chunked" else [])
+    for case in IN_ANY_TYPE
 ]
 
 
@@ -116,7 +117,7 @@ def test_float16_is_accepted_and_kept(name, implementation):
 
 @pytest.mark.ci
 @pytest.mark.product
-@pytest.mark.parametrize(("name", "implementation"), FAST)
+@pytest.mark.parametrize(("name", "implementation"), IN_ANY_TYPE)
 def test_float64_is_accepted_and_kept(name, implementation):
     with jax.enable_x64(True):
         example = spec_of(name).example("float64")
@@ -191,7 +192,7 @@ def test_a_traced_group_offset_gives_the_rows_of_the_groups_held(implementation)
 @pytest.mark.ci
 @pytest.mark.product
 @pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
-@pytest.mark.parametrize("implementation", on_cpu("expert_ffn"), ids="expert_ffn-{}".format)
+@pytest.mark.parametrize("implementation", [other for name, other in IN_ANY_TYPE if name == "expert_ffn"])
 def test_a_mesh_of_either_axis_type_is_accepted(implementation, axis_type):
     """JAX infers no sharding for a ragged dot under explicit axes, the default of `jax.make_mesh`."""
     op = operation("expert_ffn")

@@ -163,7 +163,8 @@ def read_certificates(folder: Path | None = None) -> tuple[Certificate, ...]:
 def source_digest() -> str:
     """Hash all kernels' sources: implementations share code, so a change to one may be a change to another."""
     folder = Path(__file__).parent
-    files = [*sorted(folder.rglob("*.py")), folder.parent / "compat.py"]
+    sources = (path for suffix in ("py", "cc", "h", "inc") for path in sorted(folder.rglob(f"*.{suffix}")))
+    files = [*sources, folder.parent / "compat.py"]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 

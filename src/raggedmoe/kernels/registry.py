@@ -62,6 +62,8 @@ class Implementation:
     why_not: Callable[[Call, Hardware], str | None] = _no_reason  # why it cannot run; None: it can
     auto_why_not: Callable[[Call, Hardware], str | None] = _no_reason  # why auto passes it over though it can run
     note: Callable[[Call, Hardware], str | None] = _no_reason  # what a user should know of its cost there
+    # Like forward, but also returns what it computed on its way that the operation's backward passes can use.
+    forward_keeping: Callable[..., Any] | None = None
     takes_hardware: bool = False  # its functions have a keyword `hardware`, the chip that they are compiled for
 
     @property
@@ -126,8 +128,15 @@ class Selection:
     @property
     def function(self) -> Callable[..., Any]:
         """The function that computes the call: equal selections give the very same one, so that traces are shared."""
-        plain = self.chosen.forward if self.call.direction == FORWARD else self.chosen.backward
-        return _for_hardware(plain, self.hardware) if self.chosen.takes_hardware else plain
+        return self._bound(self.chosen.forward if self.call.direction == FORWARD else self.chosen.backward)
+
+    @property
+    def function_keeping(self) -> Callable[..., Any] | None:
+        """The function that also returns what the backward pass can use, where there is one."""
+        return None if self.chosen.forward_keeping is None else self._bound(self.chosen.forward_keeping)
+
+    def _bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return _for_hardware(function, self.hardware) if self.chosen.takes_hardware else function
 
 
 @functools.cache
@@ -263,6 +272,7 @@ class Kernels:
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
+    forward_keeping: Callable[..., Any] | None = None
 
 
 def select_kernels(
@@ -278,7 +288,7 @@ def select_kernels(
         select(Call(operation=operation, arrays=arrays, options=options, direction=direction), choice, hardware)
         for direction in (FORWARD, BACKWARD)
     )
-    return Kernels(forward.function, backward.function)
+    return Kernels(forward.function, backward.function, forward.function_keeping)
 
 
 _recorded: contextvars.ContextVar[list[Selection] | None] = contextvars.ContextVar("recorded", default=None)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
 from raggedmoe.hardware import Hardware, target_hardware
@@ -35,6 +36,13 @@ class ExpertWeights(NamedTuple):
     wi_1: Float[Array, "G F D"] | None
     wo: Float[Array, "G F D"]
     biases: ExpertBiases | None
+
+
+class KeptSums(NamedTuple):
+    """The activation's arguments, with biases, in the type of the rows. The forward pass keeps them for the backward."""
+
+    gate: Float[Array, "R F"]
+    up: Float[Array, "R F"] | None
 
 
 @dataclass(frozen=True)
@@ -136,32 +144,50 @@ def _value(static, rows, weights, bounds):
     return static.kernels.forward(rows, weights, bounds, activation=static.activation)
 
 
+def _value_keeping(static, rows, weights, bounds):
+    return static.kernels.forward_keeping(rows, weights, bounds, activation=static.activation)
+
+
 def _forward(static, rows, weights, bounds):
-    return _expert_ffn(static, rows, weights, bounds), (rows, weights, bounds)
+    if static.kernels.forward_keeping is None:
+        return _expert_ffn(static, rows, weights, bounds), (rows, weights, bounds, None)
+    out, kept = _expert_ffn_keeping(static, rows, weights, bounds)
+    return out, (rows, weights, bounds, jax.tree.map(lambda sums: checkpoint_name(sums, "moe_up"), kept))
 
 
 def _backward(static, residuals, cotangent):
     return *_gradients(static, *residuals, cotangent), None
 
 
-def _gradients_value(static, rows, weights, bounds, cotangent):
-    return static.kernels.backward(rows, weights, bounds, cotangent, activation=static.activation)
+def _forward_keeping(static, rows, weights, bounds):
+    return _expert_ffn_keeping(static, rows, weights, bounds), (rows, weights, bounds, None)
 
 
-def _gradients_forward(static, rows, weights, bounds, cotangent):
-    return _gradients(static, rows, weights, bounds, cotangent), (rows, weights, bounds, cotangent)
+def _backward_keeping(static, residuals, cotangents):
+    """Only the result has a cotangent: what is kept is used by gradients whose derivatives do without it."""
+    return _backward(static, residuals, cotangents[0])
+
+
+def _gradients_value(static, rows, weights, bounds, kept, cotangent):
+    options = {} if kept is None else {"kept": kept}
+    return static.kernels.backward(rows, weights, bounds, cotangent, activation=static.activation, **options)
+
+
+def _gradients_forward(static, rows, weights, bounds, kept, cotangent):
+    return _gradients(static, rows, weights, bounds, kept, cotangent), (rows, weights, bounds, kept, cotangent)
 
 
 def _gradients_backward(static, residuals, cotangents):
     """Derivatives of the gradients, hence of any order, are the reference's."""
-    rows, weights, bounds, cotangent = residuals
+    rows, weights, bounds, kept, cotangent = residuals
 
     def gradients(rows, weights, cotangent):
         return reference.backward(rows, weights, bounds, cotangent, activation=static.activation)
 
     drows, dweights, dcotangent = jax.vjp(gradients, rows, weights, cotangent)[1](cotangents)
-    return drows, dweights, None, dcotangent
+    return drows, dweights, None, jax.tree.map(jnp.zeros_like, kept), dcotangent
 
 
 _expert_ffn = with_gradient(_value, _forward, _backward)
+_expert_ffn_keeping = with_gradient(_value_keeping, _forward_keeping, _backward_keeping)
 _gradients = with_gradient(_gradients_value, _gradients_forward, _gradients_backward)

@@ -57,6 +57,7 @@ IMPLEMENTATION = Implementation(
     operation="expert_ffn",
     name="cpu",
     forward=forward,
+    forward_keeping=functools.partial(matmuls.forward_keeping, grouped_matmul),
     backward=functools.partial(matmuls.backward, grouped_matmul),
     rank={"cpu": 10},
     proofs=PLAIN_XLA,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from raggedmoe.kernels.arrays import accumulator
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
-from raggedmoe.kernels.expert_ffn.api import ExpertBiases, ExpertWeights
+from raggedmoe.kernels.expert_ffn.api import ExpertBiases, ExpertWeights, KeptSums
 from raggedmoe.kernels.grouped_matmul.api import group_of_row
 
 
@@ -33,17 +33,34 @@ def up_projections(matmul, rows, weights, bounds):
 
 def forward(matmul, rows, weights, bounds, activation):
     """Compute the three matmuls and the activation between them."""
-    hidden = ACTIVATIONS[activation](*up_projections(matmul, rows, weights, bounds)).astype(rows.dtype)
+    return forward_keeping(matmul, rows, weights, bounds, activation)[0]
+
+
+def forward_keeping(matmul, rows, weights, bounds, activation):
+    """Like `forward`, but also returns the activation's arguments, in the type of the rows."""
+    sums = KeptSums(*up_projections(matmul, rows, weights, bounds))
+    return project_down(matmul, sums, rows, weights, bounds, activation), jax.tree.map(
+        lambda s: s.astype(rows.dtype), sums
+    )
+
+
+def project_down(matmul, sums, rows, weights, bounds, activation):
+    """Compute the activation and the matmul after it."""
+    hidden = ACTIVATIONS[activation](*sums).astype(rows.dtype)
     if weights.biases is None:
         return matmul.forward(hidden, weights.wo, bounds, transpose_rhs=False, out_dtype=rows.dtype)
     out = matmul.forward(hidden, weights.wo, bounds, transpose_rhs=False, out_dtype=accumulator(rows.dtype))
     return add_bias(out, weights.biases.wo, bounds).astype(rows.dtype)
 
 
-def backward(matmul, rows, weights, bounds, cotangent, activation):
-    """Compute the gradients of the rows and of all weights; the activation's arguments are computed again."""
+def backward(matmul, rows, weights, bounds, cotangent, activation, kept=None):
+    """Compute the gradients of the rows and of all weights; the activation's arguments again, if they were not kept."""
     wide, dtype = accumulator(rows.dtype), rows.dtype
-    hidden, activation_vjp = jax.vjp(ACTIVATIONS[activation], *up_projections(matmul, rows, weights, bounds))
+    if kept is None:
+        sums = up_projections(matmul, rows, weights, bounds)
+    else:
+        sums = jax.tree.map(lambda array: array.astype(wide), tuple(kept))
+    hidden, activation_vjp = jax.vjp(ACTIVATIONS[activation], *sums)
     dhidden = matmul.forward(cotangent, weights.wo, bounds, transpose_rhs=True, out_dtype=wide)
     dgate, dup = jax.tree.map(lambda sums: sums.astype(dtype), activation_vjp(dhidden))
     drows = matmul.forward(dgate, weights.wi_0, bounds, transpose_rhs=False, out_dtype=wide)

@@ -130,13 +130,13 @@ def forward(rows, weights, bounds, *, activation, hardware, tiles=None):
     return pallas_tpu_kernel.forward(rows, weights, bounds, activation=activation, tiles=tiles, vmem_limit=limit)
 
 
-def backward(rows, weights, bounds, cotangent, *, activation, hardware):
+def backward(rows, weights, bounds, cotangent, *, activation, hardware, kept=None):
     """Compute the gradients by our grouped matmuls, those of the three projections again among them."""
     matmul = SimpleNamespace(
         forward=functools.partial(grouped_matmul.forward, hardware=hardware),
         transposed_matmul=functools.partial(grouped_matmul.transposed_matmul, hardware=hardware),
     )
-    return matmuls.backward(matmul, rows, weights, bounds, cotangent, activation)
+    return matmuls.backward(matmul, rows, weights, bounds, cotangent, activation, kept)
 
 
 def why_not(call: Call, hardware: Hardware) -> str | None:

@@ -36,7 +36,7 @@ def forward_with(function, rows, weights, bounds):
     return out.astype(rows.dtype)
 
 
-def backward(rows, weights, bounds, cotangent, *, activation):
+def backward(rows, weights, bounds, cotangent, *, activation, kept=None):
     wide = accumulator(rows.dtype)
 
     def whole(rows, weights):

@@ -21,6 +21,7 @@ IMPLEMENTATION = Implementation(
     operation="expert_ffn",
     name="xla",
     forward=functools.partial(matmuls.forward, grouped_matmul),
+    forward_keeping=functools.partial(matmuls.forward_keeping, grouped_matmul),
     backward=functools.partial(matmuls.backward, grouped_matmul),
     rank={"cpu": 20, "gpu": 20, "tpu": 20},
     proofs=COMPILED_XLA,

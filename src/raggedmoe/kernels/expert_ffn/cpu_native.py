@@ -1,0 +1,75 @@
+"""`expert_ffn` for CPUs in C++ (cpu_native.cc): both projections of a tile of rows while its hidden rows are in cache.
+
+Differentiated, the forward pass keeps the activation's arguments for the backward pass, which computes the hidden rows
+again from them, an expert at a time, and every gradient once.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
+from raggedmoe.kernels.expert_ffn.api import ExpertBiases, ExpertWeights, KeptSums
+from raggedmoe.kernels.native.library import native_call, native_why_not
+from raggedmoe.kernels.proof import Level, Proof
+from raggedmoe.kernels.registry import Call, Implementation
+
+NUMBERS = {name: number for number, name in enumerate(ACTIVATIONS)}  # as in matmul_types.h
+
+
+def forward(rows, weights, bounds, *, activation):
+    return _forward(rows, weights, bounds, activation, keep=False)[0]
+
+
+def forward_keeping(rows, weights, bounds, *, activation):
+    out, gate, up = _forward(rows, weights, bounds, activation, keep=True)
+    return out, KeptSums(gate, None if weights.wi_1 is None else up)
+
+
+def _forward(rows, weights, bounds, activation, *, keep):
+    sums = (rows.shape[0], weights.wi_0.shape[1])
+    shapes = rows.shape, sums if keep else (0,), sums if keep and weights.wi_1 is not None else (0,)
+    operands = rows, *_operands(weights, rows), bounds
+    out = [(shape, rows.dtype) for shape in shapes]
+    return native_call("raggedmoe_expert_ffn", out, *operands, activation=NUMBERS[activation])
+
+
+def backward(rows, weights, bounds, cotangent, *, activation, kept=None):
+    arrays = rows, *_operands(weights, rows)
+    sums = (_or_empty(array, rows) for array in kept or (None, None))
+    out = [(array.shape, rows.dtype) for array in arrays]
+    drows, dwi_0, dwi_1, dwo, dbias_0, dbias_1, dbias_wo = native_call(
+        "raggedmoe_expert_ffn_gradients", out, *arrays, bounds, *sums, cotangent, activation=NUMBERS[activation]
+    )
+    gated, biases = weights.wi_1 is not None, weights.biases
+    if biases is not None:
+        gradients = ExpertBiases(dbias_0, dbias_1 if gated else None, dbias_wo)
+        biases = jax.tree.map(lambda gradient, bias: gradient.astype(bias.dtype), gradients, biases)
+    return drows, ExpertWeights(dwi_0, dwi_1 if gated else None, dwo, biases)
+
+
+def _operands(weights, rows):
+    """All weights and biases, in the order of the C++ function, in the type of the rows."""
+    biases = (None, None, None) if weights.biases is None else weights.biases
+    return [_or_empty(array, rows) for array in (weights.wi_0, weights.wi_1, weights.wo, *biases)]
+
+
+def _or_empty(array, rows):
+    return jnp.zeros(0, rows.dtype) if array is None else array.astype(rows.dtype)
+
+
+def why_not(call: Call, hardware: Hardware) -> str | None:
+    """Say why it cannot run."""
+    return native_why_not(call, hardware, call.arrays["rows"].dtype)
+
+
+IMPLEMENTATION = Implementation(
+    operation="expert_ffn",
+    name="cpu_native",
+    forward=forward,
+    forward_keeping=forward_keeping,
+    backward=backward,
+    rank={"cpu": 5},
+    proofs=(Proof(level=Level.RUN, platforms=("cpu",), shown_by="make test"),),
+    why_not=why_not,
+)

@@ -1,0 +1,96 @@
+// What the tile kernels of every instruction set share, and the table through which operations call them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <type_traits>
+
+#define RAGGEDMOE_INLINE inline __attribute__((always_inline))
+
+namespace raggedmoe {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+constexpr int64_t KC = 256;             // the depth of a panel: with 32 columns 32 KiB, in the first cache
+constexpr int64_t MAX_TILE_ROWS = 256;  // of a tile: with that depth 256 KiB, in the second cache
+constexpr int64_t TILE_COLS = 256;
+constexpr int64_t FEW_ROWS = 6;  // up to which a matrix is streamed, not packed
+
+// A matrix in memory: element (i, j) is at data[i * row + j * col].
+template <class T>
+struct View {
+  const T* data;
+  int64_t row, col;
+};
+
+// sum_k a[m, k] b[k, n] for k < num_k.
+template <class T>
+struct Product {
+  View<T> a, b;
+  int64_t num_k;
+};
+
+// Numbers whose place is kept from one use to the next, and whose values are not.
+class Memory {
+ public:
+  float* at_least(int64_t size) {
+    if (size > size_) {
+      numbers_.reset(static_cast<float*>(std::aligned_alloc(64, (size * sizeof(float) + 63) / 64 * 64)));
+      if (numbers_ == nullptr) throw std::bad_alloc();
+      size_ = size;
+    }
+    return numbers_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(float* numbers) const { std::free(numbers); }
+  };
+  std::unique_ptr<float, Free> numbers_;
+  int64_t size_ = 0;
+};
+
+// What a thread needs for a tile.
+struct Scratch {
+  Memory panels, rows, sums;
+};
+
+enum class Activation : int64_t { SILU, GELU, GELU_TANH, RELU2, CLAMPED_SWIGLU };
+
+// Where a tile of each argument and result of an activation begins, and how far its rows are apart.
+template <class T>
+struct Line {
+  T* data;
+  int64_t row;
+};
+
+// One instruction set's kernels on a tile, for operands of type T.
+template <class T>
+struct Kernels {
+  void (*multiply)(const Product<T>*, int num_products, int64_t rows, int64_t cols, T* out, int64_t out_row, Scratch&);
+  void (*multiply_wide)(const Product<T>*, int num_products, int64_t rows, int64_t cols, float* out, int64_t out_row,
+                        Scratch&);
+  // hidden = activation(gate, up) of a row. up is null for ungated experts.
+  void (*activate)(Activation, const float* gate, const float* up, T* hidden, int64_t length);
+  // From the arguments of an activation and its result's cotangent: the result again, and both arguments' cotangents,
+  // these multiplied by `weight`. Returns the sum of hidden times dhidden.
+  float (*differentiate)(Activation, const float* gate, const float* up, const float* dhidden, float weight, T* hidden,
+                         T* dgate, T* dup, int64_t length);
+  void (*add)(const T* bias, float* sums, int64_t length);       // sums += bias
+  void (*add_scaled)(float scale, const T* row, float* sums, int64_t length);  // sums += scale * row
+  float (*dot)(const T* a, const T* b, int64_t length);
+  void (*widen)(const T* from, float* to, int64_t length);
+  void (*narrow)(const float* from, T* to, int64_t length);
+};
+
+// Those of the best instruction set that this processor has, or that RAGGEDMOE_CPU_ISA names.
+template <class T>
+const Kernels<T>& kernels();
+
+}  // namespace raggedmoe

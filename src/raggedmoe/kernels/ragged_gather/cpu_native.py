@@ -1,0 +1,57 @@
+"""`ragged_gather` for CPUs in C++ (cpu_native.cc): rows are copied on all threads, and only the valid ones are read."""
+
+import jax.numpy as jnp
+
+from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.native.library import native_call, native_why_not
+from raggedmoe.kernels.proof import Level, Proof
+from raggedmoe.kernels.ragged_gather import xla
+from raggedmoe.kernels.registry import BACKWARD, Call, Implementation
+
+
+def forward(x, indices, start, end, weights):
+    out = (indices.shape[0], x.shape[1]), x.dtype
+    return native_call("raggedmoe_gather", out, x, indices, jnp.stack([start, end]), optional_weights(weights))
+
+
+def backward(x, indices, start, end, weights, inverse, cotangent):
+    if inverse is None:
+        return xla.backward(x, indices, start, end, weights, inverse, cotangent)
+    # Imported here because that file's backward pass is this one's forward.
+    from raggedmoe.kernels.ragged_gather_reduce import cpu_native as ragged_gather_reduce
+
+    dweights = slots = None
+    if weights is not None:
+        dweights = ragged_gather_reduce.row_dots(x, indices[:, None], start, end, cotangent, range_of_lines=True)
+        dweights, slots = dweights[:, 0].astype(weights.dtype), jnp.take(weights, inverse, mode="clip")
+    return ragged_gather_reduce.forward(cotangent, inverse, start, end, slots), dweights
+
+
+def optional_weights(weights):
+    """The weights as the C++ functions read them: none are an empty array."""
+    return jnp.zeros(0) if weights is None else weights.astype(jnp.float32)
+
+
+def why_not(call: Call, hardware: Hardware) -> str | None:
+    """Say why it cannot run."""
+    rows, weights = call.arrays["x" if "x" in call.arrays else "rows"], call.arrays.get("weights")
+    if weights is not None and weights.dtype == jnp.float64:
+        return "it multiplies by weights in float32, not in float64"
+    return native_why_not(call, hardware, rows.dtype)
+
+
+def note(call: Call, hardware: Hardware) -> str | None:
+    """Cost caveat shown by `explain`."""
+    return xla.note(call, hardware) if call.direction == BACKWARD and "inverse" not in call.arrays else None
+
+
+IMPLEMENTATION = Implementation(
+    operation="ragged_gather",
+    name="cpu_native",
+    forward=forward,
+    backward=backward,
+    rank={"cpu": 5},
+    proofs=(Proof(level=Level.RUN, platforms=("cpu",), shown_by="make test"),),
+    why_not=why_not,
+    note=note,
+)
