@@ -39,7 +39,7 @@ class ExpertWeights(NamedTuple):
 
 
 class KeptSums(NamedTuple):
-    """The activation's arguments, with biases, in the type of the rows. The forward pass keeps them for the backward."""
+    """The activation's arguments, with biases, in the rows' type. The forward pass keeps them for the backward."""
 
     gate: Float[Array, "R F"]
     up: Float[Array, "R F"] | None
