@@ -84,14 +84,14 @@ void project_up(const Sizes& sizes, const T* rows, const Weights<T>& weights, co
   const int64_t num_rows = block.last - block.first, cols = last_col - first_col, D = sizes.width;
   const View<T> a{rows + block.first * D, D, 1};
   const int64_t column = block.group * sizes.hidden + first_col;
-  const auto project = [&](const T* matrix, const T* bias, float* sums) {
-    const Product<T> product{a, View<T>{matrix + column * D, 1, D}, D};
-    tile.multiply_wide(&product, 1, num_rows, cols, sums, out_row, scratch.tile);
-    if (bias != nullptr)
-      for (int64_t m = 0; m < num_rows; ++m) tile.add(bias + column, sums + m * out_row, cols);
-  };
-  project(weights.wi_0, weights.bias_wi_0, gate);
-  if (up != nullptr) project(weights.wi_1, weights.bias_wi_1, up);
+  const Product<T> product{a, View<T>{weights.wi_0 + column * D, 1, D}, D};
+  const T* other = up == nullptr ? nullptr : weights.wi_1 + column * D;
+  tile.multiply_pair(product, other, num_rows, cols, gate, up, out_row, scratch.tile);
+  if (weights.bias_wi_0 == nullptr) return;
+  for (int64_t m = 0; m < num_rows; ++m) {
+    tile.add(weights.bias_wi_0 + column, gate + m * out_row, cols);
+    if (up != nullptr) tile.add(weights.bias_wi_1 + column, up + m * out_row, cols);
+  }
 }
 
 template <class T>

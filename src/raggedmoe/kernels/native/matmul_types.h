@@ -76,6 +76,9 @@ struct Kernels {
   void (*multiply)(const Product<T>*, int num_products, int64_t rows, int64_t cols, T* out, int64_t out_row, Scratch&);
   void (*multiply_wide)(const Product<T>*, int num_products, int64_t rows, int64_t cols, float* out, int64_t out_row,
                         Scratch&);
+  // The columns of a matrix lie in one piece here, and so do those of another one for the same rows, or there is none.
+  void (*multiply_pair)(const Product<T>&, const T* other, int64_t rows, int64_t cols, float* out, float* other_out,
+                        int64_t out_row, Scratch&);
   // hidden = activation(gate, up) of a row. up is null for ungated experts.
   void (*activate)(Activation, const float* gate, const float* up, T* hidden, int64_t length);
   // From the arguments of an activation and its result's cotangent: the result again, and both arguments' cotangents,
