@@ -7,9 +7,21 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from raggedmoe.sharding.stage import PER_SHARD, REPLICATED, TOKENS, Placement, make_record, register_record
+from raggedmoe.moe.config import MoEConfig
+from raggedmoe.moe.execution import MoEExecution
+from raggedmoe.sharding.stage import PER_SHARD, REPLICATED, TOKENS, OnMesh, Placement, make_record, register_record
 
 MoEParams = Mapping[str, Any]  # arrays by the names of `MoEConfig.param_specs`, or those of them that a stage uses
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSettings:
+    """What the stages of a layer are given beside arrays. It is the same on all devices."""
+
+    config: MoEConfig
+    execution: MoEExecution
+    on_mesh: OnMesh  # whose axes the collectives go over
+    num_sequences: int  # on each device, if something is counted in each sequence
 
 
 @register_record

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import overload
 
+import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA, FSDP, EXPERT, TENSOR = "data", "fsdp", "expert", "tensor"
@@ -53,6 +54,11 @@ class LogicalMesh:
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """The sharding of an array that is split over logical axes."""
         return NamedSharding(self.mesh, self.spec(spec))
+
+
+def shard_tokens(x: jax.Array, mesh: LogicalMesh | None) -> jax.Array:
+    """Activations whose first dimension, tokens or sequences, is split over all axes that split tokens."""
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, mesh.sharding(PartitionSpec(TOKEN_AXES)))
 
 
 def split_over(mesh: LogicalMesh | None, num: int, what: str, instead: str = "smaller degrees") -> int:

@@ -21,13 +21,6 @@ from raggedmoe.sharding.stage import TOKENS, OnMesh, Placement, stage
 Weights = dict[str, Any]
 
 
-def shard_by_sequence(x: Float[Array, "B ..."], mesh: LogicalMesh | None) -> Float[Array, "B ..."]:
-    """Activations with their sequences split over all axes that split tokens."""
-    if mesh is None:
-        return x
-    return lax.with_sharding_constraint(x, mesh.sharding(PartitionSpec(TOKEN_AXES)))
-
-
 def all_gather_dense_weights(weights: Weights, specs: Specs, mesh: LogicalMesh | None, dtype: Any) -> Weights:
     """Gather the dense weights of matmuls over the axes that split their width, in the type that they are used in.
 
