@@ -117,7 +117,7 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_another(tmp_path, there):
 
 def test_given_parameters_are_put_in_their_places():
     params, template = drawn_params(WHOLE.model), state_template(WHOLE, SPLIT).params
-    found = SPLIT.put_params(params, template)
+    found = SPLIT.put(params, template)
     assert_same_bits(found, params)
     assert all(found[name].sharding == template[name].sharding for name in params)
 

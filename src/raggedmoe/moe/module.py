@@ -17,7 +17,7 @@ from raggedmoe.moe.layer import DEFAULT_EXECUTION, moe_route_and_compute
 from raggedmoe.moe.records import MoEOutput, MoEParams
 from raggedmoe.params import check_param, check_params
 from raggedmoe.sharding.axes import LogicalMesh, MeshAxes, logical_mesh
-from raggedmoe.sharding.rules import draw_params
+from raggedmoe.sharding.rules import make_params
 
 
 class SelectionBias(nnx.Variable):
@@ -62,12 +62,8 @@ class MoE(nnx.Module):
         check_execution(config, execution)
         check_has_mesh(strategy_name(config, execution), mesh)
         self.config, self.execution, self.mesh = config, execution, logical_mesh(mesh, mesh_axes)
-        if (rngs is None) == (params is None):
-            raise ValueError("expected rngs for new parameters or params for given ones, got both or neither")
         specs = config.param_specs()
-        if params is None:
-            assert rngs is not None
-            params = draw_params(specs, rngs.params(), self.mesh, execution.tensor_split)
+        params = make_params(specs, params, rngs, self.mesh, execution.tensor_split)
         for name, spec in specs.items():
             kind = SelectionBias if name == "router_selection_bias" else nnx.Param
             setattr(self, name, kind(jnp.asarray(params[name]), axes=spec.axes))

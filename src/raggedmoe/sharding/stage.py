@@ -88,14 +88,15 @@ class OnMesh:
         with jax.named_scope(stage.__name__):
             if self.mesh is None:
                 return stage(*args, **static)
-            arguments, result = jax.tree.map(self.placement, stage.placements)
+            arguments, result = placements = jax.tree.map(self.placement, stage.placements)
+            in_specs, out_specs = jax.tree.map(self.mesh.spec, jax.tree.map(lambda place: place.specs, placements))
 
             def on_device(*parts: Any) -> Any:
                 out = stage(*map(_drop_device_dim, arguments, parts), **static)
                 return jax.tree.map(_add_device_dim, result, out)
 
-            specs = {"in_specs": self._specs(arguments), "out_specs": self._specs(result)}
-            return jax.shard_map(on_device, mesh=self.mesh.mesh, **specs, check_vma=stage.checked)(*args)
+            options = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": stage.checked}
+            return jax.shard_map(on_device, mesh=self.mesh.mesh, **options)(*args)
 
     @property
     def splits_width(self) -> bool:
@@ -105,10 +106,6 @@ class OnMesh:
     def placement(self, place: Placement) -> Placement:
         """Where something lies with this split."""
         return place.width_split if place.width_split and self.splits_width else place
-
-    def _specs(self, places: Any) -> Any:
-        assert self.mesh is not None
-        return jax.tree.map(self.mesh.spec, jax.tree.map(lambda place: place.specs, places))
 
     def size(self, *logical: str) -> int:
         """Devices along these logical axes together."""
