@@ -48,10 +48,10 @@ def run_attention(
         implementation=context.implementation,
         hardware=context.hardware,
     )
-    given: dict[str, Any] = {"positions": context.slots, "segments": context.segments, "sinks": sinks}
+    options: dict[str, Any] = {"positions": context.slots, "segments": context.segments, "sinks": sinks}
     if context.mesh is None:
-        return compute(query, key, value, **given)
-    return sharded_attention(compute, context.mesh, query, key, value, given)
+        return compute(query, key, value, **options)
+    return sharded_attention(compute, context.mesh, query, key, value, options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,7 @@ def moe_route_and_compute(
         x = jnp.where(mask[:, None], x, 0)
     routing = on_mesh(
         route,
-        *(x, gather_router(params, config, on_mesh), mask, key, token_ids, replay),
+        *(x, gather_router(params, settings), mask, key, token_ids, replay),
         config=config.router,
         experts_per_token=config.experts_per_token,
         num_sequences=sequences,
@@ -99,7 +99,7 @@ def routed_experts(
     """
     execution, on_mesh = settings.execution, settings.on_mesh
     run = functools.partial(on_mesh, settings=settings)
-    weights, up_biases = gather_experts(params, settings.config, on_mesh, x.dtype)
+    weights, up_biases = gather_experts(params, settings, x.dtype)
     width = x.shape[1] // on_mesh.size(TENSOR) if on_mesh.splits_width else x.shape[1]
     width_parts = even_parts(width, execution.width_chunks)
     outputs, dropped = [], jnp.zeros((), jnp.int32)
@@ -142,7 +142,7 @@ def _concatenate_chunks(chunks: list[Float[Array, "_ _"]], on_mesh: OnMesh, dim:
 
 
 def even_parts(size: int, num_parts: int) -> list[slice]:
-    """So many parts, whose sizes differ by one at most, or fewer where some would be empty."""
+    """Cut a size into so many parts that differ by one at most, or into fewer where some would be empty."""
     bounds = sorted({size * i // num_parts for i in range(num_parts + 1)})
     return [slice(start, end) for start, end in itertools.pairwise(bounds)] or [slice(0, 0)]
 

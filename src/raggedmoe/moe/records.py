@@ -53,16 +53,13 @@ class RouteOutput:
 
 
 # On a mesh: what there is of each token (expert choice: of each device's tokens) is split, the rest is of all.
-_OF_TOKENS = ("experts", "tokens", "mask", "weights")
-RouteOutput.PLACEMENT = Placement(
-    make_record(
-        RouteOutput, {f.name: (TOKENS if f.name in _OF_TOKENS else REPLICATED).specs for f in fields(RouteOutput)}
-    )
-)
+_SPECS = {field.name: REPLICATED.specs for field in fields(RouteOutput)}
+_SPECS |= dict.fromkeys(("experts", "tokens", "mask", "weights"), TOKENS.specs)
+RouteOutput.PLACEMENT = Placement(make_record(RouteOutput, _SPECS))
 
 
 class Moves(NamedTuple):
-    """Which rows go to which rank, and where they lie on both sides. P: ranks."""
+    """A record of which rows go to which rank, and where they lie on both sides. P: ranks."""
 
     sent: Int[Array, " P"]  # rows for each rank, of those that have room there
     sent_from: Int[Array, " P"]  # where they begin in this rank's rows

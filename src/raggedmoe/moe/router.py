@@ -68,13 +68,15 @@ def route(
     if config.selection == "expert_choice":
         if replay is not None:
             raise ValueError("replay gives experts for each token, expert choice picks tokens; use another selection")
+        assert capacity is not None  # an MoEConfig with expert choice has a capacity_factor
         tokens, weights, counts = choose_tokens(scores, params, config, mask, capacity)
     else:
         if replay is not None:
             experts = check_replay(replay, x.shape[0], experts_per_token, num_experts)
         else:
-            where: dict[str, Any] = {"first_token": first_token, "axes": axes}
-            experts = select_experts(scores, params, config, experts_per_token, mask, key, token_ids, **where)
+            experts = select_experts(
+                scores, params, config, experts_per_token, mask, key, token_ids, first_token=first_token, axes=axes
+            )
         weights = combine_weights(scores, experts, params, config)
         routed = mask[:, None] & (experts >= 0) & (experts < num_experts)
         if replay is not None:  # what is chosen here is never named twice
@@ -122,7 +124,7 @@ def uniform_of_tokens(
     """Numbers in [0, 1) for each token: from a key of its own, so that they are the same however tokens are split."""
     tokens = first_token + jnp.arange(num_tokens, dtype=jnp.int32)
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, tokens)
-    return jax.vmap(lambda own: jax.random.uniform(own, (num,), dtype))(keys)
+    return jax.vmap(lambda token_key: jax.random.uniform(token_key, (num,), dtype))(keys)
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:
@@ -236,7 +238,7 @@ def is_repeated(experts: Int[Array, "T K"]) -> Bool[Array, "T K"]:
 
 
 def check_replay(replay: jax.Array, num_tokens: int, experts_per_token: int, num_experts: int) -> jax.Array:
-    """As int32; what can be seen to be wrong, by its shape, or by its values if they are here, is refused."""
+    """Recorded experts as int32. What is wrong by its shape, or by its values where they can be seen, is refused."""
     expected = (num_tokens, experts_per_token)
     if replay.shape != expected or not jnp.issubdtype(replay.dtype, jnp.integer):
         raise ValueError(
@@ -260,14 +262,12 @@ def choose_tokens(
     params: MoEParams,
     config: RouterConfig,
     mask: Bool[Array, " T"],
-    capacity: int | None,
+    capacity: int,
 ) -> tuple[Int[Array, "E C"], Float[Array, "E C"], Int[Array, " E"]]:
     """The tokens that score highest with each expert, which takes them, their weights, and how many there are.
 
     That is balanced by construction, so there is no balance loss.
     """
-    if capacity is None:
-        raise ValueError("selection='expert_choice' needs a capacity, got None; give the MoEConfig a capacity_factor")
     # A token whose scores are NaN comes last: it does not take other tokens' places.
     ranking = lax.stop_gradient(jnp.where(mask[:, None] & ~jnp.isnan(scores), scores, -jnp.inf))
     tokens = lax.top_k(ranking.T, capacity)[1]
@@ -276,5 +276,5 @@ def choose_tokens(
     scale = params.get("router_expert_scale")
     if scale is not None:
         weights = weights * scale[:, None].astype(weights.dtype)
-    chosen = jnp.where(taken, tokens, scores.shape[0])
-    return chosen, jnp.where(taken, weights, 0), taken.sum(1, dtype=jnp.int32)
+    tokens, weights = jnp.where(taken, tokens, scores.shape[0]), jnp.where(taken, weights, 0)
+    return tokens, weights, taken.sum(1, dtype=jnp.int32)

@@ -104,10 +104,10 @@ def logical_mesh(
         return LogicalMesh(mesh)
     if unknown := sorted(set(mesh_axes) - set(AXES)):
         raise ValueError(f"mesh_axes: expected keys out of {', '.join(AXES)}, got {', '.join(unknown)}")
-    found = {axis: axes_of(mesh_axes.get(axis)) for axis in AXES}
-    used = [name for axes in found.values() for name in axes]
+    assigned = {axis: axes_of(mesh_axes.get(axis)) for axis in AXES}
+    used = [name for axes in assigned.values() for name in axes]
     if absent := [name for name in used if name not in names]:
         raise ValueError(f"mesh_axes: expected axes of the mesh, {', '.join(names)}, got {', '.join(absent)}")
     if twice := sorted({name for name in used if used.count(name) > 1}):
         raise ValueError(f"mesh_axes: expected each axis of the mesh once, got {', '.join(twice)} again")
-    return LogicalMesh(mesh, tuple(found.items()))
+    return LogicalMesh(mesh, tuple(assigned.items()))

@@ -32,7 +32,7 @@ def partition(name: str, spec: ParamSpec, sizes: Mapping[str, int], tensor_split
     first = {dims: [dim for dim in dims if dim in spec.axes][:1] for dims in (WIDTH_DIMS, TENSOR_DIMS)}
     entries = {**dict.fromkeys(first[WIDTH_DIMS], WIDTH_AXES), **dict.fromkeys(first[TENSOR_DIMS], (TENSOR,))}
     return PartitionSpec(
-        *(entry_of(_fitting(entries.get(dim, ()), size, sizes)) for dim, size in zip(spec.axes, spec.shape))
+        *(entry_of(_dividing_axes(entries.get(dim, ()), size, sizes)) for dim, size in zip(spec.axes, spec.shape))
     )
 
 
@@ -78,8 +78,8 @@ def _degree(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
-def _fitting(axes: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """As many of the axes, from the first, as divide the size."""
+def _dividing_axes(axes: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The longest beginning of the axes that divides the size."""
     while size % _degree(axes, sizes):
         axes = axes[:-1]
     return axes

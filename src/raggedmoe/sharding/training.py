@@ -85,7 +85,7 @@ def _put(values: np.ndarray, shape: jax.ShapeDtypeStruct, rows: list[int] | None
 
 
 def train_sharding(plan: Plan, devices: Any = None) -> TrainSharding:
-    """On these devices, or the first of those that there are. A plan for one device has no mesh."""
+    """The sharding on these devices, or the first of those that there are. A plan for one device has no mesh."""
     return TrainSharding(plan=plan, mesh=None if plan.num_devices == 1 else plan.mesh(devices))
 
 

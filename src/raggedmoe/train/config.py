@@ -205,16 +205,16 @@ def make_plan(settings: Settings, num_devices: int) -> Plan:
 
 def _remarks(settings: Settings, plan: Plan, num_devices: int) -> list[str]:
     """What a user may not expect."""
-    v, found = settings.values, []
+    v, remarks = settings.values, []
     if plan.num_devices < num_devices:
-        found.append(f"{plan.num_devices} of {num_devices} devices used; fsdp_parallelism=-1 takes them all")
+        remarks.append(f"{plan.num_devices} of {num_devices} devices used; fsdp_parallelism=-1 takes them all")
     saves = v["enable_checkpointing"] and v["keep_best"] and v["held_out"]
     if saves and (not v["eval_interval"] or v["checkpoint_period"] % v["eval_interval"]):
-        found.append(
+        remarks.append(
             f"keep_best: checkpoints every {v['checkpoint_period']} steps are not all evaluated, every "
             f"{v['eval_interval']} steps; make checkpoint_period a multiple of eval_interval"
         )
-    return found
+    return remarks
 
 
 def _strategy(step: StepConfig) -> str:
@@ -425,11 +425,11 @@ def make_moe_execution(settings: Settings, plan: Plan) -> MoEExecution:
 def kernel_choice(values: Mapping[str, Any], operation: str) -> Choice:
     """The implementation of an operation that settings ask for, one for each direction where they differ."""
 
-    def ordered(names: tuple[str, ...]) -> Ordered:
+    def unpack_single(names: tuple[str, ...]) -> Ordered:
         return names[0] if len(names) == 1 else names
 
     forward, backward = (
-        ordered(values[f"{operation}.{direction}"] or values[operation]) for direction in (FORWARD, BACKWARD)
+        unpack_single(values[f"{operation}.{direction}"] or values[operation]) for direction in (FORWARD, BACKWARD)
     )
     return forward if forward == backward else Directions(forward=forward, backward=backward)
 

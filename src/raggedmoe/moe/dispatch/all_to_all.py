@@ -40,7 +40,7 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
     arriving = by_rank[:, rank]
     starts = _firsts(arriving, axis=1)
     here = jnp.clip(kept[:, rank][:, None] - starts, 0, arriving)
-    grouped, ungrouped = _regrouping(here, arrives_at[:, rank], buffer)
+    grouped, ungrouped = _order_by_expert(here, arrives_at[:, rank], buffer)
     # A slot has its row unless that is past what its receiver has room for (or, of a masked token, past all rows).
     row_of_slot, slot_of_row = metadata.row_of_slot, metadata.slot_of_row
     assert row_of_slot is not None
@@ -127,10 +127,10 @@ def _reorder(
     )
 
 
-def _regrouping(
+def _order_by_expert(
     sizes: Int[Array, "P G"], arrives_at: Int[Array, " P"], buffer: int
 ) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
-    """From the order of arrival (by rank, then expert) to that of experts (by expert, then rank), and back.
+    """The permutation from the order of arrival (by rank, then expert) to that of experts, and the one back.
 
     ``sizes``: the rows of each block. Rows without a place are sent out of range.
     """
