@@ -56,22 +56,15 @@ def moe_route_and_compute(
     ``first_expert``: where this layer's experts begin in weights that hold several layers', one after the other.
     """
     on_mesh = OnMesh(mesh=logical_mesh(mesh), tensor_split=execution.tensor_split)
-    num_tokens = split_over(on_mesh.mesh, x.shape[0], "tokens")
+    split_over(on_mesh.mesh, x.shape[0], "tokens")
     sequences = sequences_of_device(num_sequences, config, on_mesh.mesh)
     settings = StageSettings(config=config, execution=execution, on_mesh=on_mesh, num_sequences=sequences)
     check_ranks(settings)
     if mask is not None:
         # What a masked token holds, NaN too, reaches nothing: neither the router's gradient nor a sum.
         x = jnp.where(mask[:, None], x, 0)
-    routing = on_mesh(
-        route,
-        *(x, gather_router(params, settings), mask, key, token_ids, replay),
-        config=config.router,
-        experts_per_token=config.experts_per_token,
-        num_sequences=sequences,
-        capacity=config.expert_choice_capacity(num_tokens) if is_expert_choice(config) else None,
-        axes=on_mesh.axes(*TOKEN_AXES),
-    )
+    router = gather_router(params, settings)
+    routing = on_mesh(route, x, router, mask, key, token_ids, replay, settings=settings)
     with jax.named_scope("experts"):
         output, dropped = routed_experts(x, params, routing, first_expert, settings)
         output = shard_tokens(output, on_mesh.mesh)
@@ -103,7 +96,7 @@ def routed_experts(
     width = x.shape[1] // on_mesh.size(TENSOR) if on_mesh.splits_width else x.shape[1]
     width_parts = even_parts(width, execution.width_chunks)
     outputs, dropped = [], jnp.zeros((), jnp.int32)
-    for tokens in even_parts(split_over(on_mesh.mesh, x.shape[0], "tokens"), execution.token_chunks):
+    for tokens in even_parts(x.shape[0] // on_mesh.size(*TOKEN_AXES), execution.token_chunks):
         metadata, more = run(prepare, routing, first_expert, tokens=tokens, num_stacked=params["wi_0"].shape[0])
         dropped = dropped + more
         if execution.backend.fused:

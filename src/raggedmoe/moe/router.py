@@ -16,7 +16,8 @@ from raggedmoe.kernels.arrays import accumulator, int32
 from raggedmoe.moe import balance
 from raggedmoe.moe.balance import Axes
 from raggedmoe.moe.config import RouterConfig
-from raggedmoe.moe.records import MoEParams, RouteOutput
+from raggedmoe.moe.records import MoEParams, RouteOutput, StageSettings
+from raggedmoe.sharding.axes import TOKEN_AXES
 from raggedmoe.sharding.stage import PER_SHARD, REPLICATED, TOKENS, stage
 
 
@@ -37,13 +38,12 @@ def route(
     token_ids: Integer[Array, " T"] | None = None,
     replay: Integer[Array, "T K"] | None = None,
     *,
-    config: RouterConfig,
-    experts_per_token: int,
-    num_sequences: int = 1,
-    capacity: int | None = None,
-    axes: Axes = (),
+    settings: StageSettings,
 ) -> RouteOutput:
     """Choose experts and weights for every token, or for those of one device.
+
+    On several devices losses and statistics are those of all tokens, and what is drawn or counted for a token does not
+    depend on how they are split.
 
     Args:
       x: the tokens.
@@ -54,11 +54,10 @@ def route(
       replay: experts recorded earlier, used instead of choosing; the weights are computed, with their gradients. An
         entry that is no expert's number, or names a token's expert again, is nowhere, as a masked token's are; where
         values can be looked at, outside jit, it is refused.
-      num_sequences: equal parts of the tokens, for the sequence-wise loss.
-      capacity: tokens that each expert takes, for expert choice.
-      axes: the mesh axes over which tokens are split, inside `shard_map`: losses and statistics are those of all
-        tokens, and what is drawn or counted for a token does not depend on how they are split.
+      settings: of which the router's configuration is read, and the number of sequences by the sequence-wise loss.
     """
+    config, experts_per_token = settings.config.router, settings.config.experts_per_token
+    axes = settings.on_mesh.axes(*TOKEN_AXES)
     mask = jnp.ones(x.shape[0], bool) if mask is None else mask
     first_token = lax.axis_index(axes) * x.shape[0]
     logits = router_logits(x, params, config, key, first_token)
@@ -68,7 +67,7 @@ def route(
     if config.selection == "expert_choice":
         if replay is not None:
             raise ValueError("replay gives experts for each token, expert choice picks tokens; use another selection")
-        assert capacity is not None  # an MoEConfig with expert choice has a capacity_factor
+        capacity = settings.config.expert_choice_capacity(x.shape[0])
         tokens, weights, counts = choose_tokens(scores, params, config, mask, capacity)
     else:
         if replay is not None:
@@ -83,7 +82,7 @@ def route(
             routed &= ~is_repeated(experts)
         experts, weights = jnp.where(routed, experts, num_experts), jnp.where(routed, weights, 0)
         probabilities = balance_probabilities(logits, scores, params, config)
-        parts = num_sequences if config.aux_loss == "sequence" else None
+        parts = settings.num_sequences if config.aux_loss == "sequence" else None
         aux_loss = balance.load_balance_loss(probabilities, experts, mask, num_sequences=parts, axes=axes)
         counts = balance.expert_counts(experts, num_experts)
     load = lax.psum(counts, axes)

@@ -43,7 +43,7 @@ class TrainSharding:
         """The shapes of a batch ``[B S]``, or in so many micro-batches ``[parts B/parts S]``, each with its place."""
         if self.mesh is None:
             return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), template)
-        sharding = NamedSharding(self.mesh, PartitionSpec(TOKEN_AXES) if parts is None else PARTS_OF_TOKENS)
+        sharding = self.plan.tokens(self.mesh) if parts is None else NamedSharding(self.mesh, PARTS_OF_TOKENS)
         shape = (lambda a: a.shape) if parts is None else (lambda a: in_micro_batches(a.shape, parts))
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(shape(a), a.dtype, sharding=sharding), template)
 
