@@ -28,7 +28,7 @@ from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import shared_experts
 from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.sharding.axes import LogicalMesh, logical_mesh, shard_tokens, split_over
-from raggedmoe.sharding.dense import all_gather_dense_weights, save_all_but_gathered_weights
+from raggedmoe.sharding.dense_layers import all_gather_dense_weights, save_all_but_gathered_weights
 from raggedmoe.sharding.vocabulary import embedding_lookup, table_sharding
 
 Params = dict[str, Any]

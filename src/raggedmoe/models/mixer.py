@@ -13,7 +13,7 @@ from raggedmoe.kernels.registry import Choice
 from raggedmoe.models.rope import RopeCosSin
 from raggedmoe.params import ParamSpec
 from raggedmoe.sharding.axes import LogicalMesh
-from raggedmoe.sharding.dense import sharded_attention
+from raggedmoe.sharding.dense_layers import sharded_attention
 
 Weights = Mapping[str, jax.Array]
 Memory = dict[str, jax.Array]  # what later tokens need of earlier ones, each [B L ...]: what a cache holds
