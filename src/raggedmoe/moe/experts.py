@@ -32,7 +32,7 @@ def gmm_up(
     settings: StageSettings,
     columns: slice,
 ) -> UpSums:
-    """What some columns of the width add to both up projections, as float32 sums without biases."""
+    """Multiply some columns of the rows by both up projections: what they add to the float32 sums, without biases."""
     options = {"transpose_rhs": True, "preferred_element_type": accumulator(rows.dtype)}
     matmul = functools.partial(_matmul_of(metadata, settings), **options)
     names = ("wi_0", "wi_1")
@@ -41,7 +41,7 @@ def gmm_up(
 
 @stage(sums=PER_DEVICE, result=PER_SHARD)
 def tp_reduce(sums: UpSums, *, settings: StageSettings) -> UpSums:
-    """The sums over the whole width, where each tensor rank has those over its own part."""
+    """Complete the sums over the width, of which each tensor rank has those over its own part."""
     return lax.psum(sums, settings.on_mesh.axes(TENSOR))
 
 
@@ -49,7 +49,7 @@ def tp_reduce(sums: UpSums, *, settings: StageSettings) -> UpSums:
 def activate(
     sums: UpSums, biases: MoEParams, metadata: RouteMetadata, *, settings: StageSettings, dtype: jnp.dtype
 ) -> Float[Array, "R F"]:
-    """The hidden rows, from complete sums."""
+    """Add the biases to the complete sums of both up projections, and apply the activation."""
     if biases:
         bounds = _bounds(metadata, biases["bias_wi_0"].shape[0], sums[0].shape[0])
         names = ("bias_wi_0", "bias_wi_1")
@@ -65,7 +65,7 @@ def activate(
 def gmm_down(
     hidden: Float[Array, "R F"], weights: MoEParams, metadata: RouteMetadata, *, settings: StageSettings, columns: slice
 ) -> Float[Array, "R columns"]:
-    """Some columns of the down projection."""
+    """Multiply the hidden rows by some columns of the down projection, and add its bias."""
     wo, bias, matmul = weights["wo"][:, :, columns], _down_bias(weights, settings), _matmul_of(metadata, settings)
     wide = hidden.dtype if bias is None else accumulator(hidden.dtype)
     out = matmul(hidden, wo, transpose_rhs=False, preferred_element_type=wide)

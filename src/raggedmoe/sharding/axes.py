@@ -62,7 +62,7 @@ def shard_tokens(x: jax.Array, mesh: LogicalMesh | None) -> jax.Array:
 
 
 def split_over(mesh: LogicalMesh | None, num: int, what: str, instead: str = "smaller degrees") -> int:
-    """How many of the tokens or sequences are on each device; all of them must be on one."""
+    """The tokens or sequences that each device gets of so many, which must divide evenly."""
     shards = 1 if mesh is None else mesh.size(*TOKEN_AXES)
     if mesh is not None and num % shards:
         degrees = " × ".join(f"{axis}_parallelism={mesh.size(axis)}" for axis in TOKEN_AXES)

@@ -59,7 +59,10 @@ def save_all_but_gathered_weights(mesh: LogicalMesh) -> Callable[..., bool]:
 
 
 def _gather_weight(weight: jax.Array, used: NamedSharding, stored: NamedSharding) -> jax.Array:
-    """Left to itself the gradient would be wanted as the weight is used: whole, on every device."""
+    """Lay a weight out as it is used, and its gradient as the weight is stored.
+
+    XLA alone would lay the gradient out as the weight is used: whole, on every device.
+    """
     return linear_call(
         lambda _, weight: lax.with_sharding_constraint(weight, used),
         lambda _, cotangent: lax.with_sharding_constraint(cotangent, stored),

@@ -89,11 +89,11 @@ class Plan:
         return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def spec(self, name: str, spec: ParamSpec) -> PartitionSpec:
-        """How a parameter is split."""
+        """The partition of a parameter over the logical axes."""
         return partition(name, spec, self.sizes, self.tensor_split)
 
     def shardings(self, mesh: Mesh, specs: Specs) -> dict[str, NamedSharding]:
-        """The sharding of every parameter."""
+        """The sharding of every parameter on the mesh that this plan made."""
         return param_shardings(mesh, specs, self.tensor_split)
 
     def tokens(self, mesh: Mesh) -> NamedSharding:

@@ -100,11 +100,11 @@ class OnMesh:
 
     @property
     def splits_width(self) -> bool:
-        """Whether the tensor axis splits D, not F."""
+        """Whether the tensor axis splits the model width D, rather than the experts' F."""
         return self.tensor_split == "model_dim"
 
     def placement(self, place: Placement) -> Placement:
-        """Where something lies with this split."""
+        """The placement that holds here: the other one if the tensor axis splits the model width."""
         return place.width_split if place.width_split and self.splits_width else place
 
     def size(self, *logical: str) -> int:

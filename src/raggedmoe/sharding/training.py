@@ -29,13 +29,13 @@ class TrainSharding:
         """The shapes of a state, each with its place: the optimizer's moments lie where their parameters do."""
         if self.mesh is None:
             return template
-        places = self.plan.shardings(self.mesh, specs)
+        shardings = self.plan.shardings(self.mesh, specs)
         whole = NamedSharding(self.mesh, PartitionSpec())
 
         def with_sharding(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-            place = places.get(names[-1], whole) if names else whole
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+            sharding = shardings.get(names[-1], whole) if names else whole
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         return jax.tree_util.tree_map_with_path(with_sharding, template)
 

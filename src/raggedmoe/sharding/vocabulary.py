@@ -54,7 +54,7 @@ class TableSharding:
 
 
 def table_sharding(mesh: LogicalMesh, shape: tuple[int, ...]) -> TableSharding:
-    """Where the plan puts a table."""
+    """The sharding of a table of this shape, by the rules that split all parameters."""
     spec = partition("table", ParamSpec(shape=shape, dtype=None, axes=("vocab", "model_dim")), mesh.sizes)
     entries, widths = map(axes_of, spec)
     num_entries = shape[0] // mesh.size(*entries)
@@ -65,7 +65,7 @@ def table_sharding(mesh: LogicalMesh, shape: tuple[int, ...]) -> TableSharding:
 def embedding_lookup(
     table: Float[Array, "V D"], ids: Int[Array, "B S"], dtype: Any, sharding: TableSharding
 ) -> Float[Array, "B S D"]:
-    """The tokens' entries, in that type."""
+    """The vectors of the tokens from a table that is split over the mesh, in the type of the activations."""
 
     def on_device(part: jax.Array, ids: jax.Array) -> jax.Array:
         entries, here = sharding.gather_width(part.astype(dtype)), sharding.local_ids(jnp.clip(ids, 0, last_id))

@@ -30,7 +30,7 @@ from raggedmoe.train.step import StepConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The run around the steps."""
+    """The settings of a run that its steps do not read: the folder, its length, and what is done how often."""
 
     folder: Path
     steps: int  # of the run; the optimizer's are those that its schedule spans
@@ -130,7 +130,7 @@ def make_config(settings: Settings, hardware: Hardware, num_devices: int = 1) ->
 
 
 def make_optimizer_config(settings: Settings) -> OptimizerConfig:
-    """How parameters learn."""
+    """Make the optimizer's configuration from the settings."""
     v = settings.values
     steps = v["steps"] if v["schedule_steps"] is None else v["schedule_steps"]
     warmup = v["warmup_steps"]
@@ -163,7 +163,7 @@ SHORT_RUN = 20  # steps of a run that prints every one
 
 
 def make_run_config(settings: Settings, folder: Path, plan: Plan) -> RunConfig:
-    """The run around the steps."""
+    """Make from the settings the part of the configuration that the steps do not read."""
     v = settings.values
     profile = None
     if v["profiler"] == "xplane":

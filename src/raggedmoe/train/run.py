@@ -27,7 +27,7 @@ from raggedmoe.train.step import StepReport
 
 @dataclass(kw_only=True)
 class Run:
-    """What the loop works with."""
+    """A run under way: its configuration, data, programs and writers, and the figures of its last steps."""
 
     config: TrainConfig
     data: Data

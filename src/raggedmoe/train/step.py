@@ -30,7 +30,7 @@ from raggedmoe.train.state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """What a step needs to know."""
+    """The configuration of a training step: the model, how it runs, the optimizer and the losses."""
 
     model: ModelConfig
     execution: ModelExecution = field(default_factory=ModelExecution)
@@ -73,7 +73,7 @@ class Losses:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What happened in a step."""
+    """The figures of a step: its losses, the gradient's norm, how even the load was, and whether it was skipped."""
 
     losses: Losses
     grad_norm: Float[Array, ""]  # before clipping

@@ -28,7 +28,7 @@ def prepare(
     tokens: slice,
     num_stacked: int,
 ) -> tuple[RouteMetadata, Int[Array, ""]]:
-    """The metadata of some of each device's tokens, and how many slots all devices drop."""
+    """Find out how some of each device's tokens reach their experts, and how many slots all devices drop."""
     metadata = _strategy(settings).prepare(routing.slice_tokens(tokens), settings)
     axes = settings.on_mesh.axes(*TOKEN_AXES)
     dropped = lax.psum(metadata.dropped, axes) if may_drop(settings) else jnp.zeros((), jnp.int32)
@@ -45,7 +45,7 @@ def dispatch(
     tokens: slice,
     columns: slice,
 ) -> Float[Array, "R columns"]:
-    """Some columns of the rows, with their experts."""
+    """Bring some columns of the tokens to their experts, as rows in the order of the experts."""
     # Each tensor rank's own from here on: backward their gradients are summed for T tokens, not for R rows.
     x = pvary_over(x[tokens, columns], settings.on_mesh.axes(TENSOR))
     return _strategy(settings).dispatch(x, routing.slice_tokens(tokens), metadata, settings)
@@ -60,7 +60,7 @@ def unpermute(
     settings: StageSettings,
     tokens: slice,
 ) -> Float[Array, "T columns"]:
-    """The weighted sums, with their tokens."""
+    """Bring the rows back to their tokens, and add up each token's, weighted."""
     out = _strategy(settings).unpermute(rows, routing.slice_tokens(tokens), metadata, settings)
     # Where F is split: summed for T tokens, not for R rows, as the combine is linear.
     return out if settings.on_mesh.splits_width else lax.psum(out, settings.on_mesh.axes(TENSOR))
@@ -85,7 +85,7 @@ def offset_into_stacked_experts(
 
 
 def check_ranks(settings: StageSettings) -> None:
-    """Require a strategy for the mesh that experts are split over."""
+    """Require a strategy that can run on the mesh's number of expert ranks."""
     name, num_ranks = strategy_name(settings.config, settings.execution), settings.on_mesh.size(EXPERT)
     check_has_mesh(name, settings.on_mesh.mesh)
     if num_ranks > 1 and name not in TAKES_RANKS:

@@ -114,7 +114,7 @@ def _reorder(
     num_rows: Int[Array, ""],
     settings: StageSettings,
 ) -> Float[Array, "R D"]:
-    """The rows in another order."""
+    """Put the rows into the order of the indices."""
     if num_held(settings) == 1:  # rows of one expert are in order as they come
         return rows
     return ragged_gather(

@@ -58,7 +58,7 @@ def to_experts(rows: jax.Array, settings: StageSettings) -> jax.Array:
 
 
 def from_experts(rows: jax.Array, settings: StageSettings) -> jax.Array:
-    """The way back of `to_experts`."""
+    """What there is of every slot, sent back to the rank that `to_experts` had it from."""
     if settings.on_mesh.size(EXPERT) == 1:
         return rows
     parts = rows.reshape(num_held(settings), settings.on_mesh.size(EXPERT), -1, *rows.shape[1:]).swapaxes(0, 1)

@@ -40,7 +40,7 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
 def dispatch(
     x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "R D"]:
-    """All tokens, once for each expert."""
+    """Repeat all tokens for each expert that is held here."""
     x = lax.all_gather(x, settings.on_mesh.axes(EXPERT), tiled=True)
     rows = jnp.tile(x, (num_held(settings), 1))
     if not weighs_input(settings):

@@ -47,7 +47,7 @@ def buffer_rows(num_tokens: int, per_token: int, held: int, num_ranks: int, fact
 
 
 def num_held(settings: StageSettings) -> int:
-    """Experts on each rank, G."""
+    """The number of experts on each rank, G, which must be the same on all."""
     num_experts, num_ranks = settings.config.num_experts, settings.on_mesh.size(EXPERT)
     if num_experts % num_ranks:
         padded = math.ceil(num_experts / num_ranks) * num_ranks
