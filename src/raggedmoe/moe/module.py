@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Integer
@@ -42,7 +42,7 @@ class MoE(nnx.Module):
         config: MoEConfig,
         *,
         rngs: nnx.Rngs | None = None,
-        params: Mapping[str, Any] | None = None,
+        params: Mapping[str, jax.Array | np.ndarray] | None = None,
         execution: MoEExecution = DEFAULT_EXECUTION,
         mesh: Mesh | LogicalMesh | None = None,
         mesh_axes: MeshAxes | None = None,
@@ -70,13 +70,18 @@ class MoE(nnx.Module):
 
     @classmethod
     def from_arrays(
-        cls, config: MoEConfig, arrays: Mapping[str, Any], axes: Mapping[str, tuple[str, ...]], **options: Any
+        cls,
+        config: MoEConfig,
+        arrays: Mapping[str, jax.Array | np.ndarray],
+        axes: Mapping[str, tuple[str, ...]],
+        *,
+        execution: MoEExecution = DEFAULT_EXECUTION,
+        mesh: Mesh | LogicalMesh | None = None,
+        mesh_axes: MeshAxes | None = None,
     ) -> "MoE":
-        """A layer with given weights, and the constructor's options. ``axes`` names each one's dimensions, as in
-        ``config.param_specs()``.
-        """
+        """Make a layer with given weights; ``axes`` names each one's dimensions, as in ``config.param_specs()``."""
         check_params(config.param_specs(), arrays, axes)
-        return cls(config, params=arrays, **options)
+        return cls(config, params=arrays, execution=execution, mesh=mesh, mesh_axes=mesh_axes)
 
     @property
     def params(self) -> MoEParams:
