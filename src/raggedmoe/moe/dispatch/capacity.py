@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int
 
 from raggedmoe.kernels.arrays import accumulator
 from raggedmoe.moe.balance import expert_counts
-from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.dispatch.local import sort_slots
 from raggedmoe.moe.dispatch.strategy import combine_rows, gather_rows, num_held, weighs_input
 from raggedmoe.moe.records import RouteMetadata, RouteOutput, StageSettings
@@ -25,7 +24,9 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
     if routing.tokens is not None:
         metadata = prepare_expert_choice(routing)
     else:
-        metadata = prepare_token_choice(routing, settings.config, settings.num_sequences)
+        config, num_sequences = settings.config, settings.num_sequences
+        capacity = config.sequence_capacity(routing.mask.shape[0] // num_sequences)
+        metadata = prepare_token_choice(routing, config.num_experts, capacity, num_sequences)
     assert metadata.used is not None
     return replace(metadata, used=to_experts(metadata.used, settings))
 
@@ -66,14 +67,13 @@ def from_experts(rows: jax.Array, settings: StageSettings) -> jax.Array:
     return parts.reshape(rows.shape)
 
 
-def prepare_token_choice(routing: RouteOutput, config: MoEConfig, num_sequences: int) -> RouteMetadata:
+def prepare_token_choice(routing: RouteOutput, num_experts: int, capacity: int, num_sequences: int) -> RouteMetadata:
     """Place the slots of each sequence in the order of its tokens, and of a token in that of its choices.
 
     Row ``(e · B + b) · C + c`` is slot c of expert e in sequence b.
     """
     assert routing.experts is not None
     num_tokens, per_token = routing.experts.shape
-    num_experts, capacity = config.num_experts, config.sequence_capacity(num_tokens // num_sequences)
     routed = routing.experts < num_experts
     sequence = jnp.arange(num_tokens, dtype=jnp.int32)[:, None] // max(num_tokens // num_sequences, 1)
     num_groups = num_experts * num_sequences
