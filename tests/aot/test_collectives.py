@@ -1,4 +1,4 @@
-"""The layer on a TPU's mesh: what its compiled program sends is what the plan says."""
+"""What a layer sends: on a TPU's mesh its compiled program sends what the plan says."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from raggedmoe import KernelChoice, MoEConfig, MoEExecution, RouterConfig
-from raggedmoe.aot.collectives import Step, layer_collectives
+from raggedmoe.aot.collectives import Step, layer_collectives, least_sent
 from raggedmoe.aot.compiled import compile_for
 from raggedmoe.aot.topology import find_topology
 from raggedmoe.moe.layer import moe_route_and_compute
@@ -15,7 +15,6 @@ from raggedmoe.sharding.plan import Plan
 from tests.aot.hlo_collectives import collectives
 from tests.aot.marks import NEEDS_LIBTPU
 
-pytestmark = NEEDS_LIBTPU
 NUM_TOKENS = 1024  # of each device
 CONFIG = MoEConfig(
     num_experts=16,
@@ -65,6 +64,8 @@ def planned(config, execution, plan):
 BY_FSDP, BY_TENSOR = {"expert": 2, "fsdp": 2}, {"expert": 2, "tensor": 2}
 
 
+@NEEDS_LIBTPU[0]
+@NEEDS_LIBTPU[1]
 @pytest.mark.parametrize(
     ("strategy", "degrees"),
     [
@@ -79,3 +80,16 @@ def test_a_tpu_sends_what_the_plan_says(strategy, degrees):
     execution, plan = MoEExecution(strategy=strategy, kernels=KERNELS), Plan(**degrees)
     found = collectives(compiled(CONFIG, execution, plan, find_topology("v6e:2x2")))
     assert found == planned(CONFIG, execution, plan)
+
+
+@pytest.mark.parametrize("strategy", ["all_to_all", "ring", "capacity"])
+def test_the_least_that_a_device_sends_by_hand(strategy):
+    """Four ways (rows there and back, and both gradients), for 64 tokens of 2 sequences on each of 4 ranks."""
+    factor = {"capacity_factor": 1.5} if strategy == "capacity" else {}
+    config = MoEConfig(num_experts=8, experts_per_token=2, model_dim=16, expert_dim=4, **factor)
+    execution = MoEExecution(strategy=strategy)
+    step = Step(num_tokens=64, num_sequences=2, dtype="bfloat16", ragged=True)
+    row = 16 * 2
+    slots = 8 * 2 * int(32 * 2 / 8 * 1.5)  # of each expert in each sequence
+    expected = {"all_to_all": 64 * 2 * row * 3 / 4, "ring": 64 * row * 3, "capacity": slots * row * 3 / 4}
+    assert least_sent(config, execution, Plan(expert=4), step) == 4 * expected[strategy]

@@ -35,6 +35,7 @@ from raggedmoe.train.optimizer import learning_rate_schedule, make_optimizer, ro
 from raggedmoe.train.rows import Batch
 from raggedmoe.train.settings import parse_settings
 from raggedmoe.train.step import micro_batch_weights, objective
+from tests.moe.examples import stage_settings
 
 B, S, D = 3, 5, 4  # sequences, their tokens, the model's width
 
@@ -108,7 +109,7 @@ def logits_of(arrays):
 @functools.partial(jax.jit, static_argnums=1)
 def routed(arrays, moe):
     params = {f"router_{name}": value for name, value in arrays.items() if name != "x"}
-    return route(arrays["x"], params, config=moe.router, experts_per_token=moe.experts_per_token, num_sequences=B)
+    return route(arrays["x"], params, settings=stage_settings(moe, num_sequences=B))
 
 
 @functools.partial(jax.jit, static_argnums=1)

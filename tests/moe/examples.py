@@ -9,6 +9,8 @@ import numpy as np
 from raggedmoe.moe.config import MoEConfig, RouterConfig
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.layer import DEFAULT_EXECUTION, moe_route_and_compute
+from raggedmoe.moe.records import StageSettings
+from raggedmoe.sharding.stage import OnMesh
 from tests.moe import numpy_layer
 from tests.moe.dense_layer import dense_layer
 
@@ -22,6 +24,11 @@ def moe_config(router=None, **options):
     """A small layer; sizes are odd and all different, so that no two axes can be mistaken."""
     sizes = {"num_experts": 6, "experts_per_token": 2, "model_dim": 7, "expert_dim": 5}
     return MoEConfig(**{**sizes, "router": RouterConfig(**(router or {})), **options})
+
+
+def stage_settings(config, execution=DEFAULT_EXECUTION, on_mesh=OnMesh(), num_sequences=1):  # noqa: B008, frozen
+    """What a stage of the layer is given beside arrays, for tests that call one alone."""
+    return StageSettings(config=config, execution=execution, on_mesh=on_mesh, num_sequences=num_sequences)
 
 
 EINSUM = MoEExecution(moe_backend="dense")  # experts that compile fast, for what has nothing to do with the kernels

@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 
 from raggedmoe import ExpertConfig, KernelChoice, MoE, MoEExecution, RouterConfig
-from raggedmoe.moe.dispatch import strategy_settings
-from raggedmoe.sharding.stage import OnMesh
+from raggedmoe.moe.layer import moe_route_and_compute
 from tests.moe.examples import layer, moe_config, random_params
 
 # What is wrong -> the configuration, and the expected, the given and the remedy in the message.
@@ -242,7 +241,7 @@ def test_tokens_of_another_width_are_refused(shape):
 @pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
 def test_experts_across_ranks_without_a_mesh_are_refused(strategy):
     with pytest.raises(ValueError, match=f"strategy='{strategy}' needs the mesh that experts are split over, got None"):
-        strategy_settings(moe_config(), MoEExecution(strategy=strategy), 4, OnMesh())
+        moe_route_and_compute(jnp.ones((4, 7)), {}, moe_config(), MoEExecution(strategy=strategy))
 
 
 def test_config_can_be_a_static_argument():

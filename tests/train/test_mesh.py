@@ -10,10 +10,8 @@ import pytest
 
 from raggedmoe.cli.train import train
 from raggedmoe.hardware import HARDWARE
-from raggedmoe.models.parameters import param_specs
-from raggedmoe.sharding import training as sharding_module
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.sharding.training import check_all_take_part, train_sharding, transfer_slices
+from raggedmoe.sharding.training import train_sharding
 from raggedmoe.train import begin, checkpoint
 from raggedmoe.train import programs as programs_module
 from raggedmoe.train.begin import check_processes_agree
@@ -29,7 +27,6 @@ from tests.train.small_step import (
     EPS,
     WHOLE,
     assert_same_bits,
-    drawn_params,
     first_state,
     gradients,
     small_model,
@@ -74,16 +71,6 @@ def test_ten_steps_on_a_mesh_have_the_losses_of_one_device_and_leave_the_state_i
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
 
 
-def test_moments_lie_where_their_parameters_do():
-    template = state_template(WHOLE, SPLIT)
-    split = {name: leaf.sharding.spec for name, leaf in template.params.items() if any(leaf.sharding.spec)}
-    assert len(split) > len(param_specs(WHOLE.model)) // 2
-    adam = template.optimizer[1][0]
-    for moments in (adam.mu, adam.nu):
-        assert {name: moments[name].sharding.spec for name in split} == split
-    assert not any(adam.count.sharding.spec)
-
-
 @pytest.mark.ci
 def test_a_new_state_is_made_in_its_parts_and_is_the_same_on_every_mesh():
     key = jax.random.key(3)
@@ -115,22 +102,6 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_another(tmp_path, there):
         assert wanted.sharding is None or leaf.sharding == wanted.sharding
 
 
-def test_given_parameters_are_put_in_their_places():
-    params, template = drawn_params(WHOLE.model), state_template(WHOLE, SPLIT).params
-    found = SPLIT.put_params(params, template)
-    assert_same_bits(found, params)
-    assert all(found[name].sharding == template[name].sharding for name in params)
-
-
-def test_a_process_that_would_have_no_device_is_refused(monkeypatch):
-    check_all_take_part(SPLIT)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    for sharding, num in ((SPLIT, 8), (ONE_DEVICE, 1)):
-        message = f"each of 2 processes a device, got {num} of 8 devices, none of process 1; use them all"
-        with pytest.raises(ValueError, match=message):
-            check_all_take_part(sharding)
-
-
 def test_processes_with_other_settings_or_data_are_refused(monkeypatch):
     config = make_config(parse_settings(["demo", "learning_rate=0.1"]), HARDWARE["cpu"])
     check_processes_agree(config, "abc")
@@ -139,14 +110,6 @@ def test_processes_with_other_settings_or_data_are_refused(monkeypatch):
     message = r"differs from process 0: learning_rate=0.1 here and 0.001 there; the data=abc here and def there; expec"
     with pytest.raises(ValueError, match=message):
         check_processes_agree(config, "abc")
-
-
-def test_a_large_parameter_is_moved_between_hosts_in_few_parts(monkeypatch):
-    monkeypatch.setattr(sharding_module, "TRANSFER_BYTES", 64)
-    assert transfer_slices((), 4) == [slice(None)]
-    assert transfer_slices((3, 100), 4) == [slice(0, 1), slice(1, 2), slice(2, 3)]
-    assert transfer_slices((10, 4), 4) == [slice(0, 4), slice(4, 8), slice(8, 10)]
-    assert transfer_slices((10,), 4) == [slice(0, 10)]
 
 
 @pytest.mark.ci

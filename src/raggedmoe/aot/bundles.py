@@ -107,10 +107,10 @@ def _operands(body: str) -> Iterator[Operand]:
 def _instructions(body: str) -> Iterator[Instruction]:
     inside = body[body.find("{") + 1 : body.rfind("}")]
     for slot in inside.split(";;"):
-        found = _INSTRUCTION.match(slot.strip())
-        if found is None or _IGNORED.match(found[2]) or found[1].startswith("%v"):
+        match = _INSTRUCTION.match(slot.strip())
+        if match is None or _IGNORED.match(match[2]) or match[1].startswith("%v"):
             continue
-        yield _instruction(found[1], found[2], found[3])
+        yield _instruction(match[1], match[2], match[3])
 
 
 def _instruction(target: str, opcode: str, rest: str) -> Instruction:

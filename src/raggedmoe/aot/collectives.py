@@ -62,11 +62,14 @@ class Step:
 
 def layer_collectives(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> list[Collective]:
     """All that a training step of one layer communicates; nothing over axes of one device."""
-    found = [*_of_router(config, plan), *_of_weights(config, plan, step)]
-    found += _of_rows(config, execution, plan, step)
+    collectives = [*_of_router(config, plan), *_of_weights(config, plan, step)]
+    collectives += _of_rows(config, execution, plan, step)
     sizes = plan.sizes
-    sized = [replace(each, num_devices=math.prod(sizes[axis] for axis in each.axes)) for each in found]
-    return [each for each in sized if each.num_devices > 1 and each.num_bytes]
+    sized = [
+        replace(collective, num_devices=math.prod(sizes[axis] for axis in collective.axes))
+        for collective in collectives
+    ]
+    return [collective for collective in sized if collective.num_devices > 1 and collective.num_bytes]
 
 
 def least_sent(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> float:
@@ -87,16 +90,22 @@ def least_sent(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Ste
     return 4.0 * per_way.get(strategy, 0)
 
 
-def sent_again(found: list[Collective]) -> float:
+def sent_again(collectives: list[Collective]) -> float:
     """Bytes that a device sends once more in a model's backward pass, which gathers weights anew and keeps none."""
     return sum(
-        each.sent_bytes for each in found if each.kind == GATHER and each.direction == FORWARD and FSDP in each.axes
+        collective.sent_bytes
+        for collective in collectives
+        if collective.kind == GATHER and collective.direction == FORWARD and FSDP in collective.axes
     )
 
 
-def sent_for_rows(found: list[Collective]) -> float:
+def sent_for_rows(collectives: list[Collective]) -> float:
     """Bytes that a device sends over the experts' axis for its tokens, of a layer's collectives."""
-    return sum(each.sent_bytes for each in found if each.what in ("dispatch", "unpermute") and EXPERT in each.axes)
+    return sum(
+        collective.sent_bytes
+        for collective in collectives
+        if collective.what in ("dispatch", "unpermute") and EXPERT in collective.axes
+    )
 
 
 def _collective(kind: str, what: str, direction: str, axes: tuple[str, ...], num_bytes: int) -> Collective:
@@ -153,8 +162,8 @@ def _of_weights(config: MoEConfig, plan: Plan, step: Step) -> Iterator[Collectiv
             here //= sizes[FSDP]
         # The biases after the up projections are added where the tensor ranks agree already, if they split D.
         agreed = (TENSOR,) if name.startswith("bias_wi") and plan.tensor_split == "model_dim" else ()
-        own = tuple(axis for axis in (DATA, FSDP, TENSOR) if axis not in (*split, *agreed))
-        yield _collective(REDUCE, name, BACKWARD, own, here)
+        reduced_over = tuple(axis for axis in (DATA, FSDP, TENSOR) if axis not in (*split, *agreed))
+        yield _collective(REDUCE, name, BACKWARD, reduced_over, here)
 
 
 def _of_rows(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> Iterator[Collective]:

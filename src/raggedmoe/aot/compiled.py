@@ -89,8 +89,8 @@ def compile_for(
 
     def with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
         # A concrete array's sharding says where it lies on this machine.
-        given = getattr(leaf, "sharding", None) if isinstance(leaf, jax.ShapeDtypeStruct) else None
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=given or whole)
+        sharding = getattr(leaf, "sharding", None) if isinstance(leaf, jax.ShapeDtypeStruct) else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding or whole)
 
     start = time.perf_counter()
     with target_topology(topology, mesh), record_selections() as selections:
@@ -140,8 +140,8 @@ def _out_of_hbm(message: str) -> OutOfHBMError | None:
     """The compiler's complaint about HBM with its figures, which it rounds; None: it complains about something else."""
     size = r"\(?([\d.]+)([KMGT]?)B?\)?"
     for pattern in (rf"{size} exceeds available HBM {size}", rf"Used {size} of {size} hbm"):
-        found = re.search(pattern, message)
-        if found:
-            needed, available = (round(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))
+        match = re.search(pattern, message)
+        if match:
+            needed, available = (round(float(match[i]) * _UNITS[match[i + 1]]) for i in (1, 3))
             return OutOfHBMError(needed, available, message.splitlines()[0])
     return None

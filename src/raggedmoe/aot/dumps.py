@@ -63,10 +63,10 @@ class _Ops:
     ):
         self._files: dict[str, dict[str, Path]] = {}
         for path in sorted(folder.iterdir()):
-            found = _FILE.fullmatch(path.name)
+            match = _FILE.fullmatch(path.name)
             # TLP is the program that calls the ops; what begins with < is the same in every program.
-            if found and found[2] != "TLP" and not found[2].startswith("<"):
-                self._files.setdefault(found[2], {})[found[3]] = path
+            if match and match[2] != "TLP" and not match[2].startswith("<"):
+                self._files.setdefault(match[2], {})[match[3]] = path
         self._clock, self._calls, self._steering = clock, list(calls), steering
         self._programs: dict[str, BundleProgram] = {}
         self._executions: dict[str, Execution] = {}

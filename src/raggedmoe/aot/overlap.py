@@ -68,9 +68,9 @@ def _computations(hlo: str) -> Iterator[tuple[str, list[_Instruction]]]:
     """Split a program into computations: the name and the instructions of each, in the order of the schedule."""
     name, body = "", list[_Instruction]()
     for line in hlo.splitlines():
-        found = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = .*?\s([\w\-]+)\(([^)]*)\)(.*)", line)
-        if found:
-            body.append(_Instruction(name=found[1], operation=found[2], operands=found[3], rest=found[4]))
+        match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = .*?\s([\w\-]+)\(([^)]*)\)(.*)", line)
+        if match:
+            body.append(_Instruction(name=match[1], operation=match[2], operands=match[3], rest=match[4]))
         elif line.startswith("}"):
             yield name, body
         elif not line.startswith(" "):
@@ -78,7 +78,7 @@ def _computations(hlo: str) -> Iterator[tuple[str, list[_Instruction]]]:
 
 
 def _moves_of(body: list[_Instruction]) -> list[Move]:
-    found: list[tuple[Move, range]] = []
+    moves: list[tuple[Move, range]] = []
     # By the name of the instruction that began it: a start, and after it an update, which gives it its arguments.
     begun: dict[str, tuple[_Instruction, int]] = {}
     for place, instruction in enumerate(body):
@@ -91,15 +91,15 @@ def _moves_of(body: list[_Instruction]) -> list[Move]:
         elif instruction.operation.endswith("-done"):
             start, since = begun.get(_first_operand(instruction), (None, 0))
             if start is not None and start.kind is not None:
-                found.append((_move(start, body[since + 1 : place]), range(since, place)))
+                moves.append((_move(start, body[since + 1 : place]), range(since, place)))
         elif instruction.operation in KINDS:
-            found.append((replace(_move(instruction, []), synchronous=True), range(place, place)))
-    return [replace(move, beside=tuple(_beside(move, span, found))) for move, span in found]
+            moves.append((replace(_move(instruction, []), synchronous=True), range(place, place)))
+    return [replace(move, beside=tuple(_beside(move, span, moves))) for move, span in moves]
 
 
-def _beside(move: Move, span: range, found: list[tuple[Move, range]]) -> Iterator[str]:
+def _beside(move: Move, span: range, moves: list[tuple[Move, range]]) -> Iterator[str]:
     """The kinds of what is under way at the same time on the same SparseCore."""
-    for other, then in found:
+    for other, then in moves:
         at_once = max(span.start, then.start) < min(span.stop, then.stop)
         if other is not move and at_once and set(move.cores) & set(other.cores):
             yield other.kind
@@ -112,7 +112,9 @@ def _first_operand(instruction: _Instruction) -> str:
 def _move(start: _Instruction, between: list[_Instruction]) -> Move:
     assert start.kind is not None
     kernels = tuple(
-        re.sub(r"\.\d+$", "", each.name) for each in between if 'custom_call_target="tpu_custom_call"' in each.rest
+        re.sub(r"\.\d+$", "", instruction.name)
+        for instruction in between
+        if 'custom_call_target="tpu_custom_call"' in instruction.rest
     )
     return Move(
         kind=start.kind,
@@ -121,7 +123,7 @@ def _move(start: _Instruction, between: list[_Instruction]) -> Move:
         backward="transpose(" in start.scope,
         cores=_cores(start.rest),
         kernels=kernels,
-        cycles=sum(int(_text(r'"estimated_cycles":"(\d+)"', each.rest) or 0) for each in between),
+        cycles=sum(int(_text(r'"estimated_cycles":"(\d+)"', instruction.rest) or 0) for instruction in between),
     )
 
 
@@ -137,5 +139,5 @@ def _cores(rest: str) -> tuple[int, ...]:
 
 
 def _text(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    return found[1] if found else ""
+    match = re.search(pattern, text)
+    return match[1] if match else ""

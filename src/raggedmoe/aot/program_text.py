@@ -65,10 +65,10 @@ def counts_of(hlo: str) -> ProgramCounts:
     """Count what is in an optimised program, as its executable prints it."""
     computations, entry = _computations(hlo)
     often = _how_often(computations, entry)
-    found = [(line, often.get(name, 0)) for name, lines in computations.items() for line in lines]
-    products = [(line, times) for line, times in found if line.operation in PRODUCTS]
-    loops = [line for line, _ in found if line.operation == "while"]
-    targets = (re.search(r'custom_call_target="([^"]+)"', line.rest) for line, _ in found)
+    lines_and_times = [(line, often.get(name, 0)) for name, lines in computations.items() for line in lines]
+    products = [(line, times) for line, times in lines_and_times if line.operation in PRODUCTS]
+    loops = [line for line, _ in lines_and_times if line.operation == "while"]
+    targets = (re.search(r'custom_call_target="([^"]+)"', line.rest) for line, _ in lines_and_times)
     return ProgramCounts(
         written=len(products),
         executed=sum(times for _, times in products),
@@ -76,7 +76,7 @@ def counts_of(hlo: str) -> ProgramCounts:
         kernels=dict(Counter(target[1] for target in targets if target)),
         loops=len(loops),
         open_loops=sum("known_trip_count" not in line.rest for line in loops),
-        collectives=_traffic(found),
+        collectives=_traffic(lines_and_times),
     )
 
 
@@ -128,9 +128,9 @@ def _how_often(computations: dict[str, list[_Line]], entry: str) -> dict[str, in
     return often
 
 
-def _traffic(found: list[tuple[_Line, int]]) -> dict[str, Traffic]:
+def _traffic(lines_and_times: list[tuple[_Line, int]]) -> dict[str, Traffic]:
     total: dict[str, Traffic] = {}
-    for line, times in found:
+    for line, times in lines_and_times:
         kind = next((kind for kind in COLLECTIVES if line.operation in (kind, f"{kind}-start")), None)
         size = 1 if kind is None else _group_size(line.rest)
         if kind is not None and size > 1:

@@ -22,7 +22,7 @@ MAX_STEPS = 30_000_000
 Value = int | None
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     return value - WORD if WORD > value >= WORD // 2 else value
 
 
@@ -47,7 +47,7 @@ ARITHMETIC: dict[str, Callable[..., int]] = {
     # A shift of an address changes its unit, words or granules or bytes, not what it points to.
     "sshll": lambda a, by: a << by if a < ALLOCATION_STRIDE // 2 else a,
     "sshrl": _unsigned_shift,
-    "sshra": lambda a, by: _signed(a) >> by if a < ALLOCATION_STRIDE // 2 else a,
+    "sshra": lambda a, by: _to_signed(a) >> by if a < ALLOCATION_STRIDE // 2 else a,
     "sdiv": lambda a, b: a // b,
     "srem": lambda a, b: a % b,
     "spop": lambda a: a,
@@ -164,10 +164,10 @@ class _Machine:
             return None
         if name == "scmp":
             relation, dtype = kind.split(".")[:2]
-            known = [_signed(v) if dtype == "s32" else v for v in operands if v is not None]
+            known = [_to_signed(v) if dtype == "s32" else v for v in operands if v is not None]
             return int(COMPARISONS[relation](*known))
         if name in ("smin", "smax"):
-            signed = sorted((v for v in operands if v is not None), key=_signed if kind == "s32" else int)
+            signed = sorted((v for v in operands if v is not None), key=_to_signed if kind == "s32" else int)
             return signed[0] if name == "smin" else signed[-1]
         if name == "scalar_lea":
             return sum(v for v in operands[:2] if v is not None)
@@ -217,10 +217,10 @@ def _logic(name: str, operands: list[Value]) -> Value:
     """Compute the logic of predicates, as far as it is known even if one of them is not."""
     unknown_as = [[bool(v)] if v is not None else [False, True] for v in operands]
     if len(unknown_as) == 1:
-        found = {LOGIC[name](a) for a in unknown_as[0]}
+        results = {LOGIC[name](a) for a in unknown_as[0]}
     else:
-        found = {LOGIC[name](a, b) for a in unknown_as[0] for b in unknown_as[1]}
-    return int(found.pop()) if len(found) == 1 else None
+        results = {LOGIC[name](a, b) for a in unknown_as[0] for b in unknown_as[1]}
+    return int(results.pop()) if len(results) == 1 else None
 
 
 def _value(text: str) -> str | int:

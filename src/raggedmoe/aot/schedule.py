@@ -110,10 +110,10 @@ class Schedule:
 
     def op(self, name: str) -> OpSchedule:
         """Find the one op whose name begins so."""
-        found = [op for op in self.ops if op.name.startswith(name)]
-        if len(found) != 1:
+        matching = [op for op in self.ops if op.name.startswith(name)]
+        if len(matching) != 1:
             raise ValueError(f"expected one op named {name}…, found {[op.name for op in self.ops]}")
-        return found[0]
+        return matching[0]
 
 
 def op_schedule(

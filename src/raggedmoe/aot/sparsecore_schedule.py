@@ -77,21 +77,21 @@ _STREAM = re.compile(r"=\t(stream\.[\w.]+)(?: @!?p\d+)? \[.*?\](?:, \[[^\]]*\])*
 def read_sparse_core(name: str, text: str) -> list[SparseCoreProgram]:
     """Read the units' programs from a dump of SparseCore bundles."""
     units = "|".join(UNITS)
-    found = re.findall(rf"(?ms)^({units})\n(.*?)(?=^(?:{units})\n|\Z)", text)
-    return [_program(name, unit, body) for unit, body in found]
+    bodies = re.findall(rf"(?ms)^({units})\n(.*?)(?=^(?:{units})\n|\Z)", text)
+    return [_program(name, unit, body) for unit, body in bodies]
 
 
 def _program(name: str, unit: str, text: str) -> SparseCoreProgram:
     bundles: list[_Bundle] = []
     places: dict[str, int] = {}
     loops: dict[str, _Loop] = {}
-    for found in _LABEL_OR_BUNDLE.finditer(text):
-        if found[1]:
-            places[found[1]] = len(bundles)
+    for match in _LABEL_OR_BUNDLE.finditer(text):
+        if match[1]:
+            places[match[1]] = len(bundles)
             continue
-        waited = sum(int(cycles, 16) for cycles in _DELAY.findall(found[2]))
-        bundles.append(_Bundle(1 + waited, found[2]))
-        branch = _BRANCH.search(found[2])
+        waited = sum(int(cycles, 16) for cycles in _DELAY.findall(match[2]))
+        bundles.append(_Bundle(1 + waited, match[2]))
+        branch = _BRANCH.search(match[2])
         if branch and branch[2] in places:  # backwards: a loop, with as many bundles after the branch as it says
             label = branch[2]  # jumps back to one place are one loop, which ends with the last of them
             delay = int(branch[3]) if branch[3] else BRANCH_DELAY
@@ -107,17 +107,17 @@ def _program(name: str, unit: str, text: str) -> SparseCoreProgram:
 
 def _describe_loop(loop: _Loop, loops: list[_Loop], bundles: list[_Bundle]) -> SparseCoreLoop:
     inner = [other for other in loops if other != loop and loop.begin <= other.begin and other.end <= loop.end]
-    own = [
+    outside_inner = [
         bundle
         for at, bundle in enumerate(bundles[loop.begin : loop.end], loop.begin)
         if not any(other.begin <= at < other.end for other in inner)
     ]
-    counted = Counter(_streams(own))
-    limit, step = _counter(loop, own)
+    counted = Counter(_streams(outside_inner))
+    limit, step = _counter(loop, outside_inner)
     return SparseCoreLoop(
         label=loop.label,
         depth=sum(o != loop and o.begin <= loop.begin and loop.end <= o.end for o in loops),
-        cycles=sum(bundle.cycles for bundle in own),
+        cycles=sum(bundle.cycles for bundle in outside_inner),
         streams=tuple(Stream(kind=kind, num_bytes=size, count=count) for (kind, size), count in counted.items()),
         limit=limit,
         step=step,
@@ -130,11 +130,11 @@ def _streams(bundles: list[_Bundle]) -> Iterator[tuple[str, int]]:
             yield kind, int(words, 16) * WORD_BYTES
 
 
-def _counter(loop: _Loop, own: list[_Bundle]) -> tuple[int | None, int | None]:
+def _counter(loop: _Loop, bundles: list[_Bundle]) -> tuple[int | None, int | None]:
     """Read the constant that the loop's test compares its counter with, and what is added to it."""
     if loop.predicate is None:
         return None, None
-    text = "\n".join(bundle.text for bundle in own)
+    text = "\n".join(bundle.text for bundle in bundles)
     tests = re.findall(rf"\b{loop.predicate} =\ts(?:lt|le|gt|ge|ne)\.[su]32 (s\d+), \$0x(\w+)", text)
     if not tests:
         return None, None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from raggedmoe.aot.case import JitProgram
 from raggedmoe.aot.shapes import example_of_shape
@@ -167,7 +167,7 @@ def layer_on_devices(
         for name, s in config.param_specs().items()
     }
     shape = (tokens * plan.num_token_shards, config.model_dim)
-    x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, PartitionSpec(TOKEN_AXES)))
+    x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=plan.tokens(mesh))
     return _layer_program(config, made.step.execution.moe, x, params, mesh, forward=forward)
 
 

@@ -77,14 +77,14 @@ def check_compiler() -> None:
     wanted = _wanted_libtpu()
     install = f"pip install 'libtpu{wanted}'" if wanted else "pip install 'raggedmoe[tpu]'"
     try:
-        found = importlib.metadata.version("libtpu")
+        installed = importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:
         raise ValueError(
             f"compiling for a TPU needs its compiler, libtpu, which is not installed: pip install 'raggedmoe[tpu]'; "
             f"JAX {jax.__version__} needs libtpu{wanted}"
         ) from None
-    if wanted and not Requirement(f"libtpu{wanted}").specifier.contains(found, prereleases=True):
-        raise ValueError(f"JAX {jax.__version__} needs libtpu{wanted}, found {found}; {install}")
+    if wanted and not Requirement(f"libtpu{wanted}").specifier.contains(installed, prereleases=True):
+        raise ValueError(f"JAX {jax.__version__} needs libtpu{wanted}, found {installed}; {install}")
 
 
 def _wanted_libtpu() -> str:

@@ -92,7 +92,7 @@ def as_json(title: str, words: Sequence[str], tokens: int, found: Sequence[Layer
 
 
 def earlier_figures(plain: Any, source: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """By pass and type, the time and the figures of a measurement that `as_json` described."""
+    """The time and the figures of a measurement that `as_json` described, by pass and type."""
     try:
         return {
             (each["case"], each["dtype"]): {"ms": 1e3 * each["seconds"], **each["figures"]}

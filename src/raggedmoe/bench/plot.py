@@ -6,7 +6,7 @@ from raggedmoe.bench.cases import LIMIT, Timing
 
 
 def plot_timings(timings: list[Timing], title: str, path: Path) -> None:
-    """For each case, bars of each contender's share of the limit, on a logarithmic axis."""
+    """Draw bars of each contender's share of the limit, case by case, on a logarithmic axis."""
     import matplotlib
 
     matplotlib.use("agg")

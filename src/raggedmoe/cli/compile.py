@@ -368,12 +368,12 @@ def _compile(cases: list[Case], timeout: float, json: bool) -> int:
 def _lower(cases: list[Case], json: bool) -> int:
     jax.config.update("jax_platforms", "cpu")  # where a TPU's compiler is installed, JAX would look for a TPU
     console = Console(stderr=json)
-    found = []
+    programs = []
     for case in cases:
         lowered = lower_here(case)
-        found.append({"case": case_to_json(case), **dataclasses.asdict(lowered)})
+        programs.append({"case": case_to_json(case), **dataclasses.asdict(lowered)})
         for line in () if json else lowered_lines(case, lowered):
             console.print(line, soft_wrap=True, highlight=False)
     if json:
-        print(dumps(found, indent=1))
+        print(dumps(programs, indent=1))
     return 0

@@ -118,11 +118,11 @@ WIDTHS = (11, 11, 8, 7, 6, 6, 8, 8, 8, 9)
 
 def schedule_table(outcomes: list[CompileOutcome]) -> Iterator[str]:
     """Write the cases' schedules side by side."""
-    found = [(outcome, outcome.schedule) for outcome in outcomes if outcome.schedule is not None]
-    width = max(len(_label(outcome.case)) for outcome, _ in found)
+    scheduled = [(outcome, outcome.schedule) for outcome in outcomes if outcome.schedule is not None]
+    width = max(len(_label(outcome.case)) for outcome, _ in scheduled)
     heading = "".join(f"{title:>{columns}}" for title, columns in zip(HEADINGS, WIDTHS))
     yield f"[dim]{'compiler-predicted':<{width}}{heading}[/]"
-    for outcome, schedule in found:
+    for outcome, schedule in scheduled:
         if schedule.main is not None:
             cells = _schedule_cells(outcome.case, schedule, schedule.main)
             yield f"{_label(outcome.case):<{width}}" + "".join(f"{c:>{n}}" for c, n in zip(cells, WIDTHS))

@@ -78,10 +78,10 @@ def plan(
         dtype=str(np.dtype(model.dtype)),
         ragged=chip.platform != "cpu",
     )
-    found = layer_collectives(model.moe, execution.moe, made, step)
+    collectives = layer_collectives(model.moe, execution.moe, made, step)
     state = state_bytes(model, made, config.step.optimizer.mu_dtype)
     if json:
-        print(dumps(_as_json(config.step, made, step, found, state, moe_layers), indent=1))
+        print(dumps(_as_json(config.step, made, step, collectives, state, moe_layers), indent=1))
         return 0
     console = Console(highlight=False)
     console.print(f"[bold]{settings.values['model_name']}[/] on {_mesh_line(made, chip, topology)}")
@@ -99,15 +99,15 @@ def plan(
     if chip.hbm_bytes and total > _device_bytes(chip):
         console.print("[bold]it does not fit[/]: split it over more devices, fsdp_parallelism=-1 for example")
     console.print()
-    if not found:
+    if not collectives:
         console.print("an MoE layer sends nothing: its experts, weights and tokens are all on one device")
         return 0
     console.print(
         "router and routed experts of each MoE layer, a micro-batch: bytes of a collective, and what a device sends of "
         "them (what all tokens use, shared experts too, XLA moves as it sees fit)"
     )
-    console.print(_collective_table(found, made.sizes))
-    for line in _volume_lines(config.step, made, step, found, moe_layers):
+    console.print(_collective_table(collectives, made.sizes))
+    for line in _volume_lines(config.step, made, step, collectives, moe_layers):
         console.print(line)
     return 0
 
@@ -182,21 +182,32 @@ def _split(made: Plan, name: str, spec: ParamSpec) -> str:
     return ", ".join(parts) or "whole on every device"
 
 
-def _collective_table(found: list[Collective], sizes: Mapping[str, int]) -> Table:
+def _collective_table(collectives: list[Collective], sizes: Mapping[str, int]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("pass", "what", "collective", "over", "bytes", "sent"):
         table.add_column(title, justify="right" if title in ("bytes", "sent") else "left", no_wrap=title != "over")
-    for each in sorted(found, key=lambda each: (each.direction != "forward", -each.sent_bytes)):
-        over = " × ".join(f"{axis} {sizes[axis]}" for axis in each.axes if sizes[axis] > 1)
-        cells = (each.direction, each.what, each.kind, over, _size(each.num_bytes), _size(each.sent_bytes))
+    for collective in sorted(
+        collectives, key=lambda collective: (collective.direction != "forward", -collective.sent_bytes)
+    ):
+        over = " × ".join(f"{axis} {sizes[axis]}" for axis in collective.axes if sizes[axis] > 1)
+        cells = (
+            collective.direction,
+            collective.what,
+            collective.kind,
+            over,
+            _size(collective.num_bytes),
+            _size(collective.sent_bytes),
+        )
         table.add_row(*cells)
     return table
 
 
-def _volume_lines(run: "StepConfig", made: Plan, step: Step, found: list[Collective], layers: int) -> Iterator[str]:
+def _volume_lines(
+    run: "StepConfig", made: Plan, step: Step, collectives: list[Collective], layers: int
+) -> Iterator[str]:
     model, execution = run.model, run.execution
     strategy = strategy_name(model.moe, execution.moe)
-    total, again = sum(each.sent_bytes for each in found), sent_again(found)
+    total, again = sum(collective.sent_bytes for collective in collectives), sent_again(collectives)
     more = f", and {_size(again)} again, as the backward pass gathers weights anew" if again else ""
     yield f"a device sends {_size(total)} a layer{more}: {_size(layers * (total + again))} for all {layers} MoE layers"
     if execution.remat != "none":
@@ -204,7 +215,7 @@ def _volume_lines(run: "StepConfig", made: Plan, step: Step, found: list[Collect
         yield f"remat={remat}: what is computed again in the backward pass is sent again too; not counted here"
     least = least_sent(model.moe, execution.moe, made, step)
     if least:
-        sent = sent_for_rows(found)
+        sent = sent_for_rows(collectives)
         yield (
             f"{strategy}: a device sends {sent / step.num_tokens:,.0f} bytes for the rows of each of "
             f"its tokens and their gradients, {sent / least:.3f} × the least ({least / step.num_tokens:,.0f})"
@@ -226,7 +237,7 @@ def _buffer_line(config: MoEConfig, execution: MoEExecution, made: Plan, step: S
 
 
 def _as_json(
-    run: "StepConfig", made: Plan, step: Step, found: list[Collective], state: Any, moe_layers: int
+    run: "StepConfig", made: Plan, step: Step, collectives: list[Collective], state: Any, moe_layers: int
 ) -> dict[str, Any]:
     model, execution = run.model, run.execution
     specs = param_specs(model)
@@ -239,9 +250,9 @@ def _as_json(
             name: {"axes": spec.axes, "split": [axes_of(entry) for entry in made.spec(name, spec)], "bytes": here}
             for (name, spec), here in zip(specs.items(), made.device_bytes(specs).values(), strict=True)
         },
-        "collectives": [{**vars(each), "sent_bytes": each.sent_bytes} for each in found],
+        "collectives": [{**vars(collective), "sent_bytes": collective.sent_bytes} for collective in collectives],
         "moe_layers": moe_layers,
-        "sent_again_bytes": sent_again(found),
+        "sent_again_bytes": sent_again(collectives),
         "least_sent_bytes": least_sent(model.moe, execution.moe, made, step),
     }
 

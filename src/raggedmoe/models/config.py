@@ -216,12 +216,12 @@ class ModelConfig:
         """The layers as the fewest scans: from each start, the repeated pattern that reaches furthest."""
         equal: dict[LayerKind, LayerKind] = {}  # one object of each kind: identity is the faster comparison
         kinds = [equal.setdefault(kind, kind) for kind in map(self.kind, range(self.num_layers))]
-        found, first = [], 0
+        stacks, first = [], 0
         while first < len(kinds):
             period, repeats = _longest_repeat(kinds, first)
-            found.append(Stack(first=first, kinds=tuple(kinds[first : first + period]), repeats=repeats))
+            stacks.append(Stack(first=first, kinds=tuple(kinds[first : first + period]), repeats=repeats))
             first += period * repeats
-        return tuple(found)
+        return tuple(stacks)
 
 
 def check_execution(config: ModelConfig, execution: ModelExecution) -> None:

@@ -55,11 +55,11 @@ def to_json(config: Any) -> Any:
     return found
 
 
-def _dtype(given: Any, where: str) -> Any:
+def _dtype(name: Any, where: str) -> Any:
     try:
-        return jnp.dtype(given)
+        return jnp.dtype(name)
     except TypeError:
-        raise ValueError(f"{where}: expected the name of a type such as bfloat16, got {given!r}") from None
+        raise ValueError(f"{where}: expected the name of a type such as bfloat16, got {name!r}") from None
 
 
 def from_json(value: Any, where: str = "config", kinds: tuple[str, ...] = tuple(KINDS)) -> Any:
@@ -70,24 +70,24 @@ def from_json(value: Any, where: str = "config", kinds: tuple[str, ...] = tuple(
         )
     kind = KINDS[value["kind"]]
     left_out = EXECUTION.get(value["kind"], frozenset())
-    value = {name: given for name, given in value.items() if name not in left_out}
+    value = {name: entry_value for name, entry_value in value.items() if name not in left_out}
     names = {entry.name for entry in fields(kind)}
     extra = sorted(value.keys() - names - {"kind"})
     if extra:
         raise ValueError(f"{where}: {kind.__name__} has no {', '.join(extra)}; was it written by a newer version?")
     read: dict[str, Any] = {}
-    for name, given in value.items():
+    for name, entry_value in value.items():
         if name == "kind":
             continue
-        if isinstance(given, dict):
+        if isinstance(entry_value, dict):
             if name not in PARTS:
-                raise ValueError(f"{where}.{name}: expected no object, got {reprlib.repr(given)}")
-            given = from_json(given, f"{where}.{name}", PARTS[name])
+                raise ValueError(f"{where}.{name}: expected no object, got {reprlib.repr(entry_value)}")
+            entry_value = from_json(entry_value, f"{where}.{name}", PARTS[name])
         elif name in DTYPES:
-            given = _dtype(given, f"{where}.{name}")
-        elif isinstance(given, int) and abs(given) >= 2**63:
-            raise ValueError(f"{where}.{name}: expected a number of 64 bits, got {given}")
-        read[name] = tuple(given) if isinstance(given, list) else given
+            entry_value = _dtype(entry_value, f"{where}.{name}")
+        elif isinstance(entry_value, int) and abs(entry_value) >= 2**63:
+            raise ValueError(f"{where}.{name}: expected a number of 64 bits, got {entry_value}")
+        read[name] = tuple(entry_value) if isinstance(entry_value, list) else entry_value
     try:
         return kind(**read)
     except TypeError as error:

@@ -27,12 +27,8 @@ from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import shared_experts
 from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.sharding.axes import LogicalMesh, logical_mesh, split_over
-from raggedmoe.sharding.dense import (
-    all_gather_dense_weights,
-    save_all_but_gathered_weights,
-    shard_by_sequence,
-)
+from raggedmoe.sharding.axes import LogicalMesh, logical_mesh, shard_tokens, split_over
+from raggedmoe.sharding.dense_layers import all_gather_dense_weights, save_all_but_gathered_weights
 from raggedmoe.sharding.vocabulary import embedding_lookup, table_sharding
 
 Params = dict[str, Any]
@@ -281,7 +277,7 @@ def run_layer(
             updated, all_visible = update_cache(under(prefix, memory), repeat, visible, run.slots)
             visible = all_visible if run.attends_to_cache else visible
             memory = {**memory, **{f"{prefix}{what}": value for what, value in updated.items()}}
-        attended = shard_by_sequence(mixer.attend(query, visible, own, config.attention, context), run.mesh)
+        attended = shard_tokens(mixer.attend(query, visible, own, config.attention, context), run.mesh)
         x = x + checkpoint_name(attended, "attn_proj_out")
     with jax.named_scope("moe" if kind.moe else "mlp"):
         normed = rms_norm(x, weights["mlp_norm"], eps)
@@ -289,7 +285,7 @@ def run_layer(
             out, report = _experts(run, normed, weights, repeat, key)
         else:
             out, report = _mlp(config, normed, weights), None
-    return shard_by_sequence(x + out, run.mesh), memory, report
+    return shard_tokens(x + out, run.mesh), memory, report
 
 
 def _mlp(config: ModelConfig, x: Float[Array, "B S D"], weights: Params) -> Float[Array, "B S D"]:

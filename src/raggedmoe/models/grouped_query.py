@@ -21,7 +21,7 @@ def specs(config: GroupedQueryConfig, model_dim: int, dtype: Any) -> dict[str, P
         "k": ("kv_head", config.num_kv_heads),
         "v": ("kv_head", config.num_kv_heads),
     }
-    found = {
+    param_specs = {
         f"w{name}": ParamSpec(
             shape=(num, config.head_dim, model_dim),
             dtype=dtype,
@@ -30,7 +30,7 @@ def specs(config: GroupedQueryConfig, model_dim: int, dtype: Any) -> dict[str, P
         )
         for name, (axis, num) in heads.items()
     }
-    found["wo"] = ParamSpec(
+    param_specs["wo"] = ParamSpec(
         shape=(config.num_heads, config.head_dim, model_dim),
         dtype=dtype,
         axes=("head", "head_dim", "model_dim"),
@@ -38,22 +38,22 @@ def specs(config: GroupedQueryConfig, model_dim: int, dtype: Any) -> dict[str, P
     )
     for name, (axis, num) in heads.items():
         if config.biases:
-            found[f"b{name}"] = ParamSpec(
+            param_specs[f"b{name}"] = ParamSpec(
                 shape=(num, config.head_dim), dtype=dtype, axes=(axis, "head_dim"), init="zeros"
             )
         if name != "v" and config.qk_norm != "none":
             full = config.qk_norm == "full"
-            found[f"{name}_norm"] = ParamSpec(
+            param_specs[f"{name}_norm"] = ParamSpec(
                 shape=(num, config.head_dim) if full else (config.head_dim,),
                 dtype=dtype,
                 axes=(axis, "head_dim") if full else ("head_dim",),
                 init="ones",
             )
     if config.biases:
-        found["bo"] = ParamSpec(shape=(model_dim,), dtype=dtype, axes=("model_dim",), init="zeros")
+        param_specs["bo"] = ParamSpec(shape=(model_dim,), dtype=dtype, axes=("model_dim",), init="zeros")
     if config.sinks:
-        found["sinks"] = ParamSpec(shape=(config.num_heads,), dtype=dtype, axes=("head",), init="zeros")
-    return found
+        param_specs["sinks"] = ParamSpec(shape=(config.num_heads,), dtype=dtype, axes=("head",), init="zeros")
+    return param_specs
 
 
 def _heads(

@@ -29,15 +29,15 @@ def specs(config: LatentConfig, model_dim: int, dtype: Any) -> dict[str, ParamSp
 
     heads, q_rank, kv_rank = config.num_heads, config.q_lora_rank, config.kv_lora_rank
     if q_rank is None:
-        found = {"wq": weight("model_dim", head=heads, head_dim=config.head_dim, model_dim=model_dim)}
+        query = {"wq": weight("model_dim", head=heads, head_dim=config.head_dim, model_dim=model_dim)}
     else:
-        found = {
+        query = {
             "q_a": weight("model_dim", q_latent=q_rank, model_dim=model_dim),
             "q_a_norm": norm(q_latent=q_rank),
             "q_b": weight("q_latent", head=heads, head_dim=config.head_dim, q_latent=q_rank),
         }
     return {
-        **found,
+        **query,
         "kv_a": weight("model_dim", kv_latent_and_rope=kv_rank + config.rope_dim, model_dim=model_dim),
         "kv_a_norm": norm(kv_latent=kv_rank),
         "k_b": weight("kv_latent", head=heads, nope_dim=config.nope_dim, kv_latent=kv_rank),

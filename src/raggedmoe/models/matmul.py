@@ -33,8 +33,8 @@ def project_back(x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[A
     """``x [..., *I]`` by ``weight [*I, O]``: ``[..., O]``."""
     *inner, out = weight.shape
     size = math.prod(inner)
-    found = _einsum("ti,io->to", x.reshape(-1, size), weight.astype(x.dtype).reshape(size, out))
-    return found.astype(x.dtype).reshape(*x.shape[: x.ndim - len(inner)], out)
+    product = _einsum("ti,io->to", x.reshape(-1, size), weight.astype(x.dtype).reshape(size, out))
+    return product.astype(x.dtype).reshape(*x.shape[: x.ndim - len(inner)], out)
 
 
 def per_head(

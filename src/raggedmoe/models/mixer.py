@@ -13,7 +13,7 @@ from raggedmoe.kernels.registry import Choice
 from raggedmoe.models.rope import RopeCosSin
 from raggedmoe.params import ParamSpec
 from raggedmoe.sharding.axes import LogicalMesh
-from raggedmoe.sharding.dense import sharded_attention
+from raggedmoe.sharding.dense_layers import sharded_attention
 
 Weights = Mapping[str, jax.Array]
 Memory = dict[str, jax.Array]  # what later tokens need of earlier ones, each [B L ...]: what a cache holds
@@ -48,10 +48,10 @@ def run_attention(
         implementation=context.implementation,
         hardware=context.hardware,
     )
-    given: dict[str, Any] = {"positions": context.slots, "segments": context.segments, "sinks": sinks}
+    options: dict[str, Any] = {"positions": context.slots, "segments": context.segments, "sinks": sinks}
     if context.mesh is None:
-        return compute(query, key, value, **given)
-    return sharded_attention(compute, context.mesh, query, key, value, given)
+        return compute(query, key, value, **options)
+    return sharded_attention(compute, context.mesh, query, key, value, options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.dispatch import check_has_mesh
 from raggedmoe.moe.module import SelectionBias
 from raggedmoe.sharding.axes import LogicalMesh, MeshAxes, logical_mesh
-from raggedmoe.sharding.rules import draw_params
+from raggedmoe.sharding.rules import make_params
 
 
 class Decoder(nnx.Module):
@@ -55,11 +55,7 @@ class Decoder(nnx.Module):
         check_execution(config, execution)
         check_has_mesh(strategy_name(config.moe, execution.moe), mesh)
         self.mesh, specs = logical_mesh(mesh, mesh_axes), param_specs(config)
-        if (rngs is None) == (params is None):
-            raise ValueError("expected rngs for new parameters or params for given ones, got both or neither")
-        if params is None:
-            assert rngs is not None
-            params = draw_params(specs, rngs.params(), self.mesh, execution.moe.tensor_split)
+        params = make_params(specs, params, rngs, self.mesh, execution.moe.tensor_split)
         check_model_params(specs, params)
         self.config, self.execution = config, execution
         # Axes are kept beside the values: sharding and checkpoints go by them.

@@ -68,7 +68,7 @@ def param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
     matrix = ParamSpec(
         shape=(config.vocab_size, width), dtype=dtype, axes=("vocab", "model_dim"), contracts="model_dim"
     )
-    found = {"embedding": matrix}
+    specs = {"embedding": matrix}
 
     @functools.cache  # there may be many stacks, but few kinds of them
     def layers(kind: LayerKind, repeats: int) -> dict[str, ParamSpec]:
@@ -76,14 +76,14 @@ def param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
 
     for s, stack in enumerate(config.stacks):
         for p, kind in enumerate(stack.kinds):
-            found.update({f"stacks.{s}.{p}.{name}": spec for name, spec in layers(kind, stack.repeats).items()})
-    found["final_norm"] = _norm(width, dtype)
+            specs.update({f"stacks.{s}.{p}.{name}": spec for name, spec in layers(kind, stack.repeats).items()})
+    specs["final_norm"] = _norm(width, dtype)
     if not config.tied_embeddings:
-        found["head"] = matrix
+        specs["head"] = matrix
     module = mtp_specs(config) if config.mtp_layers else {}
     for m in range(config.mtp_layers):
-        found.update({f"mtp.{m}.{name}": spec for name, spec in module.items()})
-    return found
+        specs.update({f"mtp.{m}.{name}": spec for name, spec in module.items()})
+    return specs
 
 
 def is_trained(name: str) -> bool:

@@ -54,7 +54,7 @@ def resize(model: ModelConfig, sizes: Mapping[str, Any], name: str = "the model"
         if size == "base_num_kv_heads" and isinstance(model.attention, LatentConfig):
             continue  # every head has its own
         for part, field in FIELDS.get(size, ()):
-            changes[part][field] = _as_held(size, value)
+            changes[part][field] = _config_value(size, value)
     changes["router"] |= _router_changes(model, sizes)
     attention, moe = model.attention, model.moe
     rope = replace(attention.rope, **changes["rope"])
@@ -72,7 +72,7 @@ def resize(model: ModelConfig, sizes: Mapping[str, Any], name: str = "the model"
     return _with_layers(model, sizes, name)
 
 
-def _as_held(size: str, value: Any) -> Any:
+def _config_value(size: str, value: Any) -> Any:
     """The value as the configuration holds it, where MaxText has another one for "none"."""
     if size == "q_lora_rank" and value == 0:
         return None

@@ -8,7 +8,7 @@ from raggedmoe.names import unknown
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """What a name stands for."""
+    """The strategy and the kernels that a name of `moe_backend` stands for."""
 
     strategy: str = "local"
     kernels: KernelChoice = field(default_factory=KernelChoice)

@@ -43,9 +43,7 @@ class RouterConfig:
     scale: float = 1.0  # A factor that all weights are multiplied by, last.
     weigh: str = "output"  # What the weights multiply: the expert's "output" or its "input".
     logit_bias: bool = False  # Whether the logits have a trained bias.
-    selection_bias: bool = (
-        False  # Whether the scores have a bias that decides who is chosen and never enters the weights.
-    )
+    selection_bias: bool = False  # Whether the scores have a bias that decides who is chosen and enters no weight.
     expert_scale: bool = False  # Whether each expert's weights have a trained factor.
     num_groups: int = 1  # The number of equal groups that the experts are in; 1 is no group limit.
     groups_per_token: int = 1  # The number of groups that a token's experts may come from.

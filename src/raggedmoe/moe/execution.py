@@ -36,7 +36,6 @@ class MoEExecution:
         if self.strategy is not None and self.strategy not in STRATEGIES:
             raise unknown("strategy", self.strategy, STRATEGIES)
         self._check_backend()
-        self._check_chunks()
         if self.ragged_buffer_factor is not None:
             if self.strategy not in ACROSS_RANKS:
                 raise ValueError(
@@ -59,8 +58,6 @@ class MoEExecution:
                 f"moe_backend={self.moe_backend!r} computes every expert on every token and moves no rows; "
                 f"it cannot be used with strategy={self.strategy!r}: leave strategy out, or use another backend"
             )
-
-    def _check_chunks(self) -> None:
         fused = f"moe_backend={self.moe_backend!r} fuses the activation, which needs the sums over the whole width"
         if self.backend.fused and self.width_chunks > 1:
             raise ValueError(

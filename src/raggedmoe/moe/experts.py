@@ -16,9 +16,9 @@ from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 from raggedmoe.kernels.expert_ffn.matmuls import add_bias
 from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
-from raggedmoe.moe.execution import MoEExecution
-from raggedmoe.moe.records import MoEParams, RouteMetadata
-from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, PER_SHARD, StageAxes, stage
+from raggedmoe.moe.records import MoEParams, RouteMetadata, StageSettings
+from raggedmoe.sharding.axes import TENSOR
+from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, PER_SHARD, stage
 
 UpSums = tuple[Any, ...]  # of gate and up, [R F] each; None: there is no gate
 
@@ -29,56 +29,44 @@ def gmm_up(
     weights: MoEParams,
     metadata: RouteMetadata,
     *,
+    settings: StageSettings,
     columns: slice,
-    execution: MoEExecution,
 ) -> UpSums:
-    """What some columns of the width add to both up projections, as float32 sums without biases."""
+    """Multiply some columns of the rows by both up projections: what they add to the float32 sums, without biases."""
     options = {"transpose_rhs": True, "preferred_element_type": accumulator(rows.dtype)}
-    matmul = functools.partial(_matmul_of(metadata, execution), **options)
+    matmul = functools.partial(_matmul_of(metadata, settings), **options)
     names = ("wi_0", "wi_1")
     return tuple(matmul(rows, weights[name][:, :, columns]) if name in weights else None for name in names)
 
 
 @stage(sums=PER_DEVICE, result=PER_SHARD)
-def tp_reduce(sums: UpSums, *, axes: StageAxes) -> UpSums:
-    """The sums over the whole width, where each tensor rank has those over its own part."""
-    return lax.psum(sums, axes.tensor)
+def tp_reduce(sums: UpSums, *, settings: StageSettings) -> UpSums:
+    """Complete the sums over the width, of which each tensor rank has those over its own part."""
+    return lax.psum(sums, settings.on_mesh.axes(TENSOR))
 
 
 @stage(sums=BETWEEN_PROJECTIONS, biases=BETWEEN_PROJECTIONS, metadata=RouteMetadata.PLACEMENT, result=PER_DEVICE)
 def activate(
-    sums: UpSums,
-    biases: MoEParams,
-    metadata: RouteMetadata,
-    *,
-    activation: str,
-    dtype: jnp.dtype,
-    axes: StageAxes,
+    sums: UpSums, biases: MoEParams, metadata: RouteMetadata, *, settings: StageSettings, dtype: jnp.dtype
 ) -> Float[Array, "R F"]:
-    """The hidden rows, from complete sums."""
+    """Add the biases to the complete sums of both up projections, and apply the activation."""
     if biases:
         bounds = _bounds(metadata, biases["bias_wi_0"].shape[0], sums[0].shape[0])
         names = ("bias_wi_0", "bias_wi_1")
         sums = tuple(
             s if s is None else _mask_rows(add_bias(s, biases[b], bounds), metadata) for s, b in zip(sums, names)
         )
-    hidden = ACTIVATIONS[activation](*sums).astype(dtype)
+    hidden = ACTIVATIONS[settings.config.experts.activation](*sums).astype(dtype)
     # Backward, summed over the tensor ranks once for all width chunks.
-    return pvary_over(hidden, axes.tensor)
+    return pvary_over(hidden, settings.on_mesh.axes(TENSOR))
 
 
 @stage(hidden=PER_DEVICE, weights=PER_DEVICE, metadata=RouteMetadata.PLACEMENT, result=PER_DEVICE, checked=False)
 def gmm_down(
-    hidden: Float[Array, "R F"],
-    weights: MoEParams,
-    metadata: RouteMetadata,
-    *,
-    columns: slice,
-    execution: MoEExecution,
-    axes: StageAxes,
+    hidden: Float[Array, "R F"], weights: MoEParams, metadata: RouteMetadata, *, settings: StageSettings, columns: slice
 ) -> Float[Array, "R columns"]:
-    """Some columns of the down projection."""
-    wo, bias, matmul = weights["wo"][:, :, columns], _down_bias(weights, axes), _matmul_of(metadata, execution)
+    """Multiply the hidden rows by some columns of the down projection, and add its bias."""
+    wo, bias, matmul = weights["wo"][:, :, columns], _down_bias(weights, settings), _matmul_of(metadata, settings)
     wide = hidden.dtype if bias is None else accumulator(hidden.dtype)
     out = matmul(hidden, wo, transpose_rhs=False, preferred_element_type=wide)
     if bias is None:
@@ -101,12 +89,10 @@ def expert_ffn(
     up_biases: MoEParams,
     metadata: RouteMetadata,
     *,
-    activation: str,
-    execution: MoEExecution,
-    axes: StageAxes,
+    settings: StageSettings,
 ) -> Float[Array, "R D"]:
     """Both projections and the activation in one operation, which never holds all hidden rows."""
-    bias, biases = _down_bias(weights, axes), None
+    bias, biases = _down_bias(weights, settings), None
     if bias is not None:
         biases = ExpertBiases(up_biases["bias_wi_0"], up_biases.get("bias_wi_1"), bias)
     wi_0, wi_1, wo = weights["wi_0"], weights.get("wi_1"), weights["wo"]
@@ -120,9 +106,9 @@ def expert_ffn(
         wo,
         group_sizes,
         biases=biases,
-        activation=activation,
-        implementation=execution.kernel_choice.expert_ffn,
-        hardware=execution.hardware,
+        activation=settings.config.experts.activation,
+        implementation=settings.execution.kernel_choice.expert_ffn,
+        hardware=settings.execution.hardware,
     )
     return _mask_rows(out, metadata)
 
@@ -140,12 +126,12 @@ def shared_experts(x: Float[Array, "T D"], params: MoEParams, activation: str) -
     return out.astype(dtype)
 
 
-def _down_bias(weights: MoEParams, axes: StageAxes) -> Float[Array, "G D"] | None:
+def _down_bias(weights: MoEParams, settings: StageSettings) -> Float[Array, "G D"] | None:
     """The bias of the down projection, on the first of the ranks whose results are summed alone."""
-    bias = weights.get("bias_wo")
-    if bias is None or not axes.partial_sums:
+    bias, axes = weights.get("bias_wo"), settings.on_mesh.axes(TENSOR)
+    if bias is None or not axes or settings.on_mesh.splits_width:
         return bias
-    return jnp.where(lax.axis_index(axes.partial_sums) == 0, bias, 0)
+    return jnp.where(lax.axis_index(axes) == 0, bias, 0)
 
 
 def _mask_rows(rows: Float[Array, "R _"], metadata: RouteMetadata) -> Float[Array, "R _"]:
@@ -153,15 +139,15 @@ def _mask_rows(rows: Float[Array, "R _"], metadata: RouteMetadata) -> Float[Arra
     return rows if metadata.used is None else jnp.where(metadata.used[:, None], rows, 0)
 
 
-def _matmul_of(metadata: RouteMetadata, execution: MoEExecution) -> Callable[..., Any]:
+def _matmul_of(metadata: RouteMetadata, settings: StageSettings) -> Callable[..., Any]:
     """The grouped matmul of the rows, or a batched one where all experts have as many."""
     if metadata.group_sizes is None:
         return functools.partial(_batched_matmul, metadata)
     return functools.partial(
         grouped_matmul,
         group_sizes=metadata.group_sizes,
-        implementation=execution.kernel_choice.grouped_matmul,
-        hardware=execution.hardware,
+        implementation=settings.execution.kernel_choice.grouped_matmul,
+        hardware=settings.execution.hardware,
     )
 
 

@@ -3,26 +3,23 @@
 Backward, the gradients are summed and split again the same way: one reduce-scatter for each all-gather.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 
 from raggedmoe.kernels.arrays import pvary_over
-from raggedmoe.moe.config import MoEConfig
-from raggedmoe.moe.records import MoEParams
-from raggedmoe.sharding.axes import AXES, EXPERT, FSDP, TOKEN_AXES, axes_of
+from raggedmoe.moe.records import MoEParams, StageSettings
+from raggedmoe.sharding.axes import EXPERT, FSDP, axes_of
 from raggedmoe.sharding.rules import partition
-from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, PER_SHARD, OnMesh, Placement, stage
+from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, PER_SHARD, Placement, stage
 
 
-def gather_router(params: MoEParams, config: MoEConfig, run: OnMesh) -> Any:
+def gather_router(params: MoEParams, settings: StageSettings) -> MoEParams:
     """The router's parameters, whole on every device."""
     router = {name: array for name, array in params.items() if name.startswith("router_")}
-    return _all_gather(router, config, run, over=(FSDP, EXPERT), result=PER_SHARD)
+    return _all_gather(router, settings, over=(FSDP, EXPERT), result=PER_SHARD)
 
 
-def gather_experts(params: MoEParams, config: MoEConfig, run: OnMesh, dtype: jnp.dtype) -> tuple[Any, Any]:
+def gather_experts(params: MoEParams, settings: StageSettings, dtype: jnp.dtype) -> tuple[MoEParams, MoEParams]:
     """The experts' matrices with the bias of the down projection, and the biases of the up projections.
 
     They come in the type that they are multiplied in, which is also what is sent.
@@ -31,21 +28,19 @@ def gather_experts(params: MoEParams, config: MoEConfig, run: OnMesh, dtype: jnp
     experts = {name: params[name].astype(dtype) for name in names}
     up_biases = {name: experts.pop(name) for name in names if name.startswith("bias_wi")}
     return (
-        _all_gather(experts, config, run, over=(FSDP,), result=PER_DEVICE),
-        _all_gather(up_biases, config, run, over=(FSDP,), result=BETWEEN_PROJECTIONS),
+        _all_gather(experts, settings, over=(FSDP,), result=PER_DEVICE),
+        _all_gather(up_biases, settings, over=(FSDP,), result=BETWEEN_PROJECTIONS),
     )
 
 
-def _all_gather(
-    params: MoEParams, config: MoEConfig, run: OnMesh, *, over: tuple[str, ...], result: Placement
-) -> MoEParams:
+def _all_gather(params: MoEParams, settings: StageSettings, *, over: tuple[str, ...], result: Placement) -> MoEParams:
     """Parameters gathered over logical axes, one copy for each device."""
-    mesh = run.mesh
+    on_mesh, declared = settings.on_mesh, settings.config.param_specs()
+    mesh = on_mesh.mesh
     if mesh is None:
         return params
-    declared = config.param_specs()
-    specs = {name: partition(name, declared[name], mesh.sizes, run.tensor_split) for name in params}
-    varies_over = mesh.axes(*(AXES if run.placement(result).specs == PER_DEVICE.specs else TOKEN_AXES))
+    specs = {name: partition(name, declared[name], mesh.sizes, on_mesh.tensor_split) for name in params}
+    varies_over = mesh.axes(*on_mesh.placement(result).specs[0])
 
     @stage(parts=Placement(specs), result=result)
     def all_gather_weights(parts: MoEParams) -> MoEParams:
@@ -57,4 +52,4 @@ def _all_gather(
                 weights[name] = lax.all_gather(weights[name], axes, axis=dim, tiled=True)
         return weights
 
-    return run(all_gather_weights, params)
+    return on_mesh(all_gather_weights, params)

@@ -12,15 +12,14 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from raggedmoe.kernels.eager import compile_once
 from raggedmoe.moe.config import MoEConfig, check_execution, is_expert_choice
-from raggedmoe.moe.dispatch import dispatch, prepare, strategy_settings, unpermute
-from raggedmoe.moe.dispatch.strategy import StrategySettings
+from raggedmoe.moe.dispatch import check_ranks, dispatch, prepare, unpermute
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import activate, expert_ffn, gmm_down, gmm_up, shared_experts, tp_reduce
 from raggedmoe.moe.gathering import gather_experts, gather_router
-from raggedmoe.moe.records import MoEOutput, MoEParams, RouteOutput
+from raggedmoe.moe.records import MoEOutput, MoEParams, RouteOutput, StageSettings
 from raggedmoe.moe.router import check_replay, route
-from raggedmoe.sharding.axes import TENSOR, LogicalMesh, logical_mesh, split_over
-from raggedmoe.sharding.stage import ACTIVATIONS, TOKENS, OnMesh, stage
+from raggedmoe.sharding.axes import TENSOR, TOKEN_AXES, LogicalMesh, logical_mesh, shard_tokens, split_over
+from raggedmoe.sharding.stage import ACTIVATIONS, OnMesh, stage
 
 DEFAULT_EXECUTION = MoEExecution()
 
@@ -56,29 +55,24 @@ def moe_route_and_compute(
     does not depend on the mesh. Tokens are split over all axes but "tensor", parameters by `raggedmoe.sharding.rules`.
     ``first_expert``: where this layer's experts begin in weights that hold several layers', one after the other.
     """
-    run = OnMesh(mesh=logical_mesh(mesh), tensor_split=execution.tensor_split)
-    num_tokens, sequences = split_over(run.mesh, x.shape[0], "tokens"), sequences_of_device(num_sequences, config, run)
-    strategy = strategy_settings(config, execution, num_tokens, run, sequences)
+    on_mesh = OnMesh(mesh=logical_mesh(mesh), tensor_split=execution.tensor_split)
+    split_over(on_mesh.mesh, x.shape[0], "tokens")
+    sequences = sequences_of_device(num_sequences, config, on_mesh.mesh)
+    settings = StageSettings(config=config, execution=execution, on_mesh=on_mesh, num_sequences=sequences)
+    check_ranks(settings)
     if mask is not None:
         # What a masked token holds, NaN too, reaches nothing: neither the router's gradient nor a sum.
         x = jnp.where(mask[:, None], x, 0)
-    routing = run(
-        route,
-        *(x, gather_router(params, config, run), mask, key, token_ids, replay),
-        config=config.router,
-        experts_per_token=config.experts_per_token,
-        num_sequences=sequences,
-        capacity=config.expert_choice_capacity(num_tokens) if is_expert_choice(config) else None,
-        axes=run.axes.tokens,
-    )
+    router = gather_router(params, settings)
+    routing = on_mesh(route, x, router, mask, key, token_ids, replay, settings=settings)
     with jax.named_scope("experts"):
-        output, dropped = routed_experts(x, params, routing, first_expert, strategy, config, execution, run)
-        output = run.constrain(output, TOKENS)
+        output, dropped = routed_experts(x, params, routing, first_expert, settings)
+        output = shard_tokens(output, on_mesh.mesh)
     shared = {name.removeprefix("shared_"): array for name, array in params.items() if name.startswith("shared_")}
     if shared:
         with jax.named_scope("shared_experts"):
             # In no stage: without a word about its layout, XLA exchanges two devices' gradients of x (docs/log.md).
-            added = shared_experts(run.constrain(x, TOKENS), shared, config.experts.activation)
+            added = shared_experts(shard_tokens(x, on_mesh.mesh), shared, config.experts.activation)
             output = output + (added if mask is None else jnp.where(mask[:, None], added, 0))
     statistics = {name: getattr(routing, name) for name in MoEOutput.OF_ROUTING}
     return MoEOutput(output=output, dropped=dropped, **statistics)
@@ -89,44 +83,40 @@ def routed_experts(
     params: MoEParams,
     routing: RouteOutput,
     first_expert: Int[Array, ""] | None,
-    strategy: StrategySettings,
-    config: MoEConfig,
-    execution: MoEExecution,
-    run: OnMesh,
+    settings: StageSettings,
 ) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
     """The routed experts' weighted sum of every token, and how many slots were dropped.
 
     The tokens, or the model width, come in chunks that do not depend on each other, so that the compiler may move one
     while it computes another, forward and backward. One chunk is the ordinary case.
     """
-    weights, up_biases = gather_experts(params, config, run, x.dtype)
-    activation, axes, splits_width = config.experts.activation, run.axes, execution.tensor_split == "model_dim"
-    num_columns = x.shape[1] // (run.size(TENSOR) if splits_width else 1)
+    execution, on_mesh = settings.execution, settings.on_mesh
+    run = functools.partial(on_mesh, settings=settings)
+    weights, up_biases = gather_experts(params, settings, x.dtype)
+    width = x.shape[1] // on_mesh.size(TENSOR) if on_mesh.splits_width else x.shape[1]
+    width_parts = even_parts(width, execution.width_chunks)
     outputs, dropped = [], jnp.zeros((), jnp.int32)
-    for tokens in even_parts(split_over(run.mesh, x.shape[0], "tokens"), execution.token_chunks):
-        chunk: dict[str, Any] = {"strategy": strategy, "tokens": tokens}
-        metadata, more = run(prepare, routing, first_expert, **chunk, num_stacked=params["wi_0"].shape[0])
+    for tokens in even_parts(x.shape[0] // on_mesh.size(*TOKEN_AXES), execution.token_chunks):
+        metadata, more = run(prepare, routing, first_expert, tokens=tokens, num_stacked=params["wi_0"].shape[0])
         dropped = dropped + more
         if execution.backend.fused:
-            rows = run(dispatch, x, routing, metadata, **chunk, columns=slice(0, num_columns))
-            ffn: dict[str, Any] = {"activation": activation, "execution": execution, "axes": axes}
-            rows = run(expert_ffn, rows, weights, up_biases, metadata, **ffn)
-            outputs.append(run(unpermute, rows, routing, metadata, **chunk))
+            rows = run(dispatch, x, routing, metadata, tokens=tokens, columns=width_parts[0])
+            rows = run(expert_ffn, rows, weights, up_biases, metadata)
+            outputs.append(run(unpermute, rows, routing, metadata, tokens=tokens))
             continue
         sums, columns_out = None, []
-        for columns in even_parts(num_columns, execution.width_chunks):
-            rows = run(dispatch, x, routing, metadata, **chunk, columns=columns)
-            more = run(gmm_up, rows, weights, metadata, columns=columns, execution=execution)
+        for columns in width_parts:
+            rows = run(dispatch, x, routing, metadata, tokens=tokens, columns=columns)
+            more = run(gmm_up, rows, weights, metadata, columns=columns)
             sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
-        if splits_width:
-            sums = run(tp_reduce, sums, axes=axes)
-        sums = _name_arrays(sums, "moe_up")
-        hidden = run(activate, sums, up_biases, metadata, activation=activation, dtype=x.dtype, axes=axes)
-        for columns in even_parts(num_columns, execution.width_chunks):
-            rows = run(gmm_down, hidden, weights, metadata, columns=columns, execution=execution, axes=axes)
-            columns_out.append(run(unpermute, _name_arrays(rows, "moe_down"), routing, metadata, **chunk))
-        outputs.append(_concatenate_chunks(columns_out, run, dim=1))
-    return _concatenate_chunks(outputs, run, dim=0), dropped
+        if on_mesh.splits_width:
+            sums = run(tp_reduce, sums)
+        hidden = run(activate, _name_arrays(sums, "moe_up"), up_biases, metadata, dtype=x.dtype)
+        for columns in width_parts:
+            rows = _name_arrays(run(gmm_down, hidden, weights, metadata, columns=columns), "moe_down")
+            columns_out.append(run(unpermute, rows, routing, metadata, tokens=tokens))
+        outputs.append(_concatenate_chunks(columns_out, on_mesh, dim=1))
+    return _concatenate_chunks(outputs, on_mesh, dim=0), dropped
 
 
 def _name_arrays(arrays: Any, name: str) -> Any:
@@ -140,17 +130,17 @@ def concatenate(chunks: list[Float[Array, "_ _"]], *, dim: int) -> Float[Array, 
     return jnp.concatenate(chunks, axis=dim)
 
 
-def _concatenate_chunks(chunks: list[Float[Array, "_ _"]], run: OnMesh, dim: int) -> Float[Array, "_ _"]:
-    return chunks[0] if len(chunks) == 1 else run(concatenate, chunks, dim=dim)
+def _concatenate_chunks(chunks: list[Float[Array, "_ _"]], on_mesh: OnMesh, dim: int) -> Float[Array, "_ _"]:
+    return chunks[0] if len(chunks) == 1 else on_mesh(concatenate, chunks, dim=dim)
 
 
 def even_parts(size: int, num_parts: int) -> list[slice]:
-    """So many parts, whose sizes differ by one at most, or fewer where some would be empty."""
+    """Cut a size into so many parts that differ by one at most, or into fewer where some would be empty."""
     bounds = sorted({size * i // num_parts for i in range(num_parts + 1)})
     return [slice(start, end) for start, end in itertools.pairwise(bounds)] or [slice(0, 0)]
 
 
-def sequences_of_device(num_sequences: int, config: MoEConfig, run: OnMesh) -> int:
+def sequences_of_device(num_sequences: int, config: MoEConfig, mesh: LogicalMesh | None) -> int:
     """How many whole sequences are on each device, where the balance loss or the capacity is of each sequence."""
     if config.capacity_factor is not None and not is_expert_choice(config):
         what, instead = "whole sequences, in which a capacity_factor counts slots,", "no capacity_factor"
@@ -158,4 +148,4 @@ def sequences_of_device(num_sequences: int, config: MoEConfig, run: OnMesh) -> i
         what, instead = "whole sequences, of which aux_loss='sequence' is taken,", "aux_loss='batch'"
     else:
         return 1
-    return split_over(run.mesh, num_sequences, what, instead)
+    return split_over(mesh, num_sequences, what, instead)

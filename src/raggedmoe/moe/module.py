@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Integer
@@ -17,7 +17,7 @@ from raggedmoe.moe.layer import DEFAULT_EXECUTION, moe_route_and_compute
 from raggedmoe.moe.records import MoEOutput, MoEParams
 from raggedmoe.params import check_param, check_params
 from raggedmoe.sharding.axes import LogicalMesh, MeshAxes, logical_mesh
-from raggedmoe.sharding.rules import draw_params
+from raggedmoe.sharding.rules import make_params
 
 
 class SelectionBias(nnx.Variable):
@@ -42,7 +42,7 @@ class MoE(nnx.Module):
         config: MoEConfig,
         *,
         rngs: nnx.Rngs | None = None,
-        params: Mapping[str, Any] | None = None,
+        params: Mapping[str, jax.Array | np.ndarray] | None = None,
         execution: MoEExecution = DEFAULT_EXECUTION,
         mesh: Mesh | LogicalMesh | None = None,
         mesh_axes: MeshAxes | None = None,
@@ -62,25 +62,26 @@ class MoE(nnx.Module):
         check_execution(config, execution)
         check_has_mesh(strategy_name(config, execution), mesh)
         self.config, self.execution, self.mesh = config, execution, logical_mesh(mesh, mesh_axes)
-        if (rngs is None) == (params is None):
-            raise ValueError("expected rngs for new parameters or params for given ones, got both or neither")
         specs = config.param_specs()
-        if params is None:
-            assert rngs is not None
-            params = draw_params(specs, rngs.params(), self.mesh, execution.tensor_split)
+        params = make_params(specs, params, rngs, self.mesh, execution.tensor_split)
         for name, spec in specs.items():
             kind = SelectionBias if name == "router_selection_bias" else nnx.Param
             setattr(self, name, kind(jnp.asarray(params[name]), axes=spec.axes))
 
     @classmethod
     def from_arrays(
-        cls, config: MoEConfig, arrays: Mapping[str, Any], axes: Mapping[str, tuple[str, ...]], **options: Any
+        cls,
+        config: MoEConfig,
+        arrays: Mapping[str, jax.Array | np.ndarray],
+        axes: Mapping[str, tuple[str, ...]],
+        *,
+        execution: MoEExecution = DEFAULT_EXECUTION,
+        mesh: Mesh | LogicalMesh | None = None,
+        mesh_axes: MeshAxes | None = None,
     ) -> "MoE":
-        """A layer with given weights, and the constructor's options. ``axes`` names each one's dimensions, as in
-        ``config.param_specs()``.
-        """
+        """Make a layer with given weights; ``axes`` names each one's dimensions, as in ``config.param_specs()``."""
         check_params(config.param_specs(), arrays, axes)
-        return cls(config, params=arrays, **options)
+        return cls(config, params=arrays, execution=execution, mesh=mesh, mesh_axes=mesh_axes)
 
     @property
     def params(self) -> MoEParams:

@@ -7,9 +7,21 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from raggedmoe.sharding.stage import PER_SHARD, REPLICATED, TOKENS, Placement, make_record, register_record
+from raggedmoe.moe.config import MoEConfig
+from raggedmoe.moe.execution import MoEExecution
+from raggedmoe.sharding.stage import PER_SHARD, REPLICATED, TOKENS, OnMesh, Placement, make_record, register_record
 
 MoEParams = Mapping[str, Any]  # arrays by the names of `MoEConfig.param_specs`, or those of them that a stage uses
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSettings:
+    """What the stages of a layer are given beside arrays. It is the same on all devices."""
+
+    config: MoEConfig
+    execution: MoEExecution
+    on_mesh: OnMesh  # whose axes the collectives go over
+    num_sequences: int  # on each device, if something is counted in each sequence
 
 
 @register_record
@@ -41,16 +53,13 @@ class RouteOutput:
 
 
 # On a mesh: what there is of each token (expert choice: of each device's tokens) is split, the rest is of all.
-_OF_TOKENS = ("experts", "tokens", "mask", "weights")
-RouteOutput.PLACEMENT = Placement(
-    make_record(
-        RouteOutput, {f.name: (TOKENS if f.name in _OF_TOKENS else REPLICATED).specs for f in fields(RouteOutput)}
-    )
-)
+_SPECS = {field.name: REPLICATED.specs for field in fields(RouteOutput)}
+_SPECS |= dict.fromkeys(("experts", "tokens", "mask", "weights"), TOKENS.specs)
+RouteOutput.PLACEMENT = Placement(make_record(RouteOutput, _SPECS))
 
 
 class Moves(NamedTuple):
-    """Which rows go to which rank, and where they lie on both sides. P: ranks."""
+    """A record of which rows go to which rank, and where they lie on both sides. P: ranks."""
 
     sent: Int[Array, " P"]  # rows for each rank, of those that have room there
     sent_from: Int[Array, " P"]  # where they begin in this rank's rows

@@ -16,7 +16,8 @@ from raggedmoe.kernels.arrays import accumulator, int32
 from raggedmoe.moe import balance
 from raggedmoe.moe.balance import Axes
 from raggedmoe.moe.config import RouterConfig
-from raggedmoe.moe.records import MoEParams, RouteOutput
+from raggedmoe.moe.records import MoEParams, RouteOutput, StageSettings
+from raggedmoe.sharding.axes import TOKEN_AXES
 from raggedmoe.sharding.stage import PER_SHARD, REPLICATED, TOKENS, stage
 
 
@@ -37,13 +38,12 @@ def route(
     token_ids: Integer[Array, " T"] | None = None,
     replay: Integer[Array, "T K"] | None = None,
     *,
-    config: RouterConfig,
-    experts_per_token: int,
-    num_sequences: int = 1,
-    capacity: int | None = None,
-    axes: Axes = (),
+    settings: StageSettings,
 ) -> RouteOutput:
     """Choose experts and weights for every token, or for those of one device.
+
+    On several devices losses and statistics are those of all tokens, and what is drawn or counted for a token does not
+    depend on how they are split.
 
     Args:
       x: the tokens.
@@ -54,11 +54,10 @@ def route(
       replay: experts recorded earlier, used instead of choosing; the weights are computed, with their gradients. An
         entry that is no expert's number, or names a token's expert again, is nowhere, as a masked token's are; where
         values can be looked at, outside jit, it is refused.
-      num_sequences: equal parts of the tokens, for the sequence-wise loss.
-      capacity: tokens that each expert takes, for expert choice.
-      axes: the mesh axes over which tokens are split, inside `shard_map`: losses and statistics are those of all
-        tokens, and what is drawn or counted for a token does not depend on how they are split.
+      settings: of which the router's configuration is read, and the number of sequences by the sequence-wise loss.
     """
+    config, experts_per_token = settings.config.router, settings.config.experts_per_token
+    axes = settings.on_mesh.axes(*TOKEN_AXES)
     mask = jnp.ones(x.shape[0], bool) if mask is None else mask
     first_token = lax.axis_index(axes) * x.shape[0]
     logits = router_logits(x, params, config, key, first_token)
@@ -68,20 +67,22 @@ def route(
     if config.selection == "expert_choice":
         if replay is not None:
             raise ValueError("replay gives experts for each token, expert choice picks tokens; use another selection")
+        capacity = settings.config.expert_choice_capacity(x.shape[0])
         tokens, weights, counts = choose_tokens(scores, params, config, mask, capacity)
     else:
         if replay is not None:
             experts = check_replay(replay, x.shape[0], experts_per_token, num_experts)
         else:
-            where: dict[str, Any] = {"first_token": first_token, "axes": axes}
-            experts = select_experts(scores, params, config, experts_per_token, mask, key, token_ids, **where)
+            experts = select_experts(
+                scores, params, config, experts_per_token, mask, key, token_ids, first_token=first_token, axes=axes
+            )
         weights = combine_weights(scores, experts, params, config)
         routed = mask[:, None] & (experts >= 0) & (experts < num_experts)
         if replay is not None:  # what is chosen here is never named twice
             routed &= ~is_repeated(experts)
         experts, weights = jnp.where(routed, experts, num_experts), jnp.where(routed, weights, 0)
         probabilities = balance_probabilities(logits, scores, params, config)
-        parts = num_sequences if config.aux_loss == "sequence" else None
+        parts = settings.num_sequences if config.aux_loss == "sequence" else None
         aux_loss = balance.load_balance_loss(probabilities, experts, mask, num_sequences=parts, axes=axes)
         counts = balance.expert_counts(experts, num_experts)
     load = lax.psum(counts, axes)
@@ -122,7 +123,7 @@ def uniform_of_tokens(
     """Numbers in [0, 1) for each token: from a key of its own, so that they are the same however tokens are split."""
     tokens = first_token + jnp.arange(num_tokens, dtype=jnp.int32)
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, tokens)
-    return jax.vmap(lambda own: jax.random.uniform(own, (num,), dtype))(keys)
+    return jax.vmap(lambda token_key: jax.random.uniform(token_key, (num,), dtype))(keys)
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:
@@ -236,7 +237,7 @@ def is_repeated(experts: Int[Array, "T K"]) -> Bool[Array, "T K"]:
 
 
 def check_replay(replay: jax.Array, num_tokens: int, experts_per_token: int, num_experts: int) -> jax.Array:
-    """As int32; what can be seen to be wrong, by its shape, or by its values if they are here, is refused."""
+    """Recorded experts as int32. What is wrong by its shape, or by its values where they can be seen, is refused."""
     expected = (num_tokens, experts_per_token)
     if replay.shape != expected or not jnp.issubdtype(replay.dtype, jnp.integer):
         raise ValueError(
@@ -260,14 +261,12 @@ def choose_tokens(
     params: MoEParams,
     config: RouterConfig,
     mask: Bool[Array, " T"],
-    capacity: int | None,
+    capacity: int,
 ) -> tuple[Int[Array, "E C"], Float[Array, "E C"], Int[Array, " E"]]:
     """The tokens that score highest with each expert, which takes them, their weights, and how many there are.
 
     That is balanced by construction, so there is no balance loss.
     """
-    if capacity is None:
-        raise ValueError("selection='expert_choice' needs a capacity, got None; give the MoEConfig a capacity_factor")
     # A token whose scores are NaN comes last: it does not take other tokens' places.
     ranking = lax.stop_gradient(jnp.where(mask[:, None] & ~jnp.isnan(scores), scores, -jnp.inf))
     tokens = lax.top_k(ranking.T, capacity)[1]
@@ -276,5 +275,5 @@ def choose_tokens(
     scale = params.get("router_expert_scale")
     if scale is not None:
         weights = weights * scale[:, None].astype(weights.dtype)
-    chosen = jnp.where(taken, tokens, scores.shape[0])
-    return chosen, jnp.where(taken, weights, 0), taken.sum(1, dtype=jnp.int32)
+    tokens, weights = jnp.where(taken, tokens, scores.shape[0]), jnp.where(taken, weights, 0)
+    return tokens, weights, taken.sum(1, dtype=jnp.int32)

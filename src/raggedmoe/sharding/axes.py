@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import overload
 
+import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA, FSDP, EXPERT, TENSOR = "data", "fsdp", "expert", "tensor"
@@ -55,8 +56,13 @@ class LogicalMesh:
         return NamedSharding(self.mesh, self.spec(spec))
 
 
+def shard_tokens(x: jax.Array, mesh: LogicalMesh | None) -> jax.Array:
+    """Activations whose first dimension, tokens or sequences, is split over all axes that split tokens."""
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, mesh.sharding(PartitionSpec(TOKEN_AXES)))
+
+
 def split_over(mesh: LogicalMesh | None, num: int, what: str, instead: str = "smaller degrees") -> int:
-    """How many of the tokens or sequences are on each device; all of them must be on one."""
+    """The tokens or sequences that each device gets of so many, which must divide evenly."""
     shards = 1 if mesh is None else mesh.size(*TOKEN_AXES)
     if mesh is not None and num % shards:
         degrees = " × ".join(f"{axis}_parallelism={mesh.size(axis)}" for axis in TOKEN_AXES)
@@ -98,10 +104,10 @@ def logical_mesh(
         return LogicalMesh(mesh)
     if unknown := sorted(set(mesh_axes) - set(AXES)):
         raise ValueError(f"mesh_axes: expected keys out of {', '.join(AXES)}, got {', '.join(unknown)}")
-    found = {axis: axes_of(mesh_axes.get(axis)) for axis in AXES}
-    used = [name for axes in found.values() for name in axes]
+    assigned = {axis: axes_of(mesh_axes.get(axis)) for axis in AXES}
+    used = [name for axes in assigned.values() for name in axes]
     if absent := [name for name in used if name not in names]:
         raise ValueError(f"mesh_axes: expected axes of the mesh, {', '.join(names)}, got {', '.join(absent)}")
     if twice := sorted({name for name in used if used.count(name) > 1}):
         raise ValueError(f"mesh_axes: expected each axis of the mesh once, got {', '.join(twice)} again")
-    return LogicalMesh(mesh, tuple(found.items()))
+    return LogicalMesh(mesh, tuple(assigned.items()))

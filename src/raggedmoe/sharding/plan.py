@@ -1,7 +1,7 @@
 """The plan: how many devices along each axis of a mesh, and from that the mesh and the sharding of every parameter."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -10,8 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from raggedmoe.names import unknown
 from raggedmoe.params import ParamSpec, Specs, divisors
-from raggedmoe.sharding.axes import AXES, TOKEN_AXES
-from raggedmoe.sharding.rules import SPLITS, num_parts, param_shardings, partition
+from raggedmoe.sharding.axes import AXES, TOKEN_AXES, axes_of
+from raggedmoe.sharding.rules import SPLITS, param_shardings, partition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,20 +89,22 @@ class Plan:
         return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def spec(self, name: str, spec: ParamSpec) -> PartitionSpec:
-        """How a parameter is split."""
+        """The partition of a parameter over the logical axes."""
         return partition(name, spec, self.sizes, self.tensor_split)
 
     def shardings(self, mesh: Mesh, specs: Specs) -> dict[str, NamedSharding]:
-        """The sharding of every parameter."""
+        """The sharding of every parameter on the mesh that this plan made."""
         return param_shardings(mesh, specs, self.tensor_split)
 
     def tokens(self, mesh: Mesh) -> NamedSharding:
         """The sharding of a batch: its first dimension is split over all axes that split tokens."""
         return NamedSharding(mesh, PartitionSpec(TOKEN_AXES))
 
-    def device_bytes(self, specs: Mapping[str, ParamSpec]) -> dict[str, int]:
+    def device_elements(self, name: str, spec: ParamSpec) -> int:
+        """Elements of a parameter on one device."""
+        axes = [axis for entry in self.spec(name, spec) for axis in axes_of(entry)]
+        return spec.num_elements // math.prod(self.sizes[axis] for axis in axes)
+
+    def device_bytes(self, specs: Specs) -> dict[str, int]:
         """Bytes of each parameter on one device."""
-        return {
-            name: spec.num_elements * np.dtype(spec.dtype).itemsize // num_parts(self.spec(name, spec), self.sizes)
-            for name, spec in specs.items()
-        }
+        return {name: self.device_elements(name, s) * np.dtype(s.dtype).itemsize for name, s in specs.items()}

@@ -3,12 +3,13 @@
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from raggedmoe.params import ParamSpec, Specs, init_params
-from raggedmoe.sharding.axes import EXPERT, FSDP, TENSOR, LogicalMesh, axes_of, entry_of, logical_mesh
+from raggedmoe.sharding.axes import EXPERT, FSDP, TENSOR, LogicalMesh, entry_of, logical_mesh
 
 SPLITS = ("expert_dim", "model_dim")  # what the tensor axis splits of routed experts: F or D
 
@@ -31,7 +32,7 @@ def partition(name: str, spec: ParamSpec, sizes: Mapping[str, int], tensor_split
     first = {dims: [dim for dim in dims if dim in spec.axes][:1] for dims in (WIDTH_DIMS, TENSOR_DIMS)}
     entries = {**dict.fromkeys(first[WIDTH_DIMS], WIDTH_AXES), **dict.fromkeys(first[TENSOR_DIMS], (TENSOR,))}
     return PartitionSpec(
-        *(entry_of(_fitting(entries.get(dim, ()), size, sizes)) for dim, size in zip(spec.axes, spec.shape))
+        *(entry_of(_dividing_axes(entries.get(dim, ()), size, sizes)) for dim, size in zip(spec.axes, spec.shape))
     )
 
 
@@ -43,20 +44,21 @@ def param_shardings(
     return {name: logical.sharding(partition(name, spec, logical.sizes, tensor_split)) for name, spec in specs.items()}
 
 
-def draw_params(specs: Specs, key: jax.Array, mesh: LogicalMesh | None, tensor_split: str) -> dict[str, jax.Array]:
-    """New parameters; on a mesh each device draws its own part."""
-    places = None if mesh is None else param_shardings(mesh, specs, tensor_split)
-    return jax.jit(functools.partial(init_params, specs), out_shardings=places)(key)
+def make_params(
+    specs: Specs, params: Mapping[str, Any] | None, rngs: Any, mesh: LogicalMesh | None, tensor_split: str
+) -> Mapping[str, Any]:
+    """The parameters that a module was given, or new ones, of which on a mesh each device draws its own part."""
+    if (rngs is None) == (params is None):
+        raise ValueError("expected rngs for new parameters or params for given ones, got both or neither")
+    if params is not None:
+        return params
+    shardings = None if mesh is None else param_shardings(mesh, specs, tensor_split)
+    return jax.jit(functools.partial(init_params, specs), out_shardings=shardings)(rngs.params())
 
 
 def is_routed(name: str, spec: ParamSpec) -> bool:
     """Whether a token uses only its own experts' part of a parameter: all that have an expert axis but the router's."""
     return "expert" in spec.axes and not name.rpartition(".")[2].startswith("router_")
-
-
-def num_parts(partitions: PartitionSpec, sizes: Mapping[str, int]) -> int:
-    """Parts that an array so split is in."""
-    return math.prod(_degree(axes_of(entry), sizes) for entry in partitions)
 
 
 def _partition_experts(name: str, spec: ParamSpec, sizes: Mapping[str, int], tensor_split: str) -> PartitionSpec:
@@ -76,8 +78,8 @@ def _degree(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
-def _fitting(axes: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """As many of the axes, from the first, as divide the size."""
+def _dividing_axes(axes: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The longest beginning of the axes that divides the size."""
     while size % _degree(axes, sizes):
         axes = axes[:-1]
     return axes

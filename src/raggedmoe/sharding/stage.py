@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
-from raggedmoe.hardware import Hardware, hardware_of_device, target_hardware
-from raggedmoe.sharding.axes import AXES, EXPERT, TENSOR, TOKEN_AXES, LogicalMesh
+from raggedmoe.sharding.axes import AXES, TENSOR, TOKEN_AXES, LogicalMesh
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Record = TypeVar("Record")
@@ -78,16 +77,6 @@ def make_record(cls: type[Record], values: Mapping[str, Any]) -> Record:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageAxes:
-    """The mesh axes that the collectives of stages go over. On one device they are empty, and nothing is sent."""
-
-    tokens: tuple[str, ...] = ()  # that tokens are split over
-    expert: tuple[str, ...] = ()  # that experts are split over
-    tensor: tuple[str, ...] = ()  # of the tensor ranks
-    partial_sums: tuple[str, ...] = ()  # whose ranks each have their part of F, so that their results are summed
-
-
-@dataclass(frozen=True, kw_only=True)
 class OnMesh:
     """Runs stages: on a mesh, each in a `shard_map` of its own, or on one device as plain calls."""
 
@@ -99,46 +88,32 @@ class OnMesh:
         with jax.named_scope(stage.__name__):
             if self.mesh is None:
                 return stage(*args, **static)
-            arguments, result = jax.tree.map(self.placement, stage.placements)
+            arguments, result = placements = jax.tree.map(self.placement, stage.placements)
+            in_specs, out_specs = jax.tree.map(self.mesh.spec, jax.tree.map(lambda place: place.specs, placements))
 
             def on_device(*parts: Any) -> Any:
                 out = stage(*map(_drop_device_dim, arguments, parts), **static)
                 return jax.tree.map(_add_device_dim, result, out)
 
-            specs = {"in_specs": self._specs(arguments), "out_specs": self._specs(result)}
-            return jax.shard_map(on_device, mesh=self.mesh.mesh, **specs, check_vma=stage.checked)(*args)
+            options = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": stage.checked}
+            return jax.shard_map(on_device, mesh=self.mesh.mesh, **options)(*args)
+
+    @property
+    def splits_width(self) -> bool:
+        """Whether the tensor axis splits the model width D, rather than the experts' F."""
+        return self.tensor_split == "model_dim"
 
     def placement(self, place: Placement) -> Placement:
-        """Where something lies with this split."""
-        return place.width_split if place.width_split and self.tensor_split == "model_dim" else place
-
-    def _specs(self, places: Any) -> Any:
-        assert self.mesh is not None
-        return jax.tree.map(self.mesh.spec, jax.tree.map(lambda place: place.specs, places))
+        """The placement that holds here: the other one if the tensor axis splits the model width."""
+        return place.width_split if place.width_split and self.splits_width else place
 
     def size(self, *logical: str) -> int:
         """Devices along these logical axes together."""
         return 1 if self.mesh is None else self.mesh.size(*logical)
 
-    def hardware(self, name: str | None) -> Hardware:
-        """The chip that a layer is for: the one that the caller named, or the mesh's."""
-        device = None if self.mesh is None or name is not None else self.mesh.mesh.abstract_mesh.abstract_device
-        return target_hardware(name) if device is None else hardware_of_device(device.platform, device.device_kind)
-
-    def constrain(self, array: jax.Array, place: Placement) -> jax.Array:
-        """Have the compiler lay the array out so."""
-        if self.mesh is None:
-            return array
-        return jax.lax.with_sharding_constraint(array, self.mesh.sharding(place.specs))
-
-    @property
-    def axes(self) -> StageAxes:
-        """The axes that collectives inside of stages go over."""
-        if self.mesh is None:
-            return StageAxes()
-        tokens, expert, tensor = (self.mesh.axes(*axes) for axes in (TOKEN_AXES, (EXPERT,), (TENSOR,)))
-        partial_sums = tensor if self.tensor_split == "expert_dim" else ()
-        return StageAxes(tokens=tokens, expert=expert, tensor=tensor, partial_sums=partial_sums)
+    def axes(self, *logical: str) -> tuple[str, ...]:
+        """The axes of the mesh that a stage's collectives go over; none on one device, where nothing is sent."""
+        return () if self.mesh is None else self.mesh.axes(*logical)
 
 
 def _add_device_dim(place: Placement, tree: Any) -> Any:

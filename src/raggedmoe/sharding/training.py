@@ -29,13 +29,13 @@ class TrainSharding:
         """The shapes of a state, each with its place: the optimizer's moments lie where their parameters do."""
         if self.mesh is None:
             return template
-        places = self.plan.shardings(self.mesh, specs)
+        shardings = self.plan.shardings(self.mesh, specs)
         whole = NamedSharding(self.mesh, PartitionSpec())
 
         def with_sharding(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-            place = places.get(names[-1], whole) if names else whole
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+            sharding = shardings.get(names[-1], whole) if names else whole
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         return jax.tree_util.tree_map_with_path(with_sharding, template)
 
@@ -43,37 +43,24 @@ class TrainSharding:
         """The shapes of a batch ``[B S]``, or in so many micro-batches ``[parts B/parts S]``, each with its place."""
         if self.mesh is None:
             return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), template)
-        place = NamedSharding(self.mesh, PartitionSpec(TOKEN_AXES) if parts is None else PARTS_OF_TOKENS)
-
-        def with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
-            shape = leaf.shape if parts is None else in_micro_batches(leaf.shape, parts)
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=place)
-
-        return jax.tree.map(with_sharding, template)
+        sharding = self.plan.tokens(self.mesh) if parts is None else NamedSharding(self.mesh, PARTS_OF_TOKENS)
+        shape = (lambda a: a.shape) if parts is None else (lambda a: in_micro_batches(a.shape, parts))
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(shape(a), a.dtype, sharding=sharding), template)
 
     def local_rows(self, num_rows: int, parts: int) -> list[int] | None:
         """The rows of a batch in micro-batches that this process's devices hold, ascending; None: all of them."""
         if self.mesh is None or jax.process_count() == 1:
             return None
         shape = in_micro_batches((num_rows,), parts)
-        own: set[int] = set()
+        rows: set[int] = set()
         for index in NamedSharding(self.mesh, PARTS_OF_TOKENS).addressable_devices_indices_map(shape).values():
             assert index is not None
-            own.update(range(*index[1].indices(shape[1])))
-        return [part * shape[1] + row for part in range(parts) for row in sorted(own)]
+            rows.update(range(*index[1].indices(shape[1])))
+        return [part * shape[1] + row for part in range(parts) for row in sorted(rows)]
 
-    def put(self, batch: Any, shapes: Any, rows: list[int] | None = None) -> Any:
-        """A batch on the devices, given whole or only the rows that are this process's."""
-        return batch if self.mesh is None else jax.tree.map(lambda a, s: _put(a, s, rows), batch, shapes)
-
-    def put_params(self, params: dict[str, Any], template: dict[str, Any]) -> dict[str, Any]:
-        """Parameters that every process has whole, in their places."""
-        if self.mesh is None:
-            return params
-        return {
-            name: jax.make_array_from_callback(value.shape, template[name].sharding, np.asarray(value).__getitem__)
-            for name, value in params.items()
-        }
+    def put(self, arrays: Any, shapes: Any, rows: list[int] | None = None) -> Any:
+        """Arrays on the devices: whole ones that every process has, or of a batch only the rows of this process."""
+        return arrays if self.mesh is None else jax.tree.map(lambda a, s: _put(np.asarray(a), s, rows), arrays, shapes)
 
 
 def in_micro_batches(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
@@ -98,7 +85,7 @@ def _put(values: np.ndarray, shape: jax.ShapeDtypeStruct, rows: list[int] | None
 
 
 def train_sharding(plan: Plan, devices: Any = None) -> TrainSharding:
-    """On these devices, or the first of those that there are. A plan for one device has no mesh."""
+    """The sharding on these devices, or the first of those that there are. A plan for one device has no mesh."""
     return TrainSharding(plan=plan, mesh=None if plan.num_devices == 1 else plan.mesh(devices))
 
 
@@ -130,12 +117,12 @@ def on_first_host(params: dict[str, Any]) -> dict[str, Any] | None:
     is_first = jax.process_index() == 0
     if all(value.is_fully_addressable for value in params.values()):
         return params if is_first else None
-    found = {}
+    gathered = {}
     for name, value in params.items():
         whole = np.empty(value.shape, value.dtype) if is_first else None
         for part in transfer_slices(value.shape, value.dtype.itemsize):
             here = multihost_utils.process_allgather(value[part], tiled=True)
             if whole is not None:
                 whole[part] = here
-        found[name] = whole
-    return found if is_first else None
+        gathered[name] = whole
+    return gathered if is_first else None

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from raggedmoe.kernels.arrays import accumulator, pvary_like
 from raggedmoe.params import ParamSpec
-from raggedmoe.sharding.axes import TENSOR, TOKEN_AXES, LogicalMesh, axes_of
+from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh, axes_of, entry_of
 from raggedmoe.sharding.rules import partition
 
 
@@ -25,12 +25,18 @@ class TableSharding:
 
     mesh: LogicalMesh
     num_entries: int  # The entries of each tensor rank: V of them, or its own part.
-    is_split: bool  # Whether a tensor rank has only its own entries.
-    spec: PartitionSpec  # The partitions over the mesh's own axes, of the table and of tokens.
-    token_spec: PartitionSpec
-    tensor_axes: tuple[str, ...]  # The mesh's axes of the tensor ranks,
-    width_axes: tuple[str, ...]  # that widths are split over,
-    other_token_axes: tuple[str, ...]  # and that only tokens are.
+    entry_axes: tuple[str, ...]  # The mesh's axes that entries are split over; none: every rank has all of them.
+    width_axes: tuple[str, ...]  # The mesh's axes that widths are split over.
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The partition of the table over the mesh's own axes."""
+        return PartitionSpec(entry_of(self.entry_axes), entry_of(self.width_axes))
+
+    @property
+    def token_spec(self) -> PartitionSpec:
+        """The partition of tokens over the mesh's own axes."""
+        return self.mesh.spec(PartitionSpec(TOKEN_AXES))
 
     def gather_width(self, part: jax.Array) -> jax.Array:
         """This rank's entries ``[V/tensor D]`` from the part that is stored here."""
@@ -40,42 +46,34 @@ class TableSharding:
         """The gradients ``[V/tensor D]`` of all devices' tokens added up, of which the part that is stored here."""
         # Scattered first, so that the sum over the other axes is of the part alone.
         gradient = lax.psum_scatter(gradient, self.width_axes, scatter_dimension=1, tiled=True)
-        return lax.psum(gradient, self.other_token_axes)
+        return lax.psum(gradient, tuple(axis for axis in self.mesh.axes(*TOKEN_AXES) if axis not in self.width_axes))
 
     def local_ids(self, ids: jax.Array) -> jax.Array:
         """The tokens' places among this rank's entries; out of range if they are another's."""
-        return ids - (lax.axis_index(self.tensor_axes) * self.num_entries if self.is_split else 0)
+        return ids - (lax.axis_index(self.entry_axes) * self.num_entries if self.entry_axes else 0)
 
 
 def table_sharding(mesh: LogicalMesh, shape: tuple[int, ...]) -> TableSharding:
-    """Where the plan puts a table."""
+    """The sharding of a table of this shape, by the rules that split all parameters."""
     spec = partition("table", ParamSpec(shape=shape, dtype=None, axes=("vocab", "model_dim")), mesh.sizes)
-    widths, is_split = axes_of(spec[1]), spec[0] is not None
-    return TableSharding(
-        mesh=mesh,
-        num_entries=shape[0] // (mesh.size(TENSOR) if is_split else 1),
-        is_split=is_split,
-        spec=mesh.spec(spec),
-        token_spec=mesh.spec(PartitionSpec(TOKEN_AXES)),
-        tensor_axes=mesh.axes(TENSOR),
-        width_axes=mesh.axes(*widths),
-        other_token_axes=mesh.axes(*(axis for axis in TOKEN_AXES if axis not in widths)),
-    )
+    entries, widths = map(axes_of, spec)
+    num_entries = shape[0] // mesh.size(*entries)
+    return TableSharding(mesh, num_entries, entry_axes=mesh.axes(*entries), width_axes=mesh.axes(*widths))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def embedding_lookup(
     table: Float[Array, "V D"], ids: Int[Array, "B S"], dtype: Any, sharding: TableSharding
 ) -> Float[Array, "B S D"]:
-    """The tokens' entries, in that type."""
+    """The vectors of the tokens from a table that is split over the mesh, in the type of the activations."""
 
     def on_device(part: jax.Array, ids: jax.Array) -> jax.Array:
         entries, here = sharding.gather_width(part.astype(dtype)), sharding.local_ids(jnp.clip(ids, 0, last_id))
-        found = jnp.take(entries, here, axis=0, mode="clip")
-        if not sharding.is_split:
-            return found
+        vectors = jnp.take(entries, here, axis=0, mode="clip")
+        if not sharding.entry_axes:
+            return vectors
         is_here = (here >= 0) & (here < sharding.num_entries)
-        return lax.psum(jnp.where(is_here[..., None], found, 0), sharding.tensor_axes)
+        return lax.psum(jnp.where(is_here[..., None], vectors, 0), sharding.entry_axes)
 
     last_id, specs = table.shape[0] - 1, (sharding.spec, sharding.token_spec)
     return jax.shard_map(on_device, mesh=sharding.mesh.mesh, in_specs=specs, out_specs=specs[1])(table, ids)

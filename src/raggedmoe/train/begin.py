@@ -231,7 +231,7 @@ def initial_state(
     begin = jax.jit(
         lambda params: state_from_params(params, optimizer, jax.random.split(key)[1]), out_shardings=places_of(template)
     )
-    return begin(sharding.put_params(initial_params, template.params))
+    return begin(sharding.put(initial_params, template.params))
 
 
 def load_initial_params(config: TrainConfig) -> Params | None:

@@ -30,7 +30,7 @@ from raggedmoe.train.step import StepConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The run around the steps."""
+    """The settings of a run that its steps do not read: the folder, its length, and what is done how often."""
 
     folder: Path
     steps: int  # of the run; the optimizer's are those that its schedule spans
@@ -130,7 +130,7 @@ def make_config(settings: Settings, hardware: Hardware, num_devices: int = 1) ->
 
 
 def make_optimizer_config(settings: Settings) -> OptimizerConfig:
-    """How parameters learn."""
+    """Make the optimizer's configuration from the settings."""
     v = settings.values
     steps = v["steps"] if v["schedule_steps"] is None else v["schedule_steps"]
     warmup = v["warmup_steps"]
@@ -163,7 +163,7 @@ SHORT_RUN = 20  # steps of a run that prints every one
 
 
 def make_run_config(settings: Settings, folder: Path, plan: Plan) -> RunConfig:
-    """The run around the steps."""
+    """Make from the settings the part of the configuration that the steps do not read."""
     v = settings.values
     profile = None
     if v["profiler"] == "xplane":
@@ -205,16 +205,16 @@ def make_plan(settings: Settings, num_devices: int) -> Plan:
 
 def _remarks(settings: Settings, plan: Plan, num_devices: int) -> list[str]:
     """What a user may not expect."""
-    v, found = settings.values, []
+    v, remarks = settings.values, []
     if plan.num_devices < num_devices:
-        found.append(f"{plan.num_devices} of {num_devices} devices used; fsdp_parallelism=-1 takes them all")
+        remarks.append(f"{plan.num_devices} of {num_devices} devices used; fsdp_parallelism=-1 takes them all")
     saves = v["enable_checkpointing"] and v["keep_best"] and v["held_out"]
     if saves and (not v["eval_interval"] or v["checkpoint_period"] % v["eval_interval"]):
-        found.append(
+        remarks.append(
             f"keep_best: checkpoints every {v['checkpoint_period']} steps are not all evaluated, every "
             f"{v['eval_interval']} steps; make checkpoint_period a multiple of eval_interval"
         )
-    return found
+    return remarks
 
 
 def _strategy(step: StepConfig) -> str:
@@ -425,11 +425,11 @@ def make_moe_execution(settings: Settings, plan: Plan) -> MoEExecution:
 def kernel_choice(values: Mapping[str, Any], operation: str) -> Choice:
     """The implementation of an operation that settings ask for, one for each direction where they differ."""
 
-    def ordered(names: tuple[str, ...]) -> Ordered:
+    def unpack_single(names: tuple[str, ...]) -> Ordered:
         return names[0] if len(names) == 1 else names
 
     forward, backward = (
-        ordered(values[f"{operation}.{direction}"] or values[operation]) for direction in (FORWARD, BACKWARD)
+        unpack_single(values[f"{operation}.{direction}"] or values[operation]) for direction in (FORWARD, BACKWARD)
     )
     return forward if forward == backward else Directions(forward=forward, backward=backward)
 

@@ -15,7 +15,6 @@ from raggedmoe.models.config import ModelConfig, first_layers
 from raggedmoe.models.parameters import is_trained, param_specs
 from raggedmoe.models.presets import PRESETS
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.sharding.rules import num_parts
 
 ONE_DEVICE = Plan()
 
@@ -38,7 +37,7 @@ class StateBytes:
 def state_bytes(config: ModelConfig, plan: Plan = ONE_DEVICE, mu_dtype: str = "float32") -> StateBytes:
     """Count the bytes of the state that AdamW trains, with a first moment of ``mu_dtype`` and a second of float32."""
     specs = param_specs(config)
-    elements = {name: spec.num_elements // num_parts(plan.spec(name, spec), plan.sizes) for name, spec in specs.items()}
+    elements = {name: plan.device_elements(name, spec) for name, spec in specs.items()}
     trained = sum(num for name, num in elements.items() if is_trained(name))
     return StateBytes(
         num_params=sum(spec.num_elements for spec in specs.values()),

@@ -35,14 +35,14 @@ FINISHED, NOT_FINITE, INTERRUPTED = 0, 3, 75  # exit codes; the last is sysexits
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """How a run ended, and the code with which the command exits."""
 
     code: int
     text: str
 
 
-def train(config: TrainConfig, hardware: Hardware, screen: Screen) -> Outcome:
+def train(config: TrainConfig, hardware: Hardware, screen: Screen) -> RunOutcome:
     """Train, from the newest checkpoint if there is one. All that can be refused is refused before it is compiled."""
     model, plan = config.step.model, config.plan
     available = memory_bytes(hardware, -(-plan.num_devices // jax.process_count()))
@@ -59,7 +59,7 @@ def train(config: TrainConfig, hardware: Hardware, screen: Screen) -> Outcome:
             screen.say(f"  {note}")
         with open_checkpoints(config) as checkpoints:
             restored = restore_state(config, data, checkpoints, sharding)
-            given = load_initial_params(config) if restored is None else None
+            loaded_params = load_initial_params(config) if restored is None else None
             with open_metrics(config, restored, screen) as metrics:
                 held_out = data.held_out_batches(config.run.eval_steps, config.run.micro_batch_size)
                 start = time.perf_counter()
@@ -73,13 +73,13 @@ def train(config: TrainConfig, hardware: Hardware, screen: Screen) -> Outcome:
                 run = make_run(
                     config, data, held_out, programs, metrics, checkpoints, screen, hardware, sharding, available
                 )
-                state = initial_state(run, restored, given, sharding)
+                state = initial_state(run, restored, loaded_params, sharding)
                 if restored is None:
                     evaluate(run, state, 0)
                 return _steps(run, state)
 
 
-def _steps(run: Run, state: TrainState) -> Outcome:
+def _steps(run: Run, state: TrainState) -> RunOutcome:
     """All steps, under a trace and with signals remembered. What cannot be written ends the run with what there is."""
     config = run.config.run
     with Interruption() as interruption, Trace(config.profile, config.folder / run_folder.PROFILE) as trace:
@@ -92,12 +92,12 @@ def _steps(run: Run, state: TrainState) -> Outcome:
             return outcome
         except OSError as error:
             text = f"stopped: {error}; the checkpoints before are as they were, and the same command goes on from them"
-            return Outcome(code=CANNOT_WRITE, text=text)
+            return RunOutcome(code=CANNOT_WRITE, text=text)
         finally:
             run.screen.stop()
 
 
-def _step_by_step(run: Run, state: TrainState, interruption: Interruption, trace: Trace) -> Outcome:
+def _step_by_step(run: Run, state: TrainState, interruption: Interruption, trace: Trace) -> RunOutcome:
     """The next step is under way before the last one's report is read."""
     config, steps = run.config.run, run.config.run.steps
     pending: tuple[Any, ...] | None = None
@@ -120,7 +120,7 @@ def _step_by_step(run: Run, state: TrainState, interruption: Interruption, trace
         log_step(run, *pending)
         pending = None
         if run.skipped_in_a_row >= config.max_skipped_steps:
-            return _not_finite(run, done)
+            return _not_finite_outcome(run, done)
         metric = evaluate(run, state, done) if evaluates else None
         if stopped and not last:
             run.metrics.event(done, "interrupted", interruption.reason)
@@ -128,12 +128,12 @@ def _step_by_step(run: Run, state: TrainState, interruption: Interruption, trace
         if last or stopped or (is_due and not run.skipped_in_a_row):
             save(run, state, done, metric)
         if stopped and not last:
-            return _interrupted(run, done, interruption.reason)
-    return Outcome(code=FINISHED, text=finish(run, state))
+            return _interruption_outcome(run, done, interruption.reason)
+    return RunOutcome(code=FINISHED, text=finish(run, state))
 
 
 def _make_more_room(run: Run, step: int, dropped: int) -> None:
-    """From here on the steps have a larger buffer: the one that dropped rows is run again, and left no trace."""
+    """Give the steps a larger buffer from here on: the one that dropped rows is run again, and left no trace."""
     step_config = run.config.step
     before = step_config.execution.moe.ragged_buffer_factor
     factor = larger_buffer_factor(before, run.config.plan.expert)
@@ -155,22 +155,22 @@ def larger_buffer_factor(factor: float | None, expert_parallelism: int) -> float
     return None if 2 * factor >= expert_parallelism else 2 * factor
 
 
-def _interrupted(run: Run, step: int, signal: str) -> Outcome:
+def _interruption_outcome(run: Run, step: int, signal: str) -> RunOutcome:
     if run.checkpoints is None:
         text = f"{signal}: stopped after step {step}; checkpoints are off, so it is lost"
     else:
         run.checkpoints.wait()
         text = f"{signal}: saved after step {step}; the same command goes on from there"
-    return Outcome(code=INTERRUPTED, text=text)
+    return RunOutcome(code=INTERRUPTED, text=text)
 
 
-def _not_finite(run: Run, step: int) -> Outcome:
+def _not_finite_outcome(run: Run, step: int) -> RunOutcome:
     text = f"stopped after step {step}: {run.skipped_in_a_row} steps in a row had a loss or gradient that is not finite"
     if run.checkpoints is None:
-        return Outcome(code=NOT_FINITE, text=f"{text}; checkpoints are off, so there is none to go back to")
+        return RunOutcome(code=NOT_FINITE, text=f"{text}; checkpoints are off, so there is none to go back to")
     run.checkpoints.wait()
     good = run.checkpoints.steps()
     last = "there is no checkpoint yet"
     if good:
         last = f"the last good checkpoint is {run.config.run.folder / run_folder.CHECKPOINTS / f'step_{good[-1]:08}'}"
-    return Outcome(code=NOT_FINITE, text=f"{text}; {last}. A lower learning_rate may help")
+    return RunOutcome(code=NOT_FINITE, text=f"{text}; {last}. A lower learning_rate may help")

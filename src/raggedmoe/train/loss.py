@@ -87,7 +87,7 @@ def _sum_over_tokens(total: jax.Array, sharding: TableSharding | None) -> jax.Ar
 
 def _reduce_over_vocab(reduce: Any, array: jax.Array, sharding: TableSharding | None) -> jax.Array:
     """Complete a reduction over this device's entries of the vocabulary to one over all of them."""
-    return array if sharding is None or not sharding.is_split else reduce(array, sharding.tensor_axes)
+    return array if sharding is None or not sharding.entry_axes else reduce(array, sharding.entry_axes)
 
 
 def _forward(

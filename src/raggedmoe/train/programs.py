@@ -96,8 +96,8 @@ def _device_bytes(template: Any) -> int:
 
 def _bytes_needed(compiled: Any, beside: int = 0) -> int | None:
     """What a program holds at its fullest, by the compiler, and what is there beside it; None: it does not say."""
-    found = compiled.memory_analysis()
-    if found is None:
+    memory = compiled.memory_analysis()
+    if memory is None:
         return None
-    shared = found.alias_size_in_bytes  # the new state lies where the old one was
-    return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes - shared + beside
+    shared = memory.alias_size_in_bytes  # the new state lies where the old one was
+    return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes - shared + beside

@@ -27,7 +27,7 @@ from raggedmoe.train.step import StepReport
 
 @dataclass(kw_only=True)
 class Run:
-    """What the loop works with."""
+    """A run under way: its configuration, data, programs and writers, and the figures of its last steps."""
 
     config: TrainConfig
     data: Data
@@ -98,8 +98,8 @@ def evaluate(run: Run, state: TrainState, step: int) -> float | None:
     """The held-out loss in nats per target, written down; None: nothing is held out."""
     if run.programs.held_out is None:
         return None
-    found = [run.programs.held_out(state.params, batch) for batch in run.held_out]
-    sums = np.asarray(jax.device_get(found), np.float64).sum(0)
+    sums_and_counts = [run.programs.held_out(state.params, batch) for batch in run.held_out]
+    sums = np.asarray(jax.device_get(sums_and_counts), np.float64).sum(0)
     loss = float(sums[0] / sums[1])
     run.metrics.held_out(step, {"loss": loss, "targets": int(sums[1])})
     run.screen.say(f"after step {step}: held-out loss {loss:.4f} nats per target")

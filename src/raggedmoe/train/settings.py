@@ -114,20 +114,20 @@ def assignments(words: Iterable[str], *, options: Iterable[str] = ()) -> list[st
 
     ``options`` are names that a command has for itself; they, and names that are no setting's, stay as they are.
     """
-    rest, found = list(words), []
-    own = {option.replace("-", "_") for option in options}
+    rest, settings_words = list(words), []
+    option_names = {option.replace("-", "_") for option in options}
     while rest:
         word = rest.pop(0)
         name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        if not word.startswith("--") or name in own or not _is_known(name):
-            found.append(word)
+        if not word.startswith("--") or name in option_names or not _is_known(name):
+            settings_words.append(word)
         elif "=" in word:
-            found.append(f"{name}={word.partition('=')[2]}")
+            settings_words.append(f"{name}={word.partition('=')[2]}")
         elif rest and _is_value(name, rest[0]):
-            found.append(f"{name}={rest.pop(0)}")
+            settings_words.append(f"{name}={rest.pop(0)}")
         else:
-            found.append(f"{name}=true")
-    return found
+            settings_words.append(f"{name}=true")
+    return settings_words
 
 
 def _is_value(name: str, word: str) -> bool:
@@ -229,14 +229,14 @@ def _read_file(path: Path) -> dict[str, str]:
             f"{path}: expected a file of settings in MaxText's form, found none; leave it out, or name one"
         )
     try:
-        found = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: expected YAML, as MaxText's base.yml is: {error}") from None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise ValueError(f"{path}: expected lines of `name: value`, got {type(found).__name__}")
-    base = found.get("base_config")
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ValueError(f"{path}: expected lines of `name: value`, got {type(content).__name__}")
+    base = content.get("base_config")
     below = _read_file(path.parent / str(base)) if base and path.name != BASE else {}
-    return below | {name: _as_word(value) for name, value in found.items()}
+    return below | {name: _as_word(value) for name, value in content.items()}
 
 
 def _as_word(value: Any) -> str:

@@ -30,7 +30,7 @@ from raggedmoe.train.state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """What a step needs to know."""
+    """The configuration of a training step: the model, how it runs, the optimizer and the losses."""
 
     model: ModelConfig
     execution: ModelExecution = field(default_factory=ModelExecution)
@@ -73,7 +73,7 @@ class Losses:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What happened in a step."""
+    """The figures of a step: its losses, the gradient's norm, how even the load was, and whether it was skipped."""
 
     losses: Losses
     grad_norm: Float[Array, ""]  # before clipping
@@ -284,7 +284,7 @@ def mtp_weights(batch: Batch, module: int) -> Float[Array, "B S"]:
 
 
 def micro_batch_weights(micro: Batch, config: StepConfig) -> MicroBatchWeights:
-    """For each micro-batch, in front, its part of the batch."""
+    """What each micro-batch, in the leading dimension, counts for in the batch."""
     masks = [micro.segments >= 0]
     targets = [micro.weights]
     for m in range(config.mtp_layers):
@@ -309,23 +309,27 @@ def update_biases(biases: Params, load: Int[Array, "layers E"], config: StepConf
     if not config.bias_update_rate:
         return biases
     rule = jax.vmap(lambda bias, load: update_selection_bias(bias, load, config.bias_update_rate))
-    found = dict(biases)
+    moved = dict(biases)
     for name, rows in layers_of_biases(config).items():
         if name in biases:
-            own = load[jnp.asarray(rows)]
-            found[name] = rule(biases[name], own) if name.startswith("stacks.") else rule(biases[name][None], own)[0]
-    return found
+            layer_loads = load[jnp.asarray(rows)]
+            moved[name] = (
+                rule(biases[name], layer_loads)
+                if name.startswith("stacks.")
+                else rule(biases[name][None], layer_loads)[0]
+            )
+    return moved
 
 
 def layers_of_biases(config: StepConfig) -> dict[str, list[int]]:
-    """For each selection bias, the rows of `Losses.load` that are its layers'."""
-    found, first = {}, 0
+    """The rows of `Losses.load` that are of each selection bias's layers, by the bias's name."""
+    rows_of_biases, first = {}, 0
     for s, stack in enumerate(config.model.stacks):
         with_experts = [p for p, kind in enumerate(stack.kinds) if kind.moe]
         for place, p in enumerate(with_experts):
             rows = [first + repeat * len(with_experts) + place for repeat in range(stack.repeats)]
-            found[f"stacks.{s}.{p}.moe.router_selection_bias"] = rows
+            rows_of_biases[f"stacks.{s}.{p}.moe.router_selection_bias"] = rows
         first += stack.repeats * len(with_experts)
     for m in range(config.mtp_layers):
-        found[f"mtp.{m}.moe.router_selection_bias"] = [first + m]
-    return found
+        rows_of_biases[f"mtp.{m}.moe.router_selection_bias"] = [first + m]
+    return rows_of_biases

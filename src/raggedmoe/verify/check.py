@@ -72,7 +72,7 @@ def check(
     bounds = operation.error_bounds(example, reference)
     for name in names:
         try:
-            found = run(name)
+            result = run(name)
         except Exception as error:  # a kernel that crashes has failed; the others are still to be checked
             yield Check(
                 operation=operation.name,
@@ -88,12 +88,12 @@ def check(
             continue
         for quantity, expected in reference.items():
             bound = bounds[quantity]
-            difference = np.abs(np.asarray(found[quantity], np.float64) - np.asarray(expected, np.float64))
+            difference = np.abs(np.asarray(result[quantity], np.float64) - np.asarray(expected, np.float64))
             share = np.divide(difference, bound, out=np.where(difference == 0, 0.0, np.inf), where=bound > 0)
             worst = int(np.argmax(np.nan_to_num(share, nan=np.inf)))
             problem = None
-            if found[quantity].dtype != expected.dtype:
-                problem = f"expected type {expected.dtype}, got {found[quantity].dtype}"
+            if result[quantity].dtype != expected.dtype:
+                problem = f"expected type {expected.dtype}, got {result[quantity].dtype}"
             elif not np.isfinite(difference).all():
                 problem = "not finite"
             yield Check(

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from raggedmoe.moe.dispatch import ring, strategy_settings
+from raggedmoe.moe.dispatch import ring
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.records import RouteOutput
 from raggedmoe.sharding.axes import logical_mesh
 from raggedmoe.sharding.stage import TOKENS, OnMesh, stage
 from tests.moe import numpy_layer
-from tests.moe.examples import assert_close, moe_config, random_experts, random_params, random_tokens
+from tests.moe.examples import assert_close, moe_config, random_experts, random_params, random_tokens, stage_settings
 from tests.moe.on_mesh import mesh_of, run_on_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -38,7 +38,7 @@ def test_no_row_is_lost_or_misassigned(strategy):
 def test_ring_buffer_holds_the_worst_case_and_no_more():
     config = moe_config(num_experts=NUM_EXPERTS, experts_per_token=PER_TOKEN)
     held, run = NUM_EXPERTS // NUM_RANKS, OnMesh(mesh=logical_mesh(mesh_of(expert=NUM_RANKS)))
-    settings = strategy_settings(config, MoEExecution(strategy="ring"), NUM_TOKENS // NUM_RANKS, run)
+    settings = stage_settings(config, MoEExecution(strategy="ring"), run)
     none = jnp.zeros(())
 
     @jax.jit

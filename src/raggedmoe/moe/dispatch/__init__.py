@@ -1,19 +1,20 @@
 """How rows reach their experts: one small file a strategy, chosen from a table, and the three stages that call it."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from raggedmoe.kernels.arrays import pvary_over
-from raggedmoe.moe.config import MoEConfig, is_expert_choice, strategy_name
+from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.dispatch import all_to_all, capacity, dense, local, ring
-from raggedmoe.moe.dispatch.strategy import StrategySettings
-from raggedmoe.moe.execution import ACROSS_RANKS, TAKES_RANKS, MoEExecution
-from raggedmoe.moe.records import RouteMetadata, RouteOutput
-from raggedmoe.sharding.axes import EXPERT
-from raggedmoe.sharding.stage import ACTIVATIONS, PER_DEVICE, REPLICATED, OnMesh, stage
+from raggedmoe.moe.dispatch.strategy import may_drop
+from raggedmoe.moe.execution import ACROSS_RANKS, TAKES_RANKS
+from raggedmoe.moe.records import RouteMetadata, RouteOutput, StageSettings
+from raggedmoe.sharding.axes import EXPERT, TENSOR, TOKEN_AXES
+from raggedmoe.sharding.stage import ACTIVATIONS, PER_DEVICE, REPLICATED, stage
 
 STRATEGIES = {"local": local, "capacity": capacity, "dense": dense, "ring": ring, "all_to_all": all_to_all}
 
@@ -23,13 +24,14 @@ def prepare(
     routing: RouteOutput,
     first_expert: Int[Array, ""] | None,
     *,
-    strategy: StrategySettings,
+    settings: StageSettings,
     tokens: slice,
     num_stacked: int,
 ) -> tuple[RouteMetadata, Int[Array, ""]]:
-    """The metadata of some of each device's tokens, and how many slots all devices drop."""
-    metadata = STRATEGIES[strategy.name].prepare(routing.slice_tokens(tokens), strategy)
-    dropped = lax.psum(metadata.dropped, strategy.axes.tokens) if strategy.may_drop else jnp.zeros((), jnp.int32)
+    """Find out how some of each device's tokens reach their experts, and how many slots all devices drop."""
+    metadata = _strategy(settings).prepare(routing.slice_tokens(tokens), settings)
+    axes = settings.on_mesh.axes(*TOKEN_AXES)
+    dropped = lax.psum(metadata.dropped, axes) if may_drop(settings) else jnp.zeros((), jnp.int32)
     return offset_into_stacked_experts(metadata, first_expert, num_stacked), dropped
 
 
@@ -39,14 +41,14 @@ def dispatch(
     routing: RouteOutput,
     metadata: RouteMetadata,
     *,
-    strategy: StrategySettings,
+    settings: StageSettings,
     tokens: slice,
     columns: slice,
 ) -> Float[Array, "R columns"]:
-    """Some columns of the rows, with their experts."""
+    """Bring some columns of the tokens to their experts, as rows in the order of the experts."""
     # Each tensor rank's own from here on: backward their gradients are summed for T tokens, not for R rows.
-    x = pvary_over(x[tokens, columns], strategy.axes.tensor)
-    return STRATEGIES[strategy.name].dispatch(x, routing.slice_tokens(tokens), metadata, strategy)
+    x = pvary_over(x[tokens, columns], settings.on_mesh.axes(TENSOR))
+    return _strategy(settings).dispatch(x, routing.slice_tokens(tokens), metadata, settings)
 
 
 @stage(rows=PER_DEVICE, routing=RouteOutput.PLACEMENT, metadata=RouteMetadata.PLACEMENT, result=ACTIVATIONS)
@@ -55,13 +57,17 @@ def unpermute(
     routing: RouteOutput,
     metadata: RouteMetadata,
     *,
-    strategy: StrategySettings,
+    settings: StageSettings,
     tokens: slice,
 ) -> Float[Array, "T columns"]:
-    """The weighted sums, with their tokens."""
-    out = STRATEGIES[strategy.name].unpermute(rows, routing.slice_tokens(tokens), metadata, strategy)
-    # Summed for T tokens, not for R rows: the combine is linear.
-    return lax.psum(out, strategy.axes.partial_sums)
+    """Bring the rows back to their tokens, and add up each token's, weighted."""
+    out = _strategy(settings).unpermute(rows, routing.slice_tokens(tokens), metadata, settings)
+    # Where F is split: summed for T tokens, not for R rows, as the combine is linear.
+    return out if settings.on_mesh.splits_width else lax.psum(out, settings.on_mesh.axes(TENSOR))
+
+
+def _strategy(settings: StageSettings) -> Any:
+    return STRATEGIES[strategy_name(settings.config, settings.execution)]
 
 
 def offset_into_stacked_experts(
@@ -78,31 +84,15 @@ def offset_into_stacked_experts(
     return replace(metadata, group_sizes=sizes)
 
 
-def strategy_settings(
-    config: MoEConfig, execution: MoEExecution, num_tokens: int, run: OnMesh, num_sequences: int = 1
-) -> StrategySettings:
-    """The settings of a layer's strategy for so many tokens, of so many sequences, on each device of a mesh."""
-    name, num_ranks = strategy_name(config, execution), run.size(EXPERT)
-    check_has_mesh(name, run.mesh)
+def check_ranks(settings: StageSettings) -> None:
+    """Require a strategy that can run on the mesh's number of expert ranks."""
+    name, num_ranks = strategy_name(settings.config, settings.execution), settings.on_mesh.size(EXPERT)
+    check_has_mesh(name, settings.on_mesh.mesh)
     if num_ranks > 1 and name not in TAKES_RANKS:
         raise ValueError(
             f"strategy={name!r} needs all experts on every device, got a mesh with expert_parallelism={num_ranks}; "
             f"use {' or '.join(map(repr, ACROSS_RANKS))}"
         )
-    counts_slots = name == "capacity" and not is_expert_choice(config)
-    return StrategySettings(
-        name=name,
-        num_experts=config.num_experts,
-        capacity=config.sequence_capacity(num_tokens // num_sequences) if counts_slots else None,
-        num_sequences=num_sequences,
-        weigh_input=config.router.weigh == "input",
-        kernels=execution.kernel_choice,
-        hardware=execution.hardware,
-        axes=run.axes,
-        num_ranks=num_ranks,
-        buffer_factor=execution.ragged_buffer_factor,
-        ragged=run.hardware(execution.hardware).platform != "cpu",  # XLA's CPU backend has no ragged all-to-all
-    )
 
 
 def check_has_mesh(strategy: str, mesh: object) -> None:

@@ -10,14 +10,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.ragged_gather.api import ragged_gather
 from raggedmoe.moe.dispatch import local
 from raggedmoe.moe.dispatch.exchange import exchange_rows, reverse_moves
-from raggedmoe.moe.dispatch.strategy import StrategySettings, combine_rows, gather_rows, num_held
-from raggedmoe.moe.records import Exchange, Moves, RouteMetadata, RouteOutput
+from raggedmoe.moe.dispatch.strategy import combine_rows, gather_rows, most_rows, num_held, receive_rows
+from raggedmoe.moe.records import Exchange, Moves, RouteMetadata, RouteOutput, StageSettings
+from raggedmoe.sharding.axes import EXPERT
 
 
-def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
+def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
     """Sort the slots by expert, and find out who sends how much to whom.
 
     Where a receiver's buffer is full, later ranks' rows are left out, and of one rank's those of its later experts and
@@ -25,9 +27,9 @@ def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
     """
     metadata = local.prepare(routing, settings)
     assert routing.experts is not None
-    axes, held = settings.axes.expert, num_held(settings)
-    rank, ranks = lax.axis_index(axes), settings.num_ranks
-    buffer = settings.buffer_rows(*routing.experts.shape)
+    axes, held = settings.on_mesh.axes(EXPERT), num_held(settings)
+    rank, ranks = lax.axis_index(axes), settings.on_mesh.size(EXPERT)
+    buffer = receive_rows(settings, *routing.experts.shape)
     counts = lax.all_gather(metadata.group_sizes, axes, tiled=True)
     by_rank = counts.reshape(ranks, ranks, held)  # [from, to, expert there]
     sizes = by_rank.sum(2, dtype=jnp.int32)
@@ -38,7 +40,7 @@ def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
     arriving = by_rank[:, rank]
     starts = _firsts(arriving, axis=1)
     here = jnp.clip(kept[:, rank][:, None] - starts, 0, arriving)
-    grouped, ungrouped = _regrouping(here, arrives_at[:, rank], buffer)
+    grouped, ungrouped = _order_by_expert(here, arrives_at[:, rank], buffer)
     # A slot has its row unless that is past what its receiver has room for (or, of a masked token, past all rows).
     row_of_slot, slot_of_row = metadata.row_of_slot, metadata.slot_of_row
     assert row_of_slot is not None
@@ -72,31 +74,37 @@ def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
 
 
 def dispatch(
-    x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+    x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "R D"]:
     """Each token's rows, sent to their experts and put in their order there."""
     exchange = metadata.exchange
     assert exchange is not None
     assert routing.experts is not None
-    num_tokens, per_token = routing.experts.shape
-    rows = gather_rows(x, metadata, settings)
-    buffer, most = settings.buffer_rows(num_tokens, per_token), settings.most_rows(num_tokens, per_token)
-    received = exchange_rows(rows, exchange.moves, buffer, most, settings.axes.expert, settings.ragged)
+    rows, buffer = gather_rows(x, metadata, settings), receive_rows(settings, *routing.experts.shape)
+    received = _exchange(rows, exchange.moves, buffer, routing.experts, settings)
     return _reorder(received, exchange.grouped, exchange.ungrouped, exchange.num_received, settings)
 
 
 def unpermute(
-    rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+    rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "T D"]:
     """The rows sent back to their tokens, and each token's weighted sum."""
     exchange = metadata.exchange
     assert exchange is not None
     assert routing.experts is not None
-    num_tokens, per_token = routing.experts.shape
     rows = _reorder(rows, exchange.ungrouped, exchange.grouped, exchange.num_received, settings)
-    most, size = settings.most_rows(num_tokens, per_token), num_tokens * per_token
-    back = exchange_rows(rows, reverse_moves(exchange.moves), size, most, settings.axes.expert, settings.ragged)
+    back = _exchange(rows, reverse_moves(exchange.moves), routing.experts.size, routing.experts, settings)
     return combine_rows(back, metadata, settings)
+
+
+def _exchange(
+    rows: Float[Array, "R D"], moves: Moves, num_rows: int, experts: Int[Array, "T K"], settings: StageSettings
+) -> Float[Array, "N D"]:
+    """What this rank receives, in a buffer of ``num_rows``."""
+    ragged = target_hardware(settings.execution.hardware).platform != "cpu"  # XLA has no ragged all-to-all there
+    return exchange_rows(
+        rows, moves, num_rows, most_rows(settings, *experts.shape), settings.on_mesh.axes(EXPERT), ragged
+    )
 
 
 def _reorder(
@@ -104,9 +112,9 @@ def _reorder(
     indices: Int[Array, " R"],
     inverse: Int[Array, " R"],
     num_rows: Int[Array, ""],
-    settings: StrategySettings,
+    settings: StageSettings,
 ) -> Float[Array, "R D"]:
-    """The rows in another order."""
+    """Put the rows into the order of the indices."""
     if num_held(settings) == 1:  # rows of one expert are in order as they come
         return rows
     return ragged_gather(
@@ -114,15 +122,15 @@ def _reorder(
         indices,
         end=num_rows,
         inverse=inverse[:, None],
-        implementation=settings.kernels.ragged_gather,
-        hardware=settings.hardware,
+        implementation=settings.execution.kernel_choice.ragged_gather,
+        hardware=settings.execution.hardware,
     )
 
 
-def _regrouping(
+def _order_by_expert(
     sizes: Int[Array, "P G"], arrives_at: Int[Array, " P"], buffer: int
 ) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
-    """From the order of arrival (by rank, then expert) to that of experts (by expert, then rank), and back.
+    """The permutation from the order of arrival (by rank, then expert) to that of experts, and the one back.
 
     ``sizes``: the rows of each block. Rows without a place are sent out of range.
     """

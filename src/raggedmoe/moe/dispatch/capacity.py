@@ -14,54 +14,56 @@ from jaxtyping import Array, Float, Int
 from raggedmoe.kernels.arrays import accumulator
 from raggedmoe.moe.balance import expert_counts
 from raggedmoe.moe.dispatch.local import sort_slots
-from raggedmoe.moe.dispatch.strategy import StrategySettings, combine_rows, gather_rows, num_held
-from raggedmoe.moe.records import RouteMetadata, RouteOutput
+from raggedmoe.moe.dispatch.strategy import combine_rows, gather_rows, num_held, weighs_input
+from raggedmoe.moe.records import RouteMetadata, RouteOutput, StageSettings
+from raggedmoe.sharding.axes import EXPERT
 
 
-def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
+def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
     """A row for every slot of every expert, and which of them stand for a token's choice."""
     if routing.tokens is not None:
         metadata = prepare_expert_choice(routing)
     else:
-        assert settings.capacity is not None
-        metadata = prepare_token_choice(routing, settings.num_experts, settings.capacity, settings.num_sequences)
+        config, num_sequences = settings.config, settings.num_sequences
+        capacity = config.sequence_capacity(routing.mask.shape[0] // num_sequences)
+        metadata = prepare_token_choice(routing, config.num_experts, capacity, num_sequences)
     assert metadata.used is not None
     return replace(metadata, used=to_experts(metadata.used, settings))
 
 
 def dispatch(
-    x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+    x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "R D"]:
     """The slots' tokens, sent to the slots' experts."""
     return to_experts(gather_rows(x, metadata, settings), settings)
 
 
 def unpermute(
-    rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+    rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "T D"]:
     """The slots sent back, and each token's weighted sum of its own."""
     rows = from_experts(rows, settings)
     if routing.tokens is None:
         return combine_rows(rows, metadata, settings)
-    weights = None if settings.weigh_input else metadata.weights
+    weights = None if weighs_input(settings) else metadata.weights
     return add_to_tokens(rows, metadata.token_of_row, weights, routing.mask.shape[0])
 
 
-def to_experts(rows: jax.Array, settings: StrategySettings) -> jax.Array:
+def to_experts(rows: jax.Array, settings: StageSettings) -> jax.Array:
     """What there is of every slot, sent to the slot's expert: there by expert, then by the rank that it is from."""
-    if settings.num_ranks == 1:
+    if settings.on_mesh.size(EXPERT) == 1:
         return rows
-    parts = rows.reshape(settings.num_ranks, num_held(settings), -1, *rows.shape[1:])
-    parts = lax.all_to_all(parts, settings.axes.expert, split_axis=0, concat_axis=0, tiled=True)
+    parts = rows.reshape(settings.on_mesh.size(EXPERT), num_held(settings), -1, *rows.shape[1:])
+    parts = lax.all_to_all(parts, settings.on_mesh.axes(EXPERT), split_axis=0, concat_axis=0, tiled=True)
     return parts.swapaxes(0, 1).reshape(rows.shape)
 
 
-def from_experts(rows: jax.Array, settings: StrategySettings) -> jax.Array:
-    """The way back of `to_experts`."""
-    if settings.num_ranks == 1:
+def from_experts(rows: jax.Array, settings: StageSettings) -> jax.Array:
+    """What there is of every slot, sent back to the rank that `to_experts` had it from."""
+    if settings.on_mesh.size(EXPERT) == 1:
         return rows
-    parts = rows.reshape(num_held(settings), settings.num_ranks, -1, *rows.shape[1:]).swapaxes(0, 1)
-    parts = lax.all_to_all(parts, settings.axes.expert, split_axis=0, concat_axis=0, tiled=True)
+    parts = rows.reshape(num_held(settings), settings.on_mesh.size(EXPERT), -1, *rows.shape[1:]).swapaxes(0, 1)
+    parts = lax.all_to_all(parts, settings.on_mesh.axes(EXPERT), split_axis=0, concat_axis=0, tiled=True)
     return parts.reshape(rows.shape)
 
 

@@ -8,14 +8,15 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from raggedmoe.kernels.arrays import accumulator, pvary_like
-from raggedmoe.moe.dispatch.strategy import StrategySettings, num_held
-from raggedmoe.moe.records import RouteMetadata, RouteOutput
+from raggedmoe.moe.dispatch.strategy import num_held, weighs_input
+from raggedmoe.moe.records import RouteMetadata, RouteOutput, StageSettings
+from raggedmoe.sharding.axes import EXPERT
 
 
-def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
+def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
     """Row ``g·T + t`` is token t, of all ranks, at expert g of those held here."""
     assert routing.experts is not None
-    axes, held = settings.axes.expert, num_held(settings)
+    axes, held = settings.on_mesh.axes(EXPERT), num_held(settings)
     experts = lax.all_gather(routing.experts, axes, tiled=True)
     weights = lax.all_gather(routing.weights, axes, tiled=True)
     first = lax.axis_index(axes) * held
@@ -37,26 +38,26 @@ def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
 
 
 def dispatch(
-    x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+    x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "R D"]:
-    """All tokens, once for each expert."""
-    x = lax.all_gather(x, settings.axes.expert, tiled=True)
+    """Repeat all tokens for each expert that is held here."""
+    x = lax.all_gather(x, settings.on_mesh.axes(EXPERT), tiled=True)
     rows = jnp.tile(x, (num_held(settings), 1))
-    if not settings.weigh_input:
+    if not weighs_input(settings):
         return rows
     weights = weights_of_rows(metadata, x)
     return (weights[:, None] * rows.astype(weights.dtype)).astype(x.dtype)
 
 
 def unpermute(
-    rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+    rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "T D"]:
     """Each token's weighted sum over its own experts."""
     weights, chosen = weights_of_rows(metadata, rows), metadata.used
     assert chosen is not None
     wide = accumulator(rows.dtype)
     outputs = jnp.where(chosen[:, None], rows.astype(wide), 0)  # what other experts made of the token counts nowhere
-    weights = (chosen if settings.weigh_input else weights).astype(wide)
+    weights = (chosen if weighs_input(settings) else weights).astype(wide)
     held = num_held(settings)
     sums = jnp.einsum(
         "et,etd->td",
@@ -64,7 +65,7 @@ def unpermute(
         outputs.reshape(held, -1, rows.shape[1]),
         precision=lax.Precision.HIGHEST,
     ).astype(rows.dtype)
-    return lax.psum_scatter(sums, settings.axes.expert, tiled=True)
+    return lax.psum_scatter(sums, settings.on_mesh.axes(EXPERT), tiled=True)
 
 
 def weights_of_rows(metadata: RouteMetadata, like: Float[Array, "_ _"]) -> Float[Array, " R"]:

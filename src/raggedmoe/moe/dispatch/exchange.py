@@ -72,5 +72,5 @@ def _upto(number: int) -> Int[Array, "1 N"]:
 
 def _take_rows(rows: Float[Array, "R D"], indices: Int[Array, "..."], valid: jax.Array) -> Float[Array, "... D"]:
     """Rows by their numbers; zero where not valid."""
-    found = jnp.take(rows, jnp.where(valid, indices, 0), axis=0, mode="clip")
-    return jnp.where(valid[..., None], found, 0)
+    taken = jnp.take(rows, jnp.where(valid, indices, 0), axis=0, mode="clip")
+    return jnp.where(valid[..., None], taken, 0)

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from raggedmoe.moe.balance import expert_counts
-from raggedmoe.moe.dispatch.strategy import StrategySettings, combine_rows, gather_rows
-from raggedmoe.moe.records import RouteMetadata, RouteOutput
+from raggedmoe.moe.dispatch.strategy import combine_rows, gather_rows
+from raggedmoe.moe.records import RouteMetadata, RouteOutput, StageSettings
 
 
 def sort_slots(experts: Int[Array, "T K"]) -> tuple[Int[Array, " T*K"], Int[Array, "T K"]]:
@@ -15,11 +15,11 @@ def sort_slots(experts: Int[Array, "T K"]) -> tuple[Int[Array, " T*K"], Int[Arra
     return slots, places.reshape(experts.shape)
 
 
-def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
+def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
     """Sort the slots by expert. Masked tokens are of expert E: their rows come last, past the valid ones."""
     assert routing.experts is not None
     slots, places = sort_slots(routing.experts)
-    group_sizes = expert_counts(routing.experts, settings.num_experts)
+    group_sizes = expert_counts(routing.experts, settings.config.num_experts)
     return RouteMetadata(
         token_of_row=slots // routing.experts.shape[1],
         slot_of_row=slots,
@@ -33,14 +33,14 @@ def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
 
 
 def dispatch(
-    x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+    x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "R D"]:
     """A row for each of a token's choices."""
     return gather_rows(x, metadata, settings)
 
 
 def unpermute(
-    rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+    rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "T D"]:
     """Each token's weighted sum of its rows."""
     return combine_rows(rows, metadata, settings)

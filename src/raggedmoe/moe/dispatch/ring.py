@@ -8,19 +8,20 @@ from jaxtyping import Array, Float
 
 from raggedmoe.moe.balance import expert_counts
 from raggedmoe.moe.dispatch.local import sort_slots
-from raggedmoe.moe.dispatch.strategy import StrategySettings, combine_rows, gather_rows, num_held
-from raggedmoe.moe.records import RouteMetadata, RouteOutput
+from raggedmoe.moe.dispatch.strategy import combine_rows, gather_rows, num_held, receive_rows
+from raggedmoe.moe.records import RouteMetadata, RouteOutput, StageSettings
+from raggedmoe.sharding.axes import EXPERT
 
 
-def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
+def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
     """Sort the slots of all ranks by expert, and cut out the range of the experts held here.
 
     Where the buffer is full, the rows of later experts are left out, and of one expert those of later slots.
     """
     assert routing.experts is not None
-    axes, held, num_experts = settings.axes.expert, num_held(settings), settings.num_experts
+    axes, held, num_experts = settings.on_mesh.axes(EXPERT), num_held(settings), settings.config.num_experts
     rank = lax.axis_index(axes)
-    buffer = settings.buffer_rows(*routing.experts.shape)
+    buffer = receive_rows(settings, *routing.experts.shape)
     experts = lax.all_gather(routing.experts, axes, tiled=True)
     weights = lax.all_gather(routing.weights, axes, tiled=True)
     num_tokens, per_token = experts.shape
@@ -47,15 +48,15 @@ def prepare(routing: RouteOutput, settings: StrategySettings) -> RouteMetadata:
 
 
 def dispatch(
-    x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+    x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "R D"]:
     """The rows of the experts held here, from the tokens of all ranks."""
-    return gather_rows(lax.all_gather(x, settings.axes.expert, tiled=True), metadata, settings)
+    return gather_rows(lax.all_gather(x, settings.on_mesh.axes(EXPERT), tiled=True), metadata, settings)
 
 
 def unpermute(
-    rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StrategySettings
+    rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "T D"]:
     """What the experts held here add to every token, summed over the ranks."""
     # Each rank's sums are rounded to the rows' type before they meet, as all that crosses the wire is.
-    return lax.psum_scatter(combine_rows(rows, metadata, settings), settings.axes.expert, tiled=True)
+    return lax.psum_scatter(combine_rows(rows, metadata, settings), settings.on_mesh.axes(EXPERT), tiled=True)

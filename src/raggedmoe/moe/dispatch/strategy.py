@@ -5,48 +5,37 @@ part of the tokens, in `shard_map` where there are several, and any columns of i
 """
 
 import math
-from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.arrays import pvary_like
 from raggedmoe.kernels.ragged_gather.api import ragged_gather
 from raggedmoe.kernels.ragged_gather_reduce.api import ragged_gather_reduce
-from raggedmoe.kernels.registry import KernelChoice
-from raggedmoe.moe.records import RouteMetadata
-from raggedmoe.sharding.stage import StageAxes
+from raggedmoe.moe.records import RouteMetadata, StageSettings
+from raggedmoe.params import divisors
+from raggedmoe.sharding.axes import EXPERT
 
 
-@dataclass(frozen=True, kw_only=True)
-class StrategySettings:
-    """What a strategy is given beside the arrays."""
+def may_drop(settings: StageSettings) -> bool:
+    """Whether a slot may be dropped; otherwise nobody has to ask the other ranks."""
+    return settings.config.capacity_factor is not None or settings.execution.ragged_buffer_factor is not None
 
-    name: str
-    num_experts: int
-    capacity: int | None  # slots of each expert in each sequence, for "capacity"; None: others, or expert choice
-    num_sequences: int  # on each device, for "capacity"
-    weigh_input: bool  # the weights multiply the rows on the way in, not on the way out
-    kernels: KernelChoice
-    hardware: Hardware | str | None
-    axes: StageAxes  # the mesh axes to send over
-    num_ranks: int  # along the axes that experts are split over
-    buffer_factor: float | None  # rows of the receive buffer, as a multiple of a balanced share; None: the worst case
-    ragged: bool  # the platform has a ragged all-to-all
 
-    @property
-    def may_drop(self) -> bool:
-        """Whether a slot may be dropped; otherwise nobody has to ask the other ranks."""
-        return self.name == "capacity" or self.buffer_factor is not None
+def weighs_input(settings: StageSettings) -> bool:
+    """Whether the weights multiply the rows on the way in, not on the way out."""
+    return settings.config.router.weigh == "input"
 
-    def most_rows(self, num_tokens: int, per_token: int) -> int:
-        """Rows that one rank can have for another: every token chooses as many experts there as it can."""
-        return num_tokens * min(per_token, num_held(self))
 
-    def buffer_rows(self, num_tokens: int, per_token: int) -> int:
-        """Rows of the receive buffer, for so many tokens on each rank."""
-        return buffer_rows(num_tokens, per_token, num_held(self), self.num_ranks, self.buffer_factor)
+def most_rows(settings: StageSettings, num_tokens: int, per_token: int) -> int:
+    """Rows that one rank can have for another: every token chooses as many experts there as it can."""
+    return num_tokens * min(per_token, num_held(settings))
+
+
+def receive_rows(settings: StageSettings, num_tokens: int, per_token: int) -> int:
+    """Rows of the receive buffer, for so many tokens on each rank."""
+    num_ranks, factor = settings.on_mesh.size(EXPERT), settings.execution.ragged_buffer_factor
+    return buffer_rows(num_tokens, per_token, num_held(settings), num_ranks, factor)
 
 
 def buffer_rows(num_tokens: int, per_token: int, held: int, num_ranks: int, factor: float | None) -> int:
@@ -57,22 +46,22 @@ def buffer_rows(num_tokens: int, per_token: int, held: int, num_ranks: int, fact
     return worst if factor is None else min(max(int(num_tokens * per_token * factor), 1), worst)
 
 
-def num_held(settings: StrategySettings) -> int:
-    """Experts on each rank, G."""
-    if settings.num_experts % settings.num_ranks:
-        fitting = [n for n in range(1, settings.num_experts + 1) if settings.num_experts % n == 0]
-        padded = math.ceil(settings.num_experts / settings.num_ranks) * settings.num_ranks
+def num_held(settings: StageSettings) -> int:
+    """The number of experts on each rank, G, which must be the same on all."""
+    num_experts, num_ranks = settings.config.num_experts, settings.on_mesh.size(EXPERT)
+    if num_experts % num_ranks:
+        padded = math.ceil(num_experts / num_ranks) * num_ranks
         raise ValueError(
-            f"num_experts={settings.num_experts} is not divisible by expert_parallelism={settings.num_ranks}; "
-            f"use one of {fitting}, or pad with num_experts={padded}"
+            f"num_experts={num_experts} is not divisible by expert_parallelism={num_ranks}; "
+            f"use one of {divisors(num_experts)}, or pad with num_experts={padded}"
         )
-    return settings.num_experts // settings.num_ranks
+    return num_experts // num_ranks
 
 
-def gather_rows(x: Float[Array, "T D"], metadata: RouteMetadata, settings: StrategySettings) -> Float[Array, "R D"]:
+def gather_rows(x: Float[Array, "T D"], metadata: RouteMetadata, settings: StageSettings) -> Float[Array, "R D"]:
     """The token of every row, times its weight if weights are for the input."""
     weights = None
-    if settings.weigh_input:
+    if weighs_input(settings):
         weights = pvary_like(metadata.weights, x).reshape(-1)  # backward, summed for T·K slots, not for R rows
         if metadata.slot_of_row is not None:
             weights = jnp.take(weights, metadata.slot_of_row, mode="clip")
@@ -82,20 +71,20 @@ def gather_rows(x: Float[Array, "T D"], metadata: RouteMetadata, settings: Strat
         end=metadata.num_rows,
         weights=weights,
         inverse=metadata.row_of_slot,
-        implementation=settings.kernels.ragged_gather,
-        hardware=settings.hardware,
+        implementation=settings.execution.kernel_choice.ragged_gather,
+        hardware=settings.execution.hardware,
     )
 
 
-def combine_rows(rows: Float[Array, "R D"], metadata: RouteMetadata, settings: StrategySettings) -> Float[Array, "T D"]:
+def combine_rows(rows: Float[Array, "R D"], metadata: RouteMetadata, settings: StageSettings) -> Float[Array, "T D"]:
     """The weighted sum of every token's rows."""
     assert metadata.row_of_slot is not None
     return ragged_gather_reduce(
         rows,
         metadata.row_of_slot,
-        weights=None if settings.weigh_input else metadata.weights,
+        weights=None if weighs_input(settings) else metadata.weights,
         end=metadata.num_rows,
         inverse=metadata.slot_of_row,
-        implementation=settings.kernels.ragged_gather_reduce,
-        hardware=settings.hardware,
+        implementation=settings.execution.kernel_choice.ragged_gather_reduce,
+        hardware=settings.execution.hardware,
     )

@@ -14,18 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from raggedmoe.params import Specs
-from raggedmoe.sharding.axes import FSDP, TENSOR, TOKEN_AXES, LogicalMesh, axes_of
+from raggedmoe.sharding.axes import FSDP, TENSOR, TOKEN_AXES, LogicalMesh, axes_of, entry_of
 from raggedmoe.sharding.rules import WIDTH_AXES, is_routed, partition
 from raggedmoe.sharding.stage import TOKENS, OnMesh, Placement, stage
 
 Weights = dict[str, Any]
-
-
-def shard_by_sequence(x: Float[Array, "B ..."], mesh: LogicalMesh | None) -> Float[Array, "B ..."]:
-    """Activations with their sequences split over all axes that split tokens."""
-    if mesh is None:
-        return x
-    return lax.with_sharding_constraint(x, mesh.sharding(PartitionSpec(TOKEN_AXES)))
 
 
 def all_gather_dense_weights(weights: Weights, specs: Specs, mesh: LogicalMesh | None, dtype: Any) -> Weights:
@@ -35,16 +28,17 @@ def all_gather_dense_weights(weights: Weights, specs: Specs, mesh: LogicalMesh |
     """
     if mesh is None:
         return weights
-    found = dict(weights)
+    gathered = dict(weights)
     for name, spec in specs.items():
         is_router = name.rpartition(".")[2].startswith("router_")
         if name not in weights or spec.contracts is None or is_router or is_routed(name, spec):
             continue
         stored = partition(name, spec, mesh.sizes)
         if any(stored):
-            places = (mesh.sharding(_without_width(stored)), mesh.sharding(stored))
-            found[name] = _gather_weight(weights[name].astype(dtype), *places)
-    return found
+            axes = [tuple(axis for axis in axes_of(entry) if axis not in WIDTH_AXES) for entry in stored]
+            used = mesh.sharding(PartitionSpec(*map(entry_of, axes)))
+            gathered[name] = _gather_weight(weights[name].astype(dtype), used, mesh.sharding(stored))
+    return gathered
 
 
 # What makes a gathered weight, and what only gives it another shape or type, for `jax.checkpoint`: none of that is kept
@@ -64,15 +58,11 @@ def save_all_but_gathered_weights(mesh: LogicalMesh) -> Callable[..., bool]:
     return is_saved
 
 
-def _without_width(spec: PartitionSpec) -> PartitionSpec:
-    def whole(entry: Any) -> Any:
-        return tuple(axis for axis in axes_of(entry) if axis not in WIDTH_AXES) or None
-
-    return PartitionSpec(*map(whole, spec))
-
-
 def _gather_weight(weight: jax.Array, used: NamedSharding, stored: NamedSharding) -> jax.Array:
-    """Left to itself the gradient would be wanted as the weight is used: whole, on every device."""
+    """Lay a weight out as it is used, and its gradient as the weight is stored.
+
+    XLA alone would lay the gradient out as the weight is used: whole, on every device.
+    """
     return linear_call(
         lambda _, weight: lax.with_sharding_constraint(weight, used),
         lambda _, cotangent: lax.with_sharding_constraint(cotangent, stored),
