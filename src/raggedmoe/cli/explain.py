@@ -21,7 +21,7 @@ from raggedmoe.models.decoder import decode
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.models.presets import ALIASES, model_preset
 from raggedmoe.models.presets import PRESETS as MODELS
-from raggedmoe.moe.backends import backend_named, canonical_backend
+from raggedmoe.moe.backends import canonical_backend
 from raggedmoe.moe.config import MoEConfig, check_execution
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.layer import moe_route_and_compute
@@ -75,12 +75,12 @@ def explain(
     execution = MoEExecution(moe_backend=moe_backend, kernels=kernels)
     check_execution(config, execution)
     choices = execution.kernel_choice
-    calls = layer_calls(config, num_tokens, dtype, moe_backend)
+    calls = layer_calls(config, num_tokens, dtype, _traced_backend(execution, chip))
     attention = attention_calls(decoder, num_tokens, dtype) if decoder is not None else []
     if not calls:
         console.print("\nIt calls no kernel of ours: every expert on every token, by einsum.")
     fused = [call for call in layer_calls(config, num_tokens, dtype, "expert_ffn") if call.operation == "expert_ffn"]
-    instead = {} if moe_backend == "expert_ffn" else _by_shapes(fused)
+    instead = {} if any(call.operation == "expert_ffn" for call in calls) else _by_shapes(fused)
     for heading, directions in [*_by_shapes(attention).items(), *_by_shapes(calls).items(), *instead.items()]:
         if heading in instead:
             console.print("\nThis layer does not use it; with moe_backend='expert_ffn' it would:")
@@ -113,11 +113,21 @@ def settings_model(words: tuple[str, ...], chip: Hardware) -> tuple[ModelConfig,
         raise ValueError(in_keys(str(error))) from error
 
 
+def _traced_backend(execution: MoEExecution, chip: Hardware) -> str:
+    """The backend whose calls are those of a layer on a chip, whatever kernels it names for them.
+
+    These need not run on this machine. The calls of "auto" depend on the chip: only CPUs' is traced as it is.
+    """
+    backend = execution.backend
+    if backend.fused or backend.strategy == "dense":
+        return "expert_ffn" if backend.fused else execution.moe_backend
+    fuses = chip.platform == "cpu" and execution.moe_backend == execution.kernel_choice.grouped_matmul == "auto"
+    return "auto" if fuses else "ragged_dot"
+
+
 def layer_calls(config: MoEConfig, num_tokens: int, dtype: str, moe_backend: str) -> list[Call]:
     """The distinct kernel calls that the layer makes, found by tracing it with shapes alone."""
-    backend = backend_named(moe_backend)
-    # Which kernels are asked for changes no call, and they need not run on this machine.
-    execution = MoEExecution(moe_backend=moe_backend if backend.fused or backend.strategy == "dense" else "auto")
+    execution = MoEExecution(moe_backend=moe_backend)
     params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in config.param_specs().items()}
     x = jax.ShapeDtypeStruct((num_tokens, config.model_dim), jnp.dtype(dtype))
 

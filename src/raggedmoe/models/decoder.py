@@ -15,6 +15,7 @@ from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.arrays import int32
 from raggedmoe.kernels.attention.operands import segment_numbers
 from raggedmoe.kernels.eager import compile_once
+from raggedmoe.kernels.native.library import takes
 from raggedmoe.models.cache import Cache, update_cache
 from raggedmoe.models.config import LayerKind, ModelConfig, Stack, check_execution
 from raggedmoe.models.execution import ModelExecution
@@ -235,14 +236,17 @@ def reads_experts_in_place(config: ModelConfig, execution: MoEExecution, x: Floa
     A scan copies what it slices: every expert of a layer, used or not, which is most of the time of decoding a token
     (docs/log.md). Where empty groups cost nothing, no slice is needed.
     """
-    return (
-        target_hardware(execution.hardware, (x,)).platform == "cpu"
-        and execution.kernel_choice.grouped_matmul in ("auto", "cpu")
-        and strategy_name(config.moe, execution) == "local"
-        and not execution.backend.fused
-        and config.param_dtype == config.dtype  # otherwise all of them would be cast
-        and not (compat.SLICES_BF16_BY_WIDENING_ALL and jnp.dtype(config.dtype).itemsize == 2)
-    )
+    if (
+        target_hardware(execution.hardware, (x,)).platform != "cpu"
+        or strategy_name(config.moe, execution) != "local"
+        or config.param_dtype != config.dtype  # all of them would be cast
+    ):
+        return False
+    choice, backend = execution.kernel_choice.grouped_matmul, execution.moe_backend
+    if ((choice == "auto" and backend == "auto") or backend == "cpu_native") and takes(config.dtype):
+        return True
+    slices_all = compat.SLICES_BF16_BY_WIDENING_ALL and jnp.dtype(config.dtype).itemsize == 2
+    return choice in ("auto", "cpu") and not execution.backend.fused and not slices_all
 
 
 def run_layer(

@@ -28,10 +28,14 @@ def backend_named(name: str) -> Backend:
 
 
 BACKENDS: dict[str, Backend] = {
-    "auto": Backend(),
+    "auto": Backend(),  # grouped matmuls, or one `expert_ffn` where that is the fastest (`fuses_experts`)
     "dense": Backend(strategy="dense"),  # every expert on every token, by einsum
     "ragged_dot": Backend(kernels=KernelChoice(grouped_matmul="xla")),
     "cpu": Backend(kernels=KernelChoice(grouped_matmul="cpu")),
+    "cpu_native": Backend(  # ours in C++
+        kernels=KernelChoice(ragged_gather="cpu_native", ragged_gather_reduce="cpu_native", expert_ffn="cpu_native"),
+        fused=True,
+    ),
     "pallas": Backend(kernels=KernelChoice(grouped_matmul="pallas_tpu")),  # our TPU kernel
     "megablox": Backend(kernels=KernelChoice(grouped_matmul="megablox")),  # JAX's own TPU kernel
     "gmm_v2": Backend(kernels=KernelChoice(grouped_matmul="gmm_v2")),  # tokamax's second TPU kernel

@@ -10,12 +10,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from raggedmoe.hardware import hardware_of_device, target_hardware
 from raggedmoe.kernels.arrays import accumulator, matmul_precision, pvary_over
 from raggedmoe.kernels.expert_ffn import api
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 from raggedmoe.kernels.expert_ffn.matmuls import add_bias
 from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
+from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.records import MoEParams, RouteMetadata, StageSettings
 from raggedmoe.sharding.axes import TENSOR
 from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, PER_SHARD, stage
@@ -111,6 +113,20 @@ def expert_ffn(
         hardware=settings.execution.hardware,
     )
     return _mask_rows(out, metadata)
+
+
+def fuses_experts(x: Float[Array, "T D"], weights: MoEParams, settings: StageSettings) -> bool:
+    """Whether the experts are one `expert_ffn`: if the backend says so, or for "auto" where that is the fastest."""
+    config, execution = settings.config, settings.execution
+    if execution.moe_backend != "auto" or execution.width_chunks > 1 or settings.on_mesh.splits_width:
+        return execution.backend.fused
+    if strategy_name(config, execution) in ("capacity", "dense") or execution.kernel_choice.grouped_matmul != "auto":
+        return False
+    mesh = settings.on_mesh.mesh
+    device = None if mesh is None or execution.hardware else mesh.mesh.abstract_mesh.abstract_device
+    named = execution.hardware if device is None else hardware_of_device(device.platform, device.device_kind)
+    hardware = target_hardware(named, (x,))
+    return api.is_faster_than_split(x, weights["wi_0"], config.experts.activation, "bias_wo" in weights, hardware)
 
 
 def shared_experts(x: Float[Array, "T D"], params: MoEParams, activation: str) -> Float[Array, "T D"]:

@@ -14,7 +14,7 @@ from raggedmoe.kernels.eager import compile_once
 from raggedmoe.moe.config import MoEConfig, check_execution, is_expert_choice
 from raggedmoe.moe.dispatch import check_ranks, dispatch, prepare, unpermute
 from raggedmoe.moe.execution import MoEExecution
-from raggedmoe.moe.experts import activate, expert_ffn, gmm_down, gmm_up, shared_experts, tp_reduce
+from raggedmoe.moe.experts import activate, expert_ffn, fuses_experts, gmm_down, gmm_up, shared_experts, tp_reduce
 from raggedmoe.moe.gathering import gather_experts, gather_router
 from raggedmoe.moe.records import MoEOutput, MoEParams, RouteOutput, StageSettings
 from raggedmoe.moe.router import check_replay, route
@@ -95,11 +95,12 @@ def routed_experts(
     weights, up_biases = gather_experts(params, settings, x.dtype)
     width = x.shape[1] // on_mesh.size(TENSOR) if on_mesh.splits_width else x.shape[1]
     width_parts = even_parts(width, execution.width_chunks)
+    fused = fuses_experts(x, params, settings)
     outputs, dropped = [], jnp.zeros((), jnp.int32)
     for tokens in even_parts(x.shape[0] // on_mesh.size(*TOKEN_AXES), execution.token_chunks):
         metadata, more = run(prepare, routing, first_expert, tokens=tokens, num_stacked=params["wi_0"].shape[0])
         dropped = dropped + more
-        if execution.backend.fused:
+        if fused:
             rows = run(dispatch, x, routing, metadata, tokens=tokens, columns=width_parts[0])
             rows = run(expert_ffn, rows, weights, up_biases, metadata)
             outputs.append(run(unpermute, rows, routing, metadata, tokens=tokens))

@@ -15,10 +15,13 @@ from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.gradient import refuse_forward_mode, with_gradient
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
 from raggedmoe.kernels.placement import placement, pvary_alike
-from raggedmoe.kernels.registry import Choice, Kernels, select_kernels
+from raggedmoe.kernels.registry import Call, Choice, Kernels, candidates, select_kernels
 from raggedmoe.names import unknown
 
 NAME = "expert_ffn"
+
+# Implementations that are faster than the three matmuls by themselves in both directions (docs/speed.md).
+FASTER_THAN_SPLIT = ("cpu_native",)
 
 
 class ExpertBiases(NamedTuple):
@@ -97,6 +100,13 @@ def expert_ffn(
     static = _StaticPart(kernels, activation)
     bounds = group_bounds(group_sizes, wi_0.shape[0], rows.shape[0])
     return _expert_ffn(static, *pvary_alike(rows, weights, bounds))
+
+
+def is_faster_than_split(rows: Any, wi_0: Any, activation: str, biases: bool, hardware: Hardware) -> bool:
+    """Say whether `auto` would take an implementation that is faster than grouped matmuls and an activation."""
+    arrays, options = structs(rows=rows, wi_0=wi_0), {"activation": activation, "biases": biases}
+    considered = candidates(Call(operation=NAME, arrays=arrays, options=options), "auto", hardware)
+    return next(c.implementation.name for c in considered if c.reason is None) in FASTER_THAN_SPLIT
 
 
 def check_activation(name: str) -> None:

@@ -100,6 +100,11 @@ def native_call(name: str, out: Any, *operands: Any, **attributes: Any) -> Any:
     return jax.ffi.ffi_call(name, results, vmap_method="sequential")(*operands, **attributes)
 
 
+def takes(dtype: Any) -> bool:
+    """Say whether the kernels are here and compute in a type."""
+    return str(jax.numpy.dtype(dtype)) in TYPES and why_absent() is None
+
+
 def native_why_not(call: Call, hardware: Hardware, *dtypes: Any) -> str | None:
     """Say why a kernel in C++ cannot take a call with operands of these types."""
     if hardware.platform != "cpu":
