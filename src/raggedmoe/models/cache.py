@@ -40,10 +40,12 @@ class VisibleMemory(NamedTuple):
 
 def empty_cache(config: ModelConfig, num_sequences: int, size: int) -> Cache:
     """A cache for that many tokens of each sequence."""
-    shapes = mixer_of(config).memory_shapes(config.attention)
+    shapes, dtype = mixer_of(config).memory_shapes(config.attention), jnp.dtype(config.dtype)
+    if compat.SLICES_BF16_BY_WIDENING_ALL and dtype == jnp.bfloat16:
+        dtype = jnp.dtype(jnp.uint16)  # its bits: to write to a part of a bfloat16 array widens or copies all of it
     memory: dict[str, jax.Array | tuple[jax.Array, ...]] = {
         f"stacks.{s}.{p}.{what}": jnp.zeros(
-            (stack.repeats, num_sequences, min(size, kind.window or size), *shape), config.dtype
+            (stack.repeats, num_sequences, min(size, kind.window or size), *shape), dtype
         )
         for s, stack in enumerate(config.stacks)
         for p, kind in enumerate(stack.kinds)
@@ -97,9 +99,9 @@ def update_cache(
     places = _ring_slots(slots, num_slots)
     updated = {what: _write(memory[what], layer if stacked[what] else None, new[what], places) for what in memory}
     if window is None or window > num_slots:  # a cache that ends before the window does is no ring
-        return updated, VisibleMemory(of_layer(updated), slots, window)
+        return updated, _visible(of_layer(updated), new, slots, window)
     if slots.shape[1] == 1:  # everything in a ring is visible, and softmax does not ask in which order it stands
-        return updated, VisibleMemory(of_layer(updated), jnp.minimum(slots, num_slots - 1), None)
+        return updated, _visible(of_layer(updated), new, jnp.minimum(slots, num_slots - 1), None)
     return updated, _unrolled_ring(old, new, slots, window)
 
 
@@ -113,12 +115,20 @@ def _write(memory: jax.Array, layer: jax.Array | None, new: jax.Array, slots: In
     """Write tokens to their slots; a slot past the last one is nowhere."""
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
     place = (rows, slots) if layer is None else (layer, rows, slots)
-    new = new.astype(memory.dtype)
-    if not (compat.SLICES_BF16_BY_WIDENING_ALL and memory.dtype == jnp.bfloat16):
-        return memory.at[place].set(new, mode="drop")
-    bits = lax.bitcast_convert_type(memory, jnp.uint16)
-    bits = bits.at[place].set(lax.bitcast_convert_type(new, jnp.uint16), mode="drop")
-    return lax.bitcast_convert_type(bits, memory.dtype)
+    new = lax.bitcast_convert_type(new, memory.dtype) if _holds_bits(memory) else new.astype(memory.dtype)
+    return memory.at[place].set(new, mode="drop")
+
+
+def _holds_bits(memory: jax.Array) -> bool:
+    return memory.dtype == jnp.uint16
+
+
+def _visible(memory: Memory, new: Memory, positions: Int[Array, "B S"], window: int | None) -> VisibleMemory:
+    memory = {
+        what: lax.bitcast_convert_type(array, new[what].dtype) if _holds_bits(array) else array
+        for what, array in memory.items()
+    }
+    return VisibleMemory(memory, positions, window)
 
 
 def _unrolled_ring(old: Memory, new: Memory, slots: Int[Array, "B S"], window: int) -> VisibleMemory:
@@ -141,4 +151,4 @@ def _unrolled_ring(old: Memory, new: Memory, slots: Int[Array, "B S"], window: i
         )
         for what, array in old.items()
     }
-    return VisibleMemory(memory, places, window)
+    return _visible(memory, new, places, window)
