@@ -1,6 +1,6 @@
 """The decoder, read top to bottom: embed → layers (attention, then MLP or experts) → norm → head."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -10,13 +10,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from raggedmoe import compat
 from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.arrays import int32
 from raggedmoe.kernels.attention.operands import segment_numbers
 from raggedmoe.kernels.eager import compile_once
 from raggedmoe.kernels.native.library import takes
-from raggedmoe.models.cache import Cache, update_cache
+from raggedmoe.models.cache import Cache, VisibleMemory, split_layers, update_cache
 from raggedmoe.models.config import LayerKind, ModelConfig, Stack, check_execution
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.matmul import project, wide_project
@@ -114,6 +113,7 @@ def _hidden_states(
     mesh: LogicalMesh | None,
 ) -> DecoderOutput:
     slots = None if cache is None else _slots(cache, mask, ids.shape)
+    written = None if slots is None or cache is None else jnp.where(slots < cache.size, slots, -1)
     attends_to_cache = cache is not None and not cache_is_empty
     if mask is not None and not attends_to_cache:
         segments = jnp.where(mask, 0 if segments is None else segments, -1)
@@ -124,7 +124,7 @@ def _hidden_states(
         execution=execution,
         ids=ids,
         cos_sin=rope_cos_sin(config.attention.rope, config.attention.rope_dim, positions, config.dtype),
-        slots=slots,
+        slots=written,
         attends_to_cache=attends_to_cache,
         segments=segments,
         mask=mask,
@@ -143,7 +143,8 @@ def _hidden_states(
     if cache is not None:
         assert slots is not None
         hidden = jnp.where((slots < cache.size)[:, :, None], hidden, jnp.nan)
-        cache = Cache(memory=memory, lengths=jnp.maximum(cache.lengths, slots.max(axis=1) + 1))
+        lengths = jnp.maximum(cache.lengths, slots.max(axis=1) + 1)
+        cache = replace(cache, memory=memory, lengths=lengths)
     return DecoderOutput(
         hidden=hidden,
         experts=jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else None,
@@ -189,11 +190,16 @@ def run_stack(
     stack: Stack,
     x: Float[Array, "B S D"],
     params: Params,
-    memory: Memory | None,
+    memory: Any,
     key: jax.Array | None,
-) -> tuple[Float[Array, "B S D"], Memory, list[ExpertReport]]:
-    """The layers of a stack: the result, the memory with these tokens, and what its MoE layers said."""
+) -> tuple[Float[Array, "B S D"], Any, list[ExpertReport]]:
+    """The layers of a stack: the result, the memory with these tokens, and what its MoE layers said.
+
+    Parameters and memory are arrays with the layers in front, which are scanned over, or those of `unstack_params` and
+    `unstack_cache`.
+    """
     has_experts = any(kind.moe for kind in stack.kinds)
+    is_unstacked = any(isinstance(value, tuple) for value in params.values())
     in_place: Params = {}
     if memory is not None and run.mesh is None and reads_experts_in_place(run.config, run.execution.moe, x):
         in_place = {name: v.reshape(-1, *v.shape[2:]) for name, v in params.items() if name.endswith(EXPERT_WEIGHTS)}
@@ -213,7 +219,16 @@ def run_stack(
 
     repeats = jnp.arange(stack.repeats, dtype=jnp.int32)
     carry, step = (x, memory), _rematerialize(body, run)
-    if run.execution.scan_layers:
+    if is_unstacked:
+        memories, found = [], []
+        for repeat in range(stack.repeats):
+            of_layer = (_of_layer(params, repeat), None if memory is None else _of_layer(memory, repeat))
+            (x, updated), report = step((x, of_layer[1]), (repeats[repeat], of_layer[0]))
+            memories.append(updated)
+            found.append(report)
+        memory = {what: tuple(updated[what] for updated in memories) for what in memory or {}}
+        reports = jax.tree.map(lambda *parts: jnp.stack(parts), *found)
+    elif run.execution.scan_layers:
         (x, memory), reports = lax.scan(step, carry, (repeats, params))
     else:
         found = []
@@ -224,6 +239,22 @@ def run_stack(
     # [repeats, MoE layers of one repeat, ...] -> the layers in order
     in_order = [jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reports)] if has_experts else []
     return x, memory or {}, in_order
+
+
+def _of_layer(arrays: dict[str, tuple[jax.Array, ...]], repeat: int) -> dict[str, jax.Array]:
+    return {name: layers[repeat] for name, layers in arrays.items()}
+
+
+def unstack_params(params: Params) -> Params:
+    """The same parameters with an array for each layer, but for the experts, which are read in place.
+
+    XLA's CPU backend copies what a program takes out of a stack before it multiplies by it. For decoding, which reads
+    each weight for one token only, this copies the dense weights once instead of at every token.
+    """
+    return {
+        name: split_layers(value) if name.startswith("stacks.") and not name.endswith(EXPERT_WEIGHTS) else value
+        for name, value in params.items()
+    }
 
 
 # Parameters with an expert axis, but for the router's: nearly all of a model.
@@ -245,8 +276,7 @@ def reads_experts_in_place(config: ModelConfig, execution: MoEExecution, x: Floa
     choice, backend = execution.kernel_choice.grouped_matmul, execution.moe_backend
     if ((choice == "auto" and backend == "auto") or backend == "cpu_native") and takes(config.dtype):
         return True
-    slices_all = compat.SLICES_BF16_BY_WIDENING_ALL and jnp.dtype(config.dtype).itemsize == 2
-    return choice in ("auto", "cpu") and not execution.backend.fused and not slices_all
+    return choice in ("auto", "cpu") and not execution.backend.fused
 
 
 def run_layer(
@@ -262,26 +292,28 @@ def run_layer(
     """One layer: attention, then MLP or experts, each on the normed input and added to it."""
     config, mixer = run.config, mixer_of(run.config)
     eps = config.norm_epsilon
-    context = AttentionContext(
-        slots=run.slots if run.attends_to_cache else None,
-        segments=run.segments,
-        window=kind.window,
-        implementation=run.execution.attention_implementation,
-        hardware=run.execution.moe.hardware,
-        mesh=run.mesh,
-    )
     with jax.named_scope("attention"):
         own = under("attention.", weights)
         normed = rms_norm(x, weights["attention_norm"], eps)
         query = mixer.project_query(normed, own, config.attention, run.cos_sin)
-        visible = mixer.project_key_value(normed, own, config.attention, run.cos_sin)
+        new = mixer.project_key_value(normed, own, config.attention, run.cos_sin)
+        visible = VisibleMemory(new, None, kind.window)
         if memory is not None:
             assert repeat is not None
             assert run.slots is not None
-            updated, all_visible = update_cache(under(prefix, memory), repeat, visible, run.slots)
-            visible = all_visible if run.attends_to_cache else visible
+            updated, earlier_too = update_cache(under(prefix, memory), repeat, new, run.slots, kind.window)
+            visible = earlier_too if run.attends_to_cache else visible
             memory = {**memory, **{f"{prefix}{what}": value for what, value in updated.items()}}
-        attended = shard_tokens(mixer.attend(query, visible, own, config.attention, context), run.mesh)
+        context = AttentionContext(
+            slots=visible.positions,
+            segments=run.segments,
+            window=visible.window,
+            implementation=run.execution.attention_implementation,
+            hardware=run.execution.moe.hardware,
+            mesh=run.mesh,
+        )
+        attended = mixer.attend(query, visible.memory, own, config.attention, context)
+        attended = shard_tokens(attended, run.mesh)
         x = x + checkpoint_name(attended, "attn_proj_out")
     with jax.named_scope("moe" if kind.moe else "mlp"):
         normed = rms_norm(x, weights["mlp_norm"], eps)

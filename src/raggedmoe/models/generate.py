@@ -1,7 +1,12 @@
-"""Text, token by token: greedy or sampled, with a cache."""
+"""Text, token by token: greedy or sampled, with a cache.
+
+A prompt is read in chunks, by layers that are scanned over. Then one program makes several tokens at a time; on a CPU
+its layers follow one another, each with dense weights and a cache of its own (`unstack_params`).
+"""
 
 import functools
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,16 +14,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
-from raggedmoe.models.cache import Cache, empty_cache
+from raggedmoe.models.cache import Cache, empty_cache, unstack_cache
 from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.decoder import Params, decode, logits
+from raggedmoe.models.decoder import DecoderOutput, Params, decode, logits, reads_experts_in_place, unstack_params
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.module import Decoder
 from raggedmoe.sharding.axes import LogicalMesh
 
-BUCKET = 64  # lengths of prompts and caches are rounded up to this, so that few shapes are compiled
+CHUNK = 512  # the most tokens of a prompt that are read at once: the memory that they take is bounded by it
+BUCKET = 64  # the fewest, and what the lengths of caches are rounded up to, so that few shapes are compiled
+MOST_TOKENS = 8  # that one call makes: a call costs some 0.1 ms
+PATIENCE = 0.05  # seconds: calls that took longer do not grow further, as text should come steadily
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,23 +81,28 @@ def generate(
     config, sampling = model.config, sampling or Sampling()
     settings = _Settings(config=config, execution=model.execution, mesh=model.mesh, sampling=sampling)
     _check(prompts, config, max_new_tokens)
-    params = model.params
     lengths = [len(prompt) for prompt in prompts]
-    padded = np.zeros((len(prompts), _round_up(max(lengths))), np.int32)
-    for row, prompt in zip(padded, prompts):
-        row[: len(prompt)] = prompt
-    cache = empty_cache(config, len(prompts), _round_up(max(max(lengths) + max_new_tokens, padded.shape[1])))
+    cache = empty_cache(config, len(prompts), _round_up(max(lengths) + max_new_tokens))
     key = jax.random.key(seed)
-    tokens, cache = _first_token(params, jnp.asarray(padded), jnp.asarray(lengths), cache, key, settings)
-    ended = np.zeros(len(prompts), bool)
-    for number in range(max_new_tokens):
-        if number:
-            tokens, cache = _next_token(params, tokens, cache, jax.random.fold_in(key, number), settings)
-        values = np.asarray(tokens)
-        yield [None if over else int(token) for token, over in zip(values, ended)]
-        ended |= np.isin(values, list(stop))
-        if ended.all():
+    params = model.params
+    tokens, cache = _read_prompts(params, prompts, cache, key, settings)
+    if model.mesh is None and reads_experts_in_place(config, model.execution.moe, params["embedding"]):
+        params, cache = unstack_params(params), unstack_cache(cache)
+    ended, stops = np.zeros(len(prompts), bool), np.asarray(stop, np.int32)
+    made, num_made, at_once = np.asarray(tokens)[None], 0, 1
+    while True:
+        for values in made:
+            yield [None if over else int(token) for token, over in zip(values, ended)]
+            ended |= np.isin(values, stops)
+            num_made += 1
+        if num_made == max_new_tokens or ended.all():
             return
+        start, count = time.perf_counter(), min(at_once, max_new_tokens - num_made)
+        run = _Run(first=np.int32(num_made), count=np.int32(count), ended=ended, stops=stops, key=key)
+        tokens, cache, several, num_several = _next_tokens(params, tokens, cache, run, settings)
+        made = np.asarray(several)[: int(num_several)]
+        if time.perf_counter() - start < PATIENCE:
+            at_once = min(2 * at_once, MOST_TOKENS)
 
 
 def _round_up(length: int) -> int:
@@ -114,42 +128,94 @@ def _check(prompts: Sequence[Sequence[int]], config: ModelConfig, max_new_tokens
         )
 
 
-@functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("cache",))
-def _first_token(
+def _read_prompts(
+    params: Params, prompts: Sequence[Sequence[int]], cache: Cache, key: jax.Array, settings: _Settings
+) -> tuple[Int[Array, " B"], Cache]:
+    """The token after each prompt, and the cache with all prompts."""
+    lengths, longest = np.asarray([len(prompt) for prompt in prompts], np.int32), max(map(len, prompts))
+    hidden = jnp.zeros((len(prompts), 1, settings.config.model_dim), settings.config.dtype)
+    for start in range(0, longest, CHUNK):
+        # Powers of two times BUCKET: few shapes are compiled.
+        size = min(CHUNK, BUCKET << max(0, math.ceil(math.log2((longest - start) / BUCKET))))
+        ids = np.zeros((len(prompts), size), np.int32)
+        for row, prompt in zip(ids, prompts):
+            part = prompt[start : start + size]
+            row[: len(part)] = part
+        left = lengths - np.int32(start)
+        tokens, hidden, cache = _prompt_chunk(params, ids, left, hidden, cache, key, settings, is_first=start == 0)
+    return tokens, cache
+
+
+@functools.partial(jax.jit, static_argnames=("settings", "is_first"), donate_argnames=("hidden", "cache"))
+def _prompt_chunk(
     params: Params,
     ids: Int[Array, "B S"],
-    lengths: Int[Array, " B"],
+    left: Int[Array, " B"],
+    hidden: Float[Array, "B 1 D"],
     cache: Cache,
     key: jax.Array,
     settings: _Settings,
-) -> tuple[Int[Array, " B"], Cache]:
-    mask = jnp.arange(ids.shape[1])[None] < lengths[:, None]
-    last = (lengths - 1)[:, None, None]
-    return _decode_and_sample(params, ids, cache, key, settings, last, mask=mask, cache_is_empty=True)
+    is_first: bool,
+) -> tuple[Int[Array, " B"], Float[Array, "B 1 D"], Cache]:
+    """Read so many tokens of each prompt as are ``left`` and fit.
 
-
-@functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("cache",))
-def _next_token(
-    params: Params, tokens: Int[Array, " B"], cache: Cache, key: jax.Array, settings: _Settings
-) -> tuple[Int[Array, " B"], Cache]:
-    return _decode_and_sample(params, tokens[:, None], cache, key, settings)
-
-
-def _decode_and_sample(
-    params: Params,
-    ids: Int[Array, "B S"],
-    cache: Cache,
-    key: jax.Array,
-    settings: _Settings,
-    last: Int[Array, "B 1 1"] | None = None,
-    **options: Any,
-) -> tuple[Int[Array, " B"], Cache]:
-    """The token after each sequence's ``last`` one, if they have several, and the cache with all of these."""
-    config, routing_key = settings.config, _routing_key(key, settings.config)
-    out = decode(params, ids, config, settings.execution, cache=cache, key=routing_key, mesh=settings.mesh, **options)
-    hidden = out.hidden if last is None else jnp.take_along_axis(out.hidden, last, axis=1)
+    Returns the tokens after them, their last hidden states, and the cache with them. A prompt that has ended before
+    keeps its ``hidden`` state.
+    """
+    mask = jnp.arange(ids.shape[1])[None] < left[:, None]
+    out = _decode(params, ids, cache, key, settings, mask=mask, cache_is_empty=is_first)
+    last = jnp.clip(left - 1, 0, ids.shape[1] - 1)[:, None, None]
+    states = jnp.take_along_axis(out.hidden, last, axis=1)
+    hidden = states if is_first else jnp.where(left[:, None, None] > 0, states, hidden)
+    tokens = sample_tokens(logits(params, hidden, settings.config)[:, 0], key, settings.sampling)
     assert out.cache is not None
-    return sample_tokens(logits(params, hidden, config)[:, 0], key, settings.sampling), out.cache
+    return tokens, hidden, out.cache
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Which tokens of a text one call is to make."""
+
+    first: Int[Any, ""]  # the number of the first of them
+    count: Int[Any, ""]  # how many, at most `MOST_TOKENS`; fewer if all texts have ended
+    ended: Bool[Any, " B"]  # texts that have ended before
+    stops: Int[Any, " _"]  # tokens that end a text
+    key: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("cache",))
+def _next_tokens(
+    params: Params, tokens: Int[Array, " B"], cache: Cache, run: _Run, settings: _Settings
+) -> tuple[Int[Array, " B"], Cache, Int[Array, "_ B"], Int[Array, ""]]:
+    """The last token of each text, the cache, all new tokens in the first rows of an array, and how many these are."""
+
+    def goes_on(state: tuple[Any, ...]) -> jax.Array:
+        number, _, ended, *_ = state
+        return (number < run.count) & ~ended.all()
+
+    def one_token(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        number, tokens, ended, cache, made = state
+        key = jax.random.fold_in(run.key, run.first + number)
+        # Otherwise XLA's CPU backend widens bfloat16 weights before the loop, and keeps these float32 copies.
+        weights, tokens = lax.optimization_barrier((params, tokens))
+        out = _decode(weights, tokens[:, None], cache, key, settings)
+        tokens = sample_tokens(logits(weights, out.hidden, settings.config)[:, 0], key, settings.sampling)
+        ended |= jnp.isin(tokens, run.stops)
+        return number + 1, tokens, ended, out.cache, made.at[number].set(tokens)
+
+    made = jnp.zeros((MOST_TOKENS, *tokens.shape), jnp.int32)
+    start = (jnp.int32(0), tokens, run.ended, cache, made)
+    number, tokens, _, cache, made = lax.while_loop(goes_on, one_token, start)
+    return tokens, cache, made, number
+
+
+def _decode(
+    params: Params, ids: Int[Array, "B S"], cache: Cache, key: jax.Array, settings: _Settings, **options: Any
+) -> DecoderOutput:
+    routing_key = _routing_key(key, settings.config)
+    options |= {"cache": cache, "key": routing_key, "mesh": settings.mesh}
+    return decode(params, ids, settings.config, settings.execution, **options)
 
 
 def _routing_key(key: jax.Array, config: ModelConfig) -> jax.Array | None:

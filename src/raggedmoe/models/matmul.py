@@ -33,7 +33,11 @@ def project_back(x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[A
     """``x [..., *I]`` by ``weight [*I, O]``: ``[..., O]``."""
     *inner, out = weight.shape
     size = math.prod(inner)
-    product = _einsum("ti,io->to", x.reshape(-1, size), weight.astype(x.dtype).reshape(size, out))
+    rows, matrix = x.reshape(-1, size), weight.astype(x.dtype).reshape(size, out)
+    if rows.shape[0] == 1 and x.dtype.itemsize == 2:
+        product = (rows.astype(jnp.float32).reshape(size, 1) * matrix.astype(jnp.float32)).sum(0, keepdims=True)
+    else:
+        product = _einsum("ti,io->to", rows, matrix)
     return product.astype(x.dtype).reshape(*x.shape[: x.ndim - len(inner)], out)
 
 
