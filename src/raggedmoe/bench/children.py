@@ -1,5 +1,6 @@
-"""The parent's side of the processes that contenders run in: started when first needed, asked by pipes, ended together."""
+"""The parent's side of the contenders' processes: started when first needed, asked by pipes, ended together."""
 
+import contextlib
 import json
 import os
 import selectors
@@ -22,7 +23,7 @@ class Child:
     """One process."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self.printed = tempfile.TemporaryFile("w+", errors="replace")
+        self.printed = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (`end` closes it)
         # The modules that are importable here are there as well, wherever this was started.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self.process = subprocess.Popen(
@@ -74,10 +75,8 @@ class Child:
     def end(self) -> None:
         """End it: at the end of its questions by itself, otherwise by a signal."""
         if self.process.stdin is not None and not self.process.stdin.closed:
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
-            except BrokenPipeError:
-                pass
         deadline = time.monotonic() + 5
         while self.is_alive and time.monotonic() < deadline:
             time.sleep(0.01)

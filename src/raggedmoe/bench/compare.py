@@ -58,8 +58,11 @@ def _signs(size: int, axis: int) -> np.ndarray:
     return np.random.default_rng(axis).choice(np.asarray([-1, 1], np.float32), size)
 
 
-def difference(found: Mapping[str, Digests], expected: Mapping[str, Digests], dtype: str, inner: int) -> str | None:
-    """What is wrong with a contender's results, or None. ``inner`` is the longest sum in it.
+def difference(
+    found: Mapping[str, Digests], expected: Mapping[str, Digests], dtype: str, inner: int, roundings: int | None = None
+) -> str | None:
+    """What is wrong with a contender's results, or None. ``inner`` is the longest sum in it, ``roundings`` how many
+    roundings to the type may add up, if not as many as in a layer.
 
     Sums are in float32, whose rounding errors grow with the root of their length; roundings to the type come on top.
     """
@@ -70,7 +73,7 @@ def difference(found: Mapping[str, Digests], expected: Mapping[str, Digests], dt
         have = found[name]
         if have.squares.shape != want.squares.shape:
             return f"{name}: expected {want.squares.size} rows, got {have.squares.size}"
-        allowed = ROUNDINGS.get(name, MOST_ROUNDINGS) * eps / 2 + 4 * sum_eps * inner**0.5
+        allowed = (roundings or ROUNDINGS.get(name, MOST_ROUNDINGS)) * eps / 2 + 4 * sum_eps * inner**0.5
         norm = np.sqrt(want.squares)
         scale = norm + allowed * np.sqrt(want.squares.mean())  # a row of zeros may be as small as the others' error
         error = np.abs(np.sqrt(have.squares) - norm) / np.maximum(scale, np.finfo(np.float32).tiny)

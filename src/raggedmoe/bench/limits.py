@@ -1,10 +1,11 @@
-"""The limits: dense float32 matmuls of the same useful FLOPs, or reading the active weights once, by every library here.
+"""The limits: dense float32 matmuls of the same useful FLOPs, or reading the active weights once, by every library.
 
 Each library's matmuls come twice: with one matrix, which is the limit, and with E different matrices and R/E rows for
 each, which is what no grouping could avoid. The limit of a case is that of the fastest library.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -62,7 +63,7 @@ def dense_operands(case: Case, groups: int) -> Iterator[tuple[str, list[Operands
     weights = stored if stored.dtype == np.float32 else stored.astype(np.float32)
     touch(weights)
     bounds = [shape.rows * group // groups for group in range(groups + 1)]
-    parts = [slice(start, end) for start, end in zip(bounds, bounds[1:])]
+    parts = [slice(start, end) for start, end in itertools.pairwise(bounds)]
     wide, narrow = rows[shape.model_dim], rows[shape.expert_dim]
     for product in case.products:
         if product == "tn":

@@ -1,4 +1,4 @@
-"""The weights and inputs of a case, as files that every contender's process maps into its memory: drawn once, not copied.
+"""The weights and inputs of a case, as files that all contenders map into their memory: drawn once, not copied.
 
 The router's decisions have wide margins, so that no library's rounding sends a token to another expert: every token is
 made of the directions of its experts and of noise that no router's row sees.

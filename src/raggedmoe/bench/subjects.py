@@ -1,4 +1,4 @@
-"""What `raggedmoe bench` measures with peers: the cases of each subject, one after the other, on problems drawn for them."""
+"""What `raggedmoe bench` measures with peers: the cases of each subject, on arrays drawn for them."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
