@@ -1,11 +1,13 @@
 """This machine, named by what it is: its CPU, what instructions that has, and the versions of the libraries."""
 
+import importlib
 import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 CPUINFO = Path("/proc/cpuinfo")
 FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
@@ -84,10 +86,11 @@ def isa_environment(isa: str | None) -> dict[str, str]:
 def _numpy_features(names: list[str]) -> list[str]:
     """Those that this NumPy chooses at run time: it warns of the others."""
     try:
-        from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
+        numpy_core: Any = importlib.import_module("numpy._core._multiarray_umath")
     except ImportError:
         return []
-    return [name for name in names if name in __cpu_dispatch__ and __cpu_features__.get(name)]
+    features, chosen = numpy_core.__cpu_features__, numpy_core.__cpu_dispatch__
+    return [name for name in names if name in chosen and features.get(name)]
 
 
 def _field(name: str) -> str:

@@ -32,12 +32,13 @@ DECODED = replace(
     vocab_size=32000,
     num_layers=8,
     model_dim=1024,
-    attention=replace(model_preset("qwen3-30b-a3b").attention, num_heads=16, num_kv_heads=4, head_dim=64),
+    attention=GroupedQueryConfig(
+        num_heads=16, num_kv_heads=4, head_dim=64, qk_norm="head", rope=model_preset("qwen3-30b-a3b").attention.rope
+    ),
     moe=MoEConfig(num_experts=32, experts_per_token=4, model_dim=1024, expert_dim=768),
     mlp_dim=None,
     max_length=4096,
 )
-assert isinstance(DECODED.attention, GroupedQueryConfig)
 
 
 def train_config(dtype: str) -> Any:
@@ -74,9 +75,11 @@ def measure_models(
                 continue
             with tempfile.TemporaryDirectory(prefix="raggedmoe-bench-") as folder:
                 say(f"writing {MODEL_NAMES[subject]}, {dtype}")
-                case = write_train_case if subject == "train" else write_generate_case
-                made = case(Path(folder), dtype) if subject == "train" else case(Path(folder), dtype, decoded)
-                yield measure(made, contenders(subject, modules), children, rounds, say)
+                if subject == "train":
+                    case = write_train_case(Path(folder), dtype)
+                else:
+                    case = write_generate_case(Path(folder), dtype, decoded)
+                yield measure(case, contenders(subject, modules), children, rounds, say)
 
 
 def write_train_case(folder: Path, dtype: str) -> Case:

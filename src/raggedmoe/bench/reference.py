@@ -63,8 +63,8 @@ def _layer(case: Case) -> dict[str, Digests]:
     if not backward:
         return {"value": digest(value)}
     dlogits = np.zeros((x.shape[0], router.shape[0]), np.float32)
-    dweights = dweights.reshape(routing.weights.shape)
-    dchosen = routing.weights * (dweights - (routing.weights * dweights).sum(1, keepdims=True))
+    dslots = dweights.reshape(routing.weights.shape)
+    dchosen = routing.weights * (dslots - (routing.weights * dslots).sum(1, keepdims=True))
     np.put_along_axis(dlogits, routing.experts, dchosen, axis=1)
     dx += dlogits @ router
     found = {"value": value, "dx": dx, "drouter": dlogits.T @ x}

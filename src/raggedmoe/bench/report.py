@@ -159,7 +159,8 @@ def _growth(columns: Sequence[Sequence[Result]]) -> Iterator[str]:
         last = next((r for r in columns[-1] if r.contender == ours.contender), None)
         if last is None or last.seconds is None:
             continue
-        base, rest = (result.seconds - (read.seconds or 0) for result, read in ((ours, reads[0]), (last, reads[-1])))
+        base = (ours.seconds or 0) - (reads[0].seconds or 0)
+        rest = last.seconds - (reads[-1].seconds or 0)
         growth = rest / base if base > 0 else math.nan
         yield (
             f"{ours.contender}: {growth:.2f} times as long with {columns[-1][0].shape} as with {columns[0][0].shape}, "

@@ -35,7 +35,7 @@ def measure_shapes(
     modules: Iterable[str] = MODULES,
 ) -> Iterator[list[Result]]:
     """Measure every case whose name, with its type, holds the text ``only``; those of a shape share its arrays."""
-    modules, wanted = tuple(modules), {}
+    modules, wanted = tuple(modules), dict[Shape, list[tuple[str, str]]]()
     for subject in subjects:
         for shape, cases in shaped_cases(subject):
             wanted.setdefault(shape, []).extend(cases)

@@ -105,7 +105,7 @@ def train_transformers(case: Case, experts: str, attention: str) -> Prepared:
         {"params": [p for p in trained if p.ndim >= 2]},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, **ADAMW, fused=True)  # type: ignore[arg-type, unused-ignore]
+    optimizer = torch.optim.AdamW(groups, **ADAMW, fused=True)
 
     def step() -> Any:
         with torch.autocast("cpu", torch.bfloat16, enabled=case.dtype == "bfloat16"):
