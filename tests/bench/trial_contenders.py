@@ -73,7 +73,7 @@ def missing(case):
 
 @contender("slow limit", "trial", role=LIMIT)
 def slow_limit(case):
-    return Prepared(run=lambda: time.sleep(0.02))
+    return Prepared(run=lambda: time.sleep(0.05))
 
 
 @contender("fast limit", "trial", role=LIMIT)

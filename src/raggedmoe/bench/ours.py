@@ -11,7 +11,7 @@ from raggedmoe.bench.contender import OURS, Prepared, contender
 from raggedmoe.bench.problem import read_array, routing_of, touch
 from raggedmoe.interop.arrays import to_device
 from raggedmoe.kernels.grouped_matmul.api import grouped_matmul
-from raggedmoe.kernels.registry import KernelChoice
+from raggedmoe.kernels.registry import KernelChoice, implementations
 from raggedmoe.kernels.value_and_gradients import gradients, value_and_gradients
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.execution import MoEExecution
@@ -110,3 +110,21 @@ def grouped_matmul_pure_jax(case: Case) -> Prepared:
     return prepare_grouped_matmul(
         case, lambda **arrays: grouped_matmul(**arrays, transpose_rhs=True, implementation="cpu")
     )
+
+
+def _register_other_implementations() -> None:
+    """Make every other implementation that runs on a CPU a contender by its name, so that a new kernel is found."""
+    shown = ("cpu", "xla", "reference")  # as pure JAX, and as the peer jax.lax.ragged_dot
+    for name, implementation in implementations("grouped_matmul").items():
+        if name in shown or "cpu" not in implementation.rank:
+            continue
+
+        def prepare(case: Case, name: str = name) -> Prepared:
+            return prepare_grouped_matmul(
+                case, lambda **arrays: grouped_matmul(**arrays, transpose_rhs=True, implementation=name)
+            )
+
+        contender(f"raggedmoe {name}", "grouped_matmul", role=OURS)(prepare)
+
+
+_register_other_implementations()
