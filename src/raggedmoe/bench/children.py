@@ -72,11 +72,15 @@ class Child:
         """Whether it can still be asked."""
         return self.process.poll() is None
 
-    def end(self) -> None:
-        """End it: at the end of its questions by itself, otherwise by a signal."""
+    def close_questions(self) -> None:
+        """Let it end by itself, as it will be asked nothing more."""
         if self.process.stdin is not None and not self.process.stdin.closed:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
+
+    def end(self) -> None:
+        """End it: at the end of its questions by itself, otherwise by a signal."""
+        self.close_questions()
         deadline = time.monotonic() + 5
         while self.is_alive and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -115,11 +119,13 @@ class Children:
     def drop(self) -> None:
         """Have every process forget its calls."""
         for child in self.running.values():
-            if child.is_alive:
+            with contextlib.suppress(ChildError):  # one that has died holds nothing
                 child.ask({"do": "drop"})
 
     def end(self) -> None:
         """End all of them."""
+        for child in self.running.values():
+            child.close_questions()
         for child in self.running.values():
             child.end()
         self.running.clear()

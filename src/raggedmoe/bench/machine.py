@@ -1,9 +1,10 @@
 """This machine, named by what it is: its CPU, what instructions that has, and the versions of the libraries."""
 
+import contextlib
 import importlib
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 CPUINFO = Path("/proc/cpuinfo")
 FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 PACKAGES = ("jax", "torch", "transformers", "numpy")
+OUR_ISA = "RAGGEDMOE_CPU_ISA"
 # What restricts each library to an instruction set. Ours reads the last.
 _AVX512 = (
     "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR X86_V4 "  # NumPy's names, old and new
@@ -24,7 +26,7 @@ ISAS: Mapping[str, Mapping[str, str]] = {
         "OPENBLAS_CORETYPE": "Haswell",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
         "NPY_DISABLE_CPU_FEATURES": _AVX512.strip(),
-        "RAGGEDMOE_CPU_ISA": "avx2",
+        OUR_ISA: "avx2",
     }
 }
 
@@ -56,7 +58,7 @@ def num_cores() -> int:
 def cpu_features() -> tuple[str, ...]:
     """Those of `FEATURES` that the CPU has and that no --isa has taken away."""
     found = set(_field("flags").split()) | set(_field("Features").split())
-    if os.environ.get("RAGGEDMOE_CPU_ISA") == "avx2":
+    if os.environ.get(OUR_ISA) == "avx2":
         found -= {name for name in FEATURES if name.startswith(("avx512", "amx"))}
     return tuple(name for name in FEATURES if name in found)
 
@@ -71,6 +73,20 @@ def this_machine(isa: str | None = None) -> Machine:
             continue
     cpu = _field("model name") or platform.processor() or platform.machine()
     return Machine(cpu=cpu, cores=num_cores(), features=cpu_features(), isa=isa, versions=versions)
+
+
+@contextlib.contextmanager
+def restricted(isa: str | None) -> Iterator[None]:
+    """Let this process as well count only what the instruction set has, where it decides who can run."""
+    before = os.environ.get(OUR_ISA)
+    if isa is not None:
+        os.environ[OUR_ISA] = isa
+    try:
+        yield
+    finally:
+        if isa is not None:
+            os.environ.pop(OUR_ISA)
+            os.environ.update({} if before is None else {OUR_ISA: before})
 
 
 def isa_environment(isa: str | None) -> dict[str, str]:

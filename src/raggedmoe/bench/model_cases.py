@@ -57,6 +57,11 @@ def read_parameters(config: ModelConfig) -> int:
     return count_params(config).active - embedding
 
 
+def model_case_name(subject: str) -> str:
+    """The name of a subject's case."""
+    return f"{subject} {MODEL_NAMES[subject]} {DIRECTIONS[subject]}"
+
+
 def measure_models(
     subjects: Iterable[str],
     dtypes: Iterable[str],
@@ -71,7 +76,7 @@ def measure_models(
     modules, dtypes = tuple(modules), tuple(dtypes)
     for subject in subjects:
         for dtype in dtypes:
-            if only not in f"{subject} {MODEL_NAMES[subject]} {DIRECTIONS[subject]} {dtype}":
+            if only not in f"{model_case_name(subject)} {dtype}":
                 continue
             with tempfile.TemporaryDirectory(prefix="raggedmoe-bench-") as folder:
                 say(f"writing {MODEL_NAMES[subject]}, {dtype}")

@@ -17,12 +17,12 @@ from raggedmoe import compat
 from raggedmoe.bench.children import Children
 from raggedmoe.bench.contender import OURS
 from raggedmoe.bench.in_process import results_in_process
-from raggedmoe.bench.machine import ISAS, isa_environment, this_machine
-from raggedmoe.bench.model_cases import MODEL_SUBJECTS, measure_models
+from raggedmoe.bench.machine import ISAS, isa_environment, restricted, this_machine
+from raggedmoe.bench.model_cases import MODEL_SUBJECTS, measure_models, model_case_name
 from raggedmoe.bench.report import as_json, case_reasons, case_table, insert_markdown
 from raggedmoe.bench.report import markdown as as_markdown
 from raggedmoe.bench.run import Result
-from raggedmoe.bench.subjects import SHAPED, measure_shapes
+from raggedmoe.bench.subjects import SHAPED, case_names, measure_shapes
 from raggedmoe.cli.train import start_with_cpu_devices
 from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.arrays import FLOATS
@@ -109,11 +109,17 @@ def bench(
     _check(dtypes, rounds)
     if isa is not None and isa not in ISAS:
         raise unknown("isa", isa, ISAS)
+    peered = [subject for subject in subjects if target_hardware().platform == "cpu" and subject in PEERED]
+    in_process = [subject for subject in subjects if subject not in peered]
+    if in_process and isa is not None:
+        raise ValueError(f"--isa is for what has peers, {', '.join(PEERED)}, got {in_process[0]}; leave it out")
+    if not in_process and not any(case in f"{name} {dtype}" for name in _all_names(peered) for dtype in dtypes):
+        raise _no_case(subjects, case)
     machine = this_machine(isa)
     console = Console(stderr=json == ())
     console.print(f"[bold]{machine.title}[/]; best of {rounds} interleaved rounds", highlight=False)
     groups = []
-    for group in _measure(subjects, dtypes, rounds, case, isa, console):
+    for group in _measure(peered, in_process, dtypes, rounds, case, isa, console):
         groups.append(group)
         console.print(case_table(group), highlight=False)
         for line in case_reasons(group):
@@ -121,7 +127,7 @@ def bench(
             console.print(f"  {line}", style=style, highlight=False, markup=False, soft_wrap=True)
         console.print()
     if not groups:
-        raise ValueError(f"no case of {', '.join(subjects)} holds the text {case!r}; try 'mixtral' or 'backward'")
+        raise _no_case(subjects, case)
     if json is not None:
         _write_json(as_json(machine, rounds, groups), json)
     if plot is not None:
@@ -134,6 +140,16 @@ def bench(
         page = markdown.read_text() if markdown.exists() else None
         markdown.write_text(insert_markdown(page, as_markdown(machine, rounds, command, groups)))
     return 1 if any(result.failed and result.role == OURS for group in groups for result in group) else 0
+
+
+def _all_names(peered: Sequence[str]) -> list[str]:
+    """The names of all cases with peers."""
+    shaped = [name for subject in peered if subject in SHAPED for name in case_names(subject)]
+    return shaped + [model_case_name(subject) for subject in peered if subject in MODEL_SUBJECTS]
+
+
+def _no_case(subjects: tuple[str, ...], case: str) -> ValueError:
+    return ValueError(f"no case of {', '.join(subjects)} holds the text {case!r}; try 'mixtral' or 'backward'")
 
 
 def _write_json(plain: object, json: tuple[Path, ...]) -> None:
@@ -252,19 +268,21 @@ def _figure(name: str, value: Any) -> str:
 
 
 def _measure(
-    subjects: tuple[str, ...], dtypes: tuple[str, ...], rounds: int, case: str, isa: str | None, console: Console
+    peered: Sequence[str],
+    in_process: Sequence[str],
+    dtypes: tuple[str, ...],
+    rounds: int,
+    case: str,
+    isa: str | None,
+    console: Console,
 ) -> Iterator[list[Result]]:
     """Measure what has peers in processes of their own, and the rest in this one."""
-    on_cpu = target_hardware().platform == "cpu"
-    peered = [subject for subject in subjects if on_cpu and subject in PEERED]
     if "train" in peered and find_spec("grain") is None:
         raise ValueError("training needs more packages: pip install 'raggedmoe[train]'")
-    with Children(isa_environment(isa)) as children, console.status("") as status:
+    with restricted(isa), Children(isa_environment(isa)) as children, console.status("") as status:
         options: dict[str, Any] = {"rounds": rounds, "only": case, "say": lambda text: status.update(escape(text))}
         yield from measure_shapes([s for s in peered if s in SHAPED], dtypes, children, **options)
         yield from measure_models([s for s in peered if s in MODEL_SUBJECTS], dtypes, children, **options)
-    for subject in subjects:
-        for dtype in dtypes if subject not in peered else ():
-            if isa is not None:
-                raise ValueError(f"--isa is for what has peers, {', '.join(PEERED)}, got {subject}; leave it out")
+    for subject in in_process:
+        for dtype in dtypes:
             yield from results_in_process(subject, dtype, rounds, case)
