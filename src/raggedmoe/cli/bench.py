@@ -118,27 +118,25 @@ def bench(
     machine = this_machine(isa)
     console = Console(stderr=json == ())
     console.print(f"[bold]{machine.title}[/]; best of {rounds} interleaved rounds", highlight=False)
-    groups = []
+    command = " ".join(["raggedmoe", "bench", *subjects, *(("--isa", isa) if isa else ())])
+    groups: list[list[Result]] = []
     for group in _measure(peered, in_process, dtypes, rounds, case, isa, console):
         groups.append(group)
-        console.print(case_table(group), highlight=False)
-        for line in case_reasons(group):
-            style = "red" if ": FAILED: " in line else "dim"
-            console.print(f"  {line}", style=style, highlight=False, markup=False, soft_wrap=True)
-        console.print()
+        _print_case(group, console)
+        # After every case: a long run that is interrupted keeps what it has.
+        if json:
+            _write_json(as_json(machine, rounds, groups), json)
+        if markdown is not None:
+            _write_markdown(as_markdown(machine, rounds, command, groups), markdown)
     if not groups:
         raise _no_case(subjects, case)
-    if json is not None:
+    if json == ():
         _write_json(as_json(machine, rounds, groups), json)
     if plot is not None:
         from raggedmoe.bench.plot import plot_results
 
         plot_results([result for group in groups for result in group], machine.title, plot)
         console.print(f"plot: {plot.resolve()}")
-    if markdown is not None:
-        command = " ".join(["raggedmoe", "bench", *subjects, *(("--isa", isa) if isa else ())])
-        page = markdown.read_text() if markdown.exists() else None
-        markdown.write_text(insert_markdown(page, as_markdown(machine, rounds, command, groups)))
     return 1 if any(result.failed and result.role == OURS for group in groups for result in group) else 0
 
 
@@ -150,6 +148,21 @@ def _all_names(peered: Sequence[str]) -> list[str]:
 
 def _no_case(subjects: tuple[str, ...], case: str) -> ValueError:
     return ValueError(f"no case of {', '.join(subjects)} holds the text {case!r}; try 'mixtral' or 'backward'")
+
+
+def _print_case(group: Sequence[Result], console: Console) -> None:
+    """Print a case's table, and below it why contenders have no time."""
+    console.print(case_table(group), highlight=False)
+    for line in case_reasons(group):
+        style = "red" if ": FAILED: " in line else "dim"
+        console.print(f"  {line}", style=style, highlight=False, markup=False, soft_wrap=True)
+    console.print()
+
+
+def _write_markdown(tables: str, place: Path) -> None:
+    """Write the tables to a page, in place of those of an earlier run if it has any."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(insert_markdown(place.read_text() if place.exists() else None, tables))
 
 
 def _write_json(plain: object, json: tuple[Path, ...]) -> None:
