@@ -166,7 +166,7 @@ def _register_matmuls() -> None:
     libraries: tuple[tuple[str, Callable[..., Prepared], dict[str, Any]], ...] = (
         ("XLA", xla_matmuls, {}),
         ("NumPy", numpy_matmuls, {}),
-        ("NumPy, a BLAS thread a core", shared_matmuls, {"environment": ONE_THREAD}),
+        ("NumPy, our threads", shared_matmuls, {"environment": ONE_THREAD}),
         ("PyTorch", torch_matmuls, {"needs": ("torch",)}),
     )
     for library, matmuls, rest in libraries:
@@ -178,7 +178,7 @@ def _register_matmuls() -> None:
             _contender(f"dense bf16: {library}", narrow, LIMIT, library, bfloat16_why_not, SUBJECTS, rest)
     readers: tuple[tuple[str, Callable[[Case], Prepared], dict[str, Any]], ...] = (
         ("XLA", xla_read, {}),
-        ("NumPy, a BLAS thread a core", numpy_read, {"environment": ONE_THREAD}),
+        ("NumPy, our threads", numpy_read, {"environment": ONE_THREAD}),
         ("PyTorch", torch_read, {"needs": ("torch",)}),
     )
     for library, read, rest in readers:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from json import JSONDecodeError, dumps, loads
@@ -118,7 +119,8 @@ def bench(
     machine = this_machine(isa)
     console = Console(stderr=json == ())
     console.print(f"[bold]{machine.title}[/]; best of {rounds} interleaved rounds", highlight=False)
-    command = " ".join(["raggedmoe", "bench", *subjects, *(("--isa", isa) if isa else ())])
+    chosen = {"--case": case, "--isa": isa}
+    command = shlex.join(["raggedmoe", "bench", *subjects, *(w for o, v in chosen.items() if v for w in (o, v))])
     groups: list[list[Result]] = []
     for group in _measure(peered, in_process, dtypes, rounds, case, isa, console):
         groups.append(group)
