@@ -79,7 +79,7 @@ format: $(READY)
 	$(BIN)/ruff format src tests
 
 bench: native
-	$(BIN)/raggedmoe bench grouped_matmul expert_ffn layer sweep train --plot out/bench.png
+	$(BIN)/raggedmoe bench grouped_matmul layer sweep train generate --json out/bench.json --plot out/bench.png --markdown out/bench.md
 
 clean:
 	rm -rf .venv .venv-* out .mypy_cache .ruff_cache .pytest_cache .hypothesis .jax_cache

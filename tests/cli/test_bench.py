@@ -3,10 +3,12 @@
 import json
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 
 from raggedmoe.aot.subjects import layer_config
+from raggedmoe.bench.case import SHAPES
 from raggedmoe.cli import bench
 from raggedmoe.cli.main import main
 
@@ -33,6 +35,13 @@ def run(monkeypatch, capsys, *arguments):
         (("layer", "fsdp_paralelism=4"), "unknown setting 'fsdp_paralelism': did you mean fsdp_parallelism"),
         (("layer", "olmoe-tiny", "fsdp_parallelism=8", "--tokens", "0"), "expected --tokens >= 1, got 0"),
         (("layer", "fsdp_parallelism=8", "--compare", "no/file.json"), "no/file.json: expected a file that --json"),
+        (("layer", "--isa", "avx3"), "unknown isa 'avx3'.*avx2"),
+        (
+            ("layer", "--json", "a.json", "sweep"),
+            "expected one file after --json, got a.json sweep",
+        ),
+        (("layer", "--case", "nothing"), "no case of layer holds the text 'nothing'; try 'mixtral'"),
+        (("ragged_gather", "--isa", "avx2"), "--isa is for what has peers"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, monkeypatch, capsys):
@@ -86,13 +95,30 @@ def test_fsdp_and_fsdp_with_experts_are_measured_and_compared(monkeypatch, capsy
 
 
 @pytest.mark.ci
+def test_peers_are_measured_reported_and_written(monkeypatch, capsys, tmp_path):
+    """On tiny sizes, in processes; a failure of ours would be the exit code."""
+    shape = replace(SHAPES["mixtral"], tokens=72, model_dim=32, expert_dim=48, num_experts=8)
+    monkeypatch.setattr("raggedmoe.bench.subjects.SHAPES", {"mixtral": shape})
+    report, page = tmp_path / "out" / "bench.json", tmp_path / "speed.md"
+    options = ("--case", "mixtral forward+", "--dtypes", "float32", "--rounds", "1", "--isa", "avx2")
+    code, out, _ = run(monkeypatch, capsys, "layer", *options, "--json", str(report), "--markdown", str(page))
+    assert code == 0, out
+    plain = json.loads(report.read_text())
+    ours = [r for r in plain["results"] if r["contender"] == "raggedmoe auto"]
+    assert [r["case"] for r in ours] == ["layer mixtral forward+backward"]
+    assert plain["machine"]["isa"] == "avx2"
+    assert "| raggedmoe auto | " in page.read_text()
+    assert "every contender restricted to avx2" in " ".join(out.split())
+
+
+@pytest.mark.ci
 def test_bench_measures_one_case_and_draws_it(tmp_path, capsys):
     picture = tmp_path / "bench.png"
     code = bench.bench(
-        subjects=("ragged_gather",), dtypes=("float32",), rounds=1, case="mixtral forward", json=True, plot=picture
+        subjects=("ragged_gather",), dtypes=("float32",), rounds=1, case="mixtral forward", json=(), plot=picture
     )
     assert code == 0
-    timings = json.loads(capsys.readouterr().out)["timings"]
-    assert {"limit", "xla"} <= {t["contender"] for t in timings}
-    assert all(t["seconds"] > 0 for t in timings)
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert {"limit", "xla"} <= {r["contender"] for r in results}
+    assert all(r["seconds"] > 0 for r in results)
     assert picture.read_bytes().startswith(b"\x89PNG")

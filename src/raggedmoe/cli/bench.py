@@ -1,9 +1,10 @@
 """`raggedmoe bench`: how fast, against the limit and against others."""
 
-import dataclasses
 import math
 import os
+import shlex
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from json import JSONDecodeError, dumps, loads
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +12,18 @@ from typing import Annotated, Any
 import jax
 import tyro
 from rich.console import Console
+from rich.markup import escape
 
 from raggedmoe import compat
-from raggedmoe.bench.cases import Timing, layer_timings, operation_timings, sweep_timings
-from raggedmoe.bench.training import train_timings
+from raggedmoe.bench.children import Children
+from raggedmoe.bench.contender import OURS
+from raggedmoe.bench.in_process import results_in_process
+from raggedmoe.bench.machine import ISAS, isa_environment, restricted, this_machine
+from raggedmoe.bench.model_cases import MODEL_SUBJECTS, measure_models, model_case_name
+from raggedmoe.bench.report import as_json, case_reasons, case_table, insert_markdown
+from raggedmoe.bench.report import markdown as as_markdown
+from raggedmoe.bench.run import Result
+from raggedmoe.bench.subjects import SHAPED, case_names, measure_shapes
 from raggedmoe.cli.train import start_with_cpu_devices
 from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.arrays import FLOATS
@@ -25,7 +34,8 @@ from raggedmoe.names import unknown
 from raggedmoe.sharding.axes import AXES
 from raggedmoe.train.settings import in_keys, parse_settings
 
-SUBJECTS = (*OPERATIONS, "layer", "sweep", "train")
+PEERED = (*SHAPED, *MODEL_SUBJECTS)  # what has peers in processes of their own, on a CPU
+SUBJECTS = (*OPERATIONS, "layer", "sweep", *MODEL_SUBJECTS)
 
 
 def bench(
@@ -36,38 +46,61 @@ def bench(
     dtypes: tuple[str, ...] = ("float32", "bfloat16"),
     rounds: int = 7,
     case: str = "",
-    json: bool = False,
+    isa: str | None = None,
+    json: Annotated[tuple[Path, ...] | None, tyro.conf.arg(metavar="[FILE]")] = None,
     plot: Path | None = None,
+    markdown: Path | None = None,
     devices: int | None = None,
     tokens: int = 1024,
     compare: Path | None = None,
 ) -> int:
-    """Time kernels and the whole layer on this machine: the best of several interleaved rounds.
+    """Measure kernels, layers and whole models on this machine, beside the peers that you would use instead.
 
-    Each is held against a limit: for matmuls, dense ones of the same useful FLOPs and type; for moves of rows, a copy.
-    Contenders that are slow take fewer turns. "sweep" fixes the routed rows and raises the number of experts; "train"
-    is a whole training step of the default model.
+    Subjects: "layer" (an MoE layer, from the router to the combined output), "grouped_matmul" (both directions, each
+    gradient), "sweep" (both with as many rows for 8 to 512 experts), "train" (the demo's training step), "generate"
+    (decoding with a 691M Qwen3-MoE), and the other operations by their names.
 
-    "layer [MODEL] KEY=VALUE …", with the settings of `raggedmoe train`, is a model's MoE layer on --devices devices, as
-    the degrees of parallelism say: its time, and what its compiled programs cost one device, which does not depend on
-    the machine: FLOPs, bytes, temporaries, what is exchanged. A CPU makes the devices. Before and after a change:
+      raggedmoe bench                                   layer and grouped_matmul, all shapes, float32 and bfloat16
+      raggedmoe bench layer --case mixtral              one shape; also: --case "decode", --case "mixtral forward"
+      raggedmoe bench layer --isa avx2                  as a machine without AVX-512 would do
+      raggedmoe bench layer sweep train generate --json out.json --plot out.png --markdown docs/speed.md
+
+    Peers are jax.lax.ragged_dot and, where torch and transformers are installed, PyTorch's grouped_mm and the experts
+    of transformers in each of its implementations. Each contender has a process of its own, as thread pools fight
+    otherwise; they compute from the same weights, take turns round by round, and the best turn counts. A wrong result
+    has no time.
+
+    "of limit" is the limit's time over a contender's. The limit of many tokens is the fastest dense float32 matmul of
+    the same useful FLOPs that XLA, NumPy's BLAS or PyTorch reaches on all cores; of few tokens (decode-1, -8, -32), and
+    of "generate", reading each active weight once. The second limit has E different matrices and R/E rows for each:
+    what lies between the two is nobody's fault. "peak MB" is what a call needs above what was there before it.
+
+    The operations without peers, and everything on a GPU or TPU, are measured in this process, beside XLA's matmul or a
+    copy. "layer [MODEL] KEY=VALUE …", with the settings of `raggedmoe train`, is a model's MoE layer on --devices
+    devices, as the degrees of parallelism say: its time, and what its compiled programs cost one device, which does not
+    depend on the machine: FLOPs, bytes, temporaries, what is exchanged. A CPU makes the devices. Before and after a
+    change:
 
       raggedmoe bench layer olmoe-tiny fsdp_parallelism=8 --devices 8 --json > before.json
       raggedmoe bench layer olmoe-tiny fsdp_parallelism=8 --devices 8 --compare before.json
       raggedmoe bench layer olmoe-tiny fsdp_parallelism=2 expert_parallelism=4 expert_strategy=ring --devices 8
 
     Args:
-        subjects: operations, "layer", "sweep" or "train"; or "layer" and settings.
+        subjects: operations, "layer", "sweep", "train" or "generate"; or "layer" and settings.
         dtypes: types to measure.
-        rounds: turns of each contender.
-        case: measure only cases whose name holds this text, such as mixtral.
-        json: print the figures as JSON instead of a table.
+        rounds: turns of each contender. One that is slow takes fewer.
+        case: measure only cases whose name holds this text, such as mixtral or decode.
+        isa: restrict all contenders to an instruction set: avx2.
+        json: write the figures to this file; without a file print them instead of tables.
         plot: draw the shares of the limit into this PNG or SVG file.
+        markdown: write tables to this file; in a page with the marks of an earlier one, between them.
         devices: of a layer with settings: how many. By default those that the degrees ask for.
         tokens: of a layer with settings: on each device.
         compare: of a layer with settings: what an earlier --json printed; the ratios of now to then are shown.
     """
     words = _settings_of(subjects, devices, compare)
+    if json is not None and len(json) > 1:
+        raise ValueError(f"expected one file after --json, got {' '.join(map(str, json))}; put subjects before it")
     if words is not None:
         _check(dtypes, rounds)
         return _layer_on_devices(words, dtypes, rounds, json, devices, tokens, compare)
@@ -75,28 +108,72 @@ def bench(
         if subject not in SUBJECTS:
             raise unknown("subject", subject, SUBJECTS)
     _check(dtypes, rounds)
-    title = f"{target_hardware().name}, {os.cpu_count()} cores, JAX {compat.JAX_VERSION}"
-    console = Console(stderr=json)
-    console.print(f"[bold]{title}[/]; best of {rounds} interleaved rounds")
-    console.print(f"[dim]{'':2}{'contender':<28} {'ms':>10} {'GFLOP/s':>8} {'of limit':>9}[/]")
-    found: list[Timing] = []
-    for group in _measure(subjects, dtypes, rounds, case):
-        found.extend(group)
-        console.print(f"[bold]{group[0].case}, {group[0].dtype}[/]", highlight=False)
-        for t in group:
-            gflops = f"{t.gflops:.0f}" if t.gflops else ""
-            line = f"  {t.contender:<28} {t.seconds * 1e3:>10.2f} {gflops:>8} {t.of_limit:>9.2f}"
-            console.print(line, highlight=False)
-    if not found:
-        raise ValueError(f"no case of {', '.join(subjects)} holds the text {case!r}; try 'mixtral' or 'backward'")
-    if json:
-        print(dumps({"title": title, "timings": [dataclasses.asdict(t) for t in found]}, indent=1))
+    if isa is not None and isa not in ISAS:
+        raise unknown("isa", isa, ISAS)
+    peered = [subject for subject in subjects if target_hardware().platform == "cpu" and subject in PEERED]
+    in_process = [subject for subject in subjects if subject not in peered]
+    if in_process and isa is not None:
+        raise ValueError(f"--isa is for what has peers, {', '.join(PEERED)}, got {in_process[0]}; leave it out")
+    if not in_process and not any(case in f"{name} {dtype}" for name in _all_names(peered) for dtype in dtypes):
+        raise _no_case(subjects, case)
+    machine = this_machine(isa)
+    console = Console(stderr=json == ())
+    console.print(f"[bold]{machine.title}[/]; best of {rounds} interleaved rounds", highlight=False)
+    chosen = {"--case": case, "--isa": isa}
+    command = shlex.join(["raggedmoe", "bench", *subjects, *(w for o, v in chosen.items() if v for w in (o, v))])
+    groups: list[list[Result]] = []
+    for group in _measure(peered, in_process, dtypes, rounds, case, isa, console):
+        groups.append(group)
+        _print_case(group, console)
+        # After every case: a long run that is interrupted keeps what it has.
+        if json:
+            _write_json(as_json(machine, rounds, groups), json)
+        if markdown is not None:
+            _write_markdown(as_markdown(machine, rounds, command, groups), markdown)
+    if not groups:
+        raise _no_case(subjects, case)
+    if json == ():
+        _write_json(as_json(machine, rounds, groups), json)
     if plot is not None:
-        from raggedmoe.bench.plot import plot_timings
+        from raggedmoe.bench.plot import plot_results
 
-        plot_timings(found, title, plot)
+        plot_results([result for group in groups for result in group], machine.title, plot)
         console.print(f"plot: {plot.resolve()}")
-    return 0
+    return 1 if any(result.failed and result.role == OURS for group in groups for result in group) else 0
+
+
+def _all_names(peered: Sequence[str]) -> list[str]:
+    """The names of all cases with peers."""
+    shaped = [name for subject in peered if subject in SHAPED for name in case_names(subject)]
+    return shaped + [model_case_name(subject) for subject in peered if subject in MODEL_SUBJECTS]
+
+
+def _no_case(subjects: tuple[str, ...], case: str) -> ValueError:
+    return ValueError(f"no case of {', '.join(subjects)} holds the text {case!r}; try 'mixtral' or 'backward'")
+
+
+def _print_case(group: Sequence[Result], console: Console) -> None:
+    """Print a case's table, and below it why contenders have no time."""
+    console.print(case_table(group), highlight=False)
+    for line in case_reasons(group):
+        style = "red" if ": FAILED: " in line else "dim"
+        console.print(f"  {line}", style=style, highlight=False, markup=False, soft_wrap=True)
+    console.print()
+
+
+def _write_markdown(tables: str, place: Path) -> None:
+    """Write the tables to a page, in place of those of an earlier run if it has any."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(insert_markdown(place.read_text() if place.exists() else None, tables))
+
+
+def _write_json(plain: object, json: tuple[Path, ...]) -> None:
+    """Write to the file, or print where there is none."""
+    if json:
+        json[0].parent.mkdir(parents=True, exist_ok=True)
+        json[0].write_text(dumps(plain, indent=1) + "\n")
+    else:
+        print(dumps(plain, indent=1))
 
 
 def _check(dtypes: tuple[str, ...], rounds: int) -> None:
@@ -123,12 +200,13 @@ def _layer_on_devices(
     words: tuple[str, ...],
     dtypes: tuple[str, ...],
     rounds: int,
-    json: bool,
+    json: tuple[Path, ...] | None,
     devices: int | None,
     tokens: int,
     compare: Path | None,
 ) -> int:
-    from raggedmoe.bench.mesh_layer import LayerProgram, as_json, earlier_figures, layer_programs
+    from raggedmoe.bench.mesh_layer import LayerProgram, earlier_figures, layer_programs
+    from raggedmoe.bench.mesh_layer import as_json as programs_as_json
 
     if tokens < 1:
         raise ValueError(f"expected --tokens >= 1, got {tokens}")
@@ -136,7 +214,7 @@ def _layer_on_devices(
     words = _on_all_devices(words)
     found_devices = _devices(words, devices)
     title = f"{target_hardware().name}, {os.cpu_count()} cores, JAX {compat.JAX_VERSION}"
-    console = Console(stderr=json)
+    console = Console(stderr=json == ())
     console.print(
         f"[bold]{title}[/]; layer {' '.join(words)}, {len(found_devices)} devices, {tokens} tokens on each; best of "
         f"{rounds} rounds; figures of one device's program",
@@ -156,8 +234,8 @@ def _layer_on_devices(
             now = {"ms": 1e3 * program.seconds, **program.figures}
             for line in _figure_lines(now, earlier.get((program.case, dtype))):
                 console.print(line, highlight=False, soft_wrap=True)
-    if json:
-        print(dumps(as_json(title, words, tokens, found), indent=1))
+    if json is not None:
+        _write_json(programs_as_json(title, words, tokens, found), json)
     return 0
 
 
@@ -204,14 +282,22 @@ def _figure(name: str, value: Any) -> str:
     return f"{value:,.2f}" if name == "ms" else f"{value:,.0f}"
 
 
-def _measure(subjects: tuple[str, ...], dtypes: tuple[str, ...], rounds: int, case: str) -> Iterator[list[Timing]]:
-    for subject in subjects:
+def _measure(
+    peered: Sequence[str],
+    in_process: Sequence[str],
+    dtypes: tuple[str, ...],
+    rounds: int,
+    case: str,
+    isa: str | None,
+    console: Console,
+) -> Iterator[list[Result]]:
+    """Measure what has peers in processes of their own, and the rest in this one."""
+    if "train" in peered and find_spec("grain") is None:
+        raise ValueError("training needs more packages: pip install 'raggedmoe[train]'")
+    with restricted(isa), Children(isa_environment(isa)) as children, console.status("") as status:
+        options: dict[str, Any] = {"rounds": rounds, "only": case, "say": lambda text: status.update(escape(text))}
+        yield from measure_shapes([s for s in peered if s in SHAPED], dtypes, children, **options)
+        yield from measure_models([s for s in peered if s in MODEL_SUBJECTS], dtypes, children, **options)
+    for subject in in_process:
         for dtype in dtypes:
-            if subject == "layer":
-                yield from layer_timings(dtype, rounds, case)
-            elif subject == "train":
-                yield from train_timings(dtype, rounds, case)
-            elif subject == "sweep":
-                yield from sweep_timings(dtype, rounds, case)
-            else:
-                yield from operation_timings(subject, dtype, rounds, case)
+            yield from results_in_process(subject, dtype, rounds, case)

@@ -1,0 +1,130 @@
+"""Our own contenders: what `auto` takes, the implementation in pure JAX, and the fused experts."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from raggedmoe.bench.case import BOTH, Case
+from raggedmoe.bench.contender import OURS, Prepared, contender
+from raggedmoe.bench.problem import read_array, routing_of, touch
+from raggedmoe.interop.arrays import to_device
+from raggedmoe.kernels.grouped_matmul.api import grouped_matmul
+from raggedmoe.kernels.registry import KernelChoice, implementations
+from raggedmoe.kernels.value_and_gradients import gradients, value_and_gradients
+from raggedmoe.moe.config import MoEConfig
+from raggedmoe.moe.execution import MoEExecution
+from raggedmoe.moe.layer import moe_route_and_compute
+
+PURE_JAX = KernelChoice(grouped_matmul="cpu", ragged_gather="xla", ragged_gather_reduce="xla")
+
+
+def device_array(case: Case, name: str) -> jax.Array:
+    """Map an array of the problem into JAX's memory."""
+    array = read_array(case.place, name, case.dtype)
+    touch(array)
+    return to_device(array)
+
+
+def prepare_jax(function: Callable[..., Any], arguments: tuple[Any, ...], names: Callable[[Any], Any]) -> Prepared:
+    """Compile for these arguments; ``names`` makes the results' names."""
+    compiled = jax.jit(function).lower(*arguments).compile()
+
+    def arrays(result: Any) -> Mapping[str, Any]:
+        return {name: jax.device_get(array) for name, array in names(result).items()}
+
+    return Prepared(run=lambda: jax.block_until_ready(compiled(*arguments)), arrays=arrays)
+
+
+def prepare_layer(case: Case, execution: MoEExecution) -> Prepared:
+    """The layer from the router to the combined output; backward all its gradients, the router's too."""
+    shape = case.sizes
+    config = MoEConfig(
+        num_experts=shape.num_experts,
+        experts_per_token=shape.experts_per_token,
+        model_dim=shape.model_dim,
+        expert_dim=shape.expert_dim,
+        param_dtype=jnp.dtype(case.dtype),
+    )
+    params = {name: device_array(case, name) for name in ("wi_0", "wi_1", "wo")}
+    params["router_kernel"] = device_array(case, "router").astype(jnp.float32)
+    arrays = {"x": device_array(case, "x"), **params}
+
+    def layer(**arrays: Any) -> Any:
+        x = arrays.pop("x")
+        return moe_route_and_compute(x, arrays, config, execution).output
+
+    if case.direction != BOTH:
+        return prepare_jax(lambda arrays: layer(**arrays), (arrays,), lambda value: {"value": value})
+
+    def named(result: dict[str, Any]) -> dict[str, Any]:
+        return {{"drouter_kernel": "drouter"}.get(name, name): array for name, array in result.items()}
+
+    both = lambda arrays, cotangent: value_and_gradients(layer, arrays, cotangent)  # noqa: E731
+    return prepare_jax(both, (arrays, device_array(case, "cotangent")), named)
+
+
+def prepare_grouped_matmul(case: Case, function: Callable[..., Any]) -> Prepared:
+    """A direction of ``function(lhs, rhs, group_sizes)``, for rhs [E F D]: rows [R D] to [R F]."""
+    sizes = jnp.asarray(routing_of(case.place, case.dtype).group_sizes, jnp.int32)
+    arrays = {"lhs": device_array(case, "lhs"), "rhs": device_array(case, "wi_0"), "group_sizes": sizes}
+    if case.direction == "forward":
+        return prepare_jax(lambda arrays: function(**arrays), (arrays,), lambda value: {"value": value})
+    cotangent = device_array(case, "row_cotangent")
+    if case.direction == BOTH:
+        both = lambda arrays, cotangent: value_and_gradients(function, arrays, cotangent)  # noqa: E731
+        return prepare_jax(both, (arrays, cotangent), lambda result: result)
+    of = case.direction.removeprefix("d")
+    one = lambda arrays, cotangent: gradients(function, arrays, cotangent, of)  # noqa: E731
+    return prepare_jax(one, (arrays, cotangent), lambda result: {f"d{of}": result[of]})
+
+
+@contender("raggedmoe auto", "layer", role=OURS)
+def layer_auto(case: Case) -> Prepared:
+    """What a user gets without a word."""
+    return prepare_layer(case, MoEExecution())
+
+
+@contender("raggedmoe pure JAX", "layer", role=OURS)
+def layer_pure_jax(case: Case) -> Prepared:
+    """The kernels that need no compiler but XLA."""
+    return prepare_layer(case, MoEExecution(kernels=PURE_JAX))
+
+
+@contender("raggedmoe expert_ffn", "layer", role=OURS)
+def layer_expert_ffn(case: Case) -> Prepared:
+    """The experts as one fused operation, by its name."""
+    return prepare_layer(case, MoEExecution(moe_backend="expert_ffn"))
+
+
+@contender("raggedmoe auto", "grouped_matmul", role=OURS, process="raggedmoe auto")
+def grouped_matmul_auto(case: Case) -> Prepared:
+    """What a user gets without a word."""
+    return prepare_grouped_matmul(case, lambda **arrays: grouped_matmul(**arrays, transpose_rhs=True))
+
+
+@contender("raggedmoe pure JAX", "grouped_matmul", role=OURS, process="raggedmoe pure JAX")
+def grouped_matmul_pure_jax(case: Case) -> Prepared:
+    """The kernel that needs no compiler but XLA."""
+    return prepare_grouped_matmul(
+        case, lambda **arrays: grouped_matmul(**arrays, transpose_rhs=True, implementation="cpu")
+    )
+
+
+def _register_other_implementations() -> None:
+    """Make every other implementation that runs on a CPU a contender by its name, so that a new kernel is found."""
+    shown = ("cpu", "xla", "reference")  # as pure JAX, and as the peer jax.lax.ragged_dot
+    for name, implementation in implementations("grouped_matmul").items():
+        if name in shown or "cpu" not in implementation.rank:
+            continue
+
+        def prepare(case: Case, name: str = name) -> Prepared:
+            return prepare_grouped_matmul(
+                case, lambda **arrays: grouped_matmul(**arrays, transpose_rhs=True, implementation=name)
+            )
+
+        contender(f"raggedmoe {name}", "grouped_matmul", role=OURS)(prepare)
+
+
+_register_other_implementations()
