@@ -28,6 +28,8 @@ TARGETS = (  # exported by the library
     "raggedmoe_transposed_matmul",
     "raggedmoe_expert_ffn",
     "raggedmoe_expert_ffn_gradients",
+    "raggedmoe_attention",
+    "raggedmoe_attention_gradients",
     "raggedmoe_gather",
     "raggedmoe_gather_reduce",
     "raggedmoe_row_dots",

@@ -70,6 +70,14 @@ struct Line {
   int64_t row;
 };
 
+// A query's row of scores: the slots from `begin` to `end` of `length` count, if they are of the query's segment.
+struct SoftmaxRow {
+  int64_t begin, end, length;
+  float scale;
+  const int32_t* segments;  // of the slots; null: all are of one
+  int32_t segment;
+};
+
 // One instruction set's kernels on a tile, for operands of type T.
 template <class T>
 struct Kernels {
@@ -85,6 +93,11 @@ struct Kernels {
   // these multiplied by `weight`. Returns the sum of hidden times dhidden.
   float (*differentiate)(Activation, const float* gate, const float* up, const float* dhidden, float weight, T* hidden,
                          T* dgate, T* dup, int64_t length);
+  // Writes exp(scale * score - peak), zero where a slot does not count, and returns the sum. Raises the peak before.
+  float (*softmax)(const SoftmaxRow&, const float* scores, T* weights, float* peak);
+  // From scores and the cotangents of weights: the weights, and the cotangents of scores before they were scaled.
+  void (*softmax_slopes)(const SoftmaxRow&, const float* scores, const float* dweights, float logsumexp, float mean,
+                         T* weights, T* slopes);
   void (*add)(const T* bias, float* sums, int64_t length);       // sums += bias
   void (*add_scaled)(float scale, const T* row, float* sums, int64_t length);  // sums += scale * row
   float (*dot)(const T* a, const T* b, int64_t length);
