@@ -18,7 +18,7 @@ from raggedmoe.kernels.native.library import takes
 from raggedmoe.models.cache import Cache, VisibleMemory, split_layers, update_cache
 from raggedmoe.models.config import LayerKind, ModelConfig, Stack, check_execution
 from raggedmoe.models.execution import ModelExecution
-from raggedmoe.models.matmul import project, wide_project
+from raggedmoe.models.matmul import dense_matmuls_for, project, wide_project
 from raggedmoe.models.mixer import AttentionContext, Memory
 from raggedmoe.models.norm import rms_norm
 from raggedmoe.models.parameters import layer_specs, mixer_of, mtp_specs, under
@@ -135,7 +135,7 @@ def _hidden_states(
     for s, stack in enumerate(config.stacks):
         old = None if cache is None else under(f"stacks.{s}.", cache.memory)
         stack_key = None if key is None else jax.random.fold_in(key, s)
-        with jax.named_scope(f"stack_{s}"):
+        with jax.named_scope(f"stack_{s}"), dense_matmuls_for(execution.moe.hardware, mesh, ids):
             x, new, report = run_stack(run, stack, x, under(f"stacks.{s}.", params), old, stack_key)
         memory.update({f"stacks.{s}.{name}": value for name, value in new.items()})
         reports += report

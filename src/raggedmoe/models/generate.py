@@ -21,6 +21,7 @@ from raggedmoe.models.cache import Cache, empty_cache, unstack_cache
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.decoder import DecoderOutput, Params, decode, logits, reads_experts_in_place, unstack_params
 from raggedmoe.models.execution import ModelExecution
+from raggedmoe.models.matmul import dense_matmuls_for
 from raggedmoe.models.module import Decoder
 from raggedmoe.sharding.axes import LogicalMesh
 
@@ -167,7 +168,7 @@ def _prompt_chunk(
     last = jnp.clip(left - 1, 0, ids.shape[1] - 1)[:, None, None]
     states = jnp.take_along_axis(out.hidden, last, axis=1)
     hidden = states if is_first else jnp.where(left[:, None, None] > 0, states, hidden)
-    tokens = sample_tokens(logits(params, hidden, settings.config)[:, 0], key, settings.sampling)
+    tokens = sample_tokens(_scores(params, hidden, settings), key, settings.sampling)
     assert out.cache is not None
     return tokens, hidden, out.cache
 
@@ -200,7 +201,7 @@ def _next_tokens(
         # Otherwise XLA's CPU backend widens bfloat16 weights before the loop, and keeps these float32 copies.
         weights, tokens = lax.optimization_barrier((params, tokens))
         out = _decode(weights, tokens[:, None], cache, key, settings)
-        tokens = sample_tokens(logits(weights, out.hidden, settings.config)[:, 0], key, settings.sampling)
+        tokens = sample_tokens(_scores(weights, out.hidden, settings), key, settings.sampling)
         ended |= jnp.isin(tokens, run.stops)
         return number + 1, tokens, ended, out.cache, made.at[number].set(tokens)
 
@@ -216,6 +217,11 @@ def _decode(
     routing_key = _routing_key(key, settings.config)
     options |= {"cache": cache, "key": routing_key, "mesh": settings.mesh}
     return decode(params, ids, settings.config, settings.execution, **options)
+
+
+def _scores(params: Params, hidden: Float[Array, "B 1 D"], settings: _Settings) -> Float[Array, "B V"]:
+    with dense_matmuls_for(settings.execution.moe.hardware, settings.mesh, hidden):
+        return logits(params, hidden, settings.config)[:, 0]
 
 
 def _routing_key(key: jax.Array, config: ModelConfig) -> jax.Array | None:

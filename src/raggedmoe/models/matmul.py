@@ -1,31 +1,56 @@
 """The few ways in which a decoder multiplies by a dense weight: sums in float32 at least, results in the input's type.
 
-Written with two dimensions, which XLA's CPU backend multiplies by one token 8 times faster than the same einsum with
-heads spelled out (docs/log.md, decoding).
+On one CPU device the kernel in C++ multiplies, as a `grouped_matmul` of one group, where it is built: it streams a
+weight once for few tokens, and with its gradients it is the faster one for many (docs/log.md). Elsewhere XLA does,
+written with two dimensions, which its CPU backend multiplies by one token 8 times faster than an einsum with heads
+spelled out.
 """
 
+import contextlib
+import contextvars
 import math
+from collections.abc import Iterator
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import accumulator, matmul_precision
+from raggedmoe.kernels.grouped_matmul.api import grouped_matmul
+from raggedmoe.kernels.native.library import takes
+from raggedmoe.kernels.placement import placement
+
+_chip: contextvars.ContextVar[Hardware | None] = contextvars.ContextVar("chip", default=None)
+
+
+@contextlib.contextmanager
+def dense_matmuls_for(hardware: Hardware | str | None, mesh: object, array: jax.Array) -> Iterator[None]:
+    """Say, while something is traced, for which chip its dense matmuls are, if they are on one device.
+
+    On a mesh XLA divides them, which it can do with its own alone.
+    """
+    token = _chip.set(target_hardware(hardware, (array,)) if mesh is None else None)
+    try:
+        yield
+    finally:
+        _chip.reset(token)
 
 
 def project(x: Float[Array, "... I"], weight: Float[Array, "..."]) -> Float[Array, "..."]:
     """``x [..., I]`` by ``weight [*O, I]``: ``[..., *O]``."""
-    return wide_project(x, weight).astype(x.dtype)
+    return _project(x, weight, x.dtype)
 
 
 def wide_project(x: Float[Array, "... I"], weight: Float[Array, "..."]) -> Float[Array, "..."]:
     """Like `project`, but returns the float32 accumulator."""
+    return _project(x, weight, accumulator(x.dtype))
+
+
+def _project(x: Float[Array, "... I"], weight: Float[Array, "..."], out_dtype: Any) -> Float[Array, "..."]:
     *outs, inner = weight.shape
-    rows, matrix = x.reshape(-1, inner), weight.astype(x.dtype).reshape(-1, inner)
-    if rows.shape[0] == 1 and x.dtype.itemsize == 2:
-        # One row of a 16-bit type goes to no matmul of XLA's CPU backend: 1.8 GB/s, and 5.8 as a sum (docs/log.md).
-        out = (rows.astype(jnp.float32) * matrix.astype(jnp.float32)).sum(-1)
-    else:
-        out = _einsum("ti,oi->to", rows, matrix)
+    out = _multiply(x.reshape(-1, inner), weight.astype(x.dtype).reshape(-1, inner), True, out_dtype)
     return out.reshape(*x.shape[:-1], *outs)
 
 
@@ -33,12 +58,32 @@ def project_back(x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[A
     """``x [..., *I]`` by ``weight [*I, O]``: ``[..., O]``."""
     *inner, out = weight.shape
     size = math.prod(inner)
-    rows, matrix = x.reshape(-1, size), weight.astype(x.dtype).reshape(size, out)
-    if rows.shape[0] == 1 and x.dtype.itemsize == 2:
-        product = (rows.astype(jnp.float32).reshape(size, 1) * matrix.astype(jnp.float32)).sum(0, keepdims=True)
-    else:
-        product = _einsum("ti,io->to", rows, matrix)
-    return product.astype(x.dtype).reshape(*x.shape[: x.ndim - len(inner)], out)
+    product = _multiply(x.reshape(-1, size), weight.astype(x.dtype).reshape(size, out), False, x.dtype)
+    return product.reshape(*x.shape[: x.ndim - len(inner)], out)
+
+
+def _multiply(
+    rows: Float[Array, "T I"], matrix: Float[Array, "_ _"], transpose: bool, out_dtype: Any
+) -> Float[Array, "T O"]:
+    """Rows by ``matrix [I, O]``, or with ``transpose`` by ``matrix [O, I]``."""
+    if _takes_native(rows, matrix):
+        size = jnp.full(1, rows.shape[0], jnp.int32)
+        kernel: dict[str, Any] = {"preferred_element_type": out_dtype, "implementation": "cpu_native"}
+        return grouped_matmul(rows, matrix[None], size, transpose_rhs=transpose, **kernel)
+    wide = accumulator(rows.dtype)
+    if rows.shape[0] == 1 and rows.dtype.itemsize == 2:
+        # One row of a 16-bit type goes to no matmul of XLA's CPU backend: 1.8 GB/s, and 5.8 as a sum (docs/log.md).
+        row = rows.astype(wide)
+        sums = (row * matrix).sum(1)[None] if transpose else (row.reshape(-1, 1) * matrix).sum(0)[None]
+        return sums.astype(out_dtype)
+    return _einsum("ti,oi->to" if transpose else "ti,io->to", rows, matrix).astype(out_dtype)
+
+
+def _takes_native(rows: Float[Array, "T I"], matrix: Float[Array, "_ _"]) -> bool:
+    chip = _chip.get()
+    if chip is None or chip.platform != "cpu" or 0 in (*rows.shape, *matrix.shape) or not takes(rows.dtype):
+        return False
+    return not placement(rows, matrix)["divided_by_xla"]
 
 
 def per_head(
