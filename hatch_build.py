@@ -3,7 +3,7 @@
 A wheel with them is tagged for its platform, not for a Python: they are one plain C++ library. Without a compiler, or
 where they cannot be compiled, it is a pure wheel, which works by the kernels in plain JAX. Their compilation reads
 jaxlib's headers, for which a wheel's build asks; of the lowest version that the package supports, as every jaxlib loads
-what was compiled with its own headers or older ones. An editable installation needs none of that: `make` compiles there.
+what was compiled with its own headers or older ones. An editable installation needs none of it: there `make` compiles.
 """
 
 import importlib.util
@@ -54,7 +54,7 @@ class CustomBuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and have the wheel tagged for its platform; or say why not, and leave it pure."""
         if version == "editable":
-            return
+            return None
         building = load_building()
         compiler, jaxlib = building.compiler(), importlib.util.find_spec("jaxlib")
         if compiler is None:

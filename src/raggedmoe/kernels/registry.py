@@ -339,5 +339,5 @@ def report_skip(full_name: str, direction: str, hardware: str, reason: str, leve
 
 @functools.cache
 def report_absent(name: str, reason: str) -> None:
-    """Log that kernels are not part of this installation: once for all operations, as nothing is wrong with the calls."""
+    """Log that kernels are not part of this installation: once for all operations, as no call is at fault."""
     logger.info("%s kernels not used: %s", name, reason)

@@ -146,6 +146,8 @@ def test_the_contract_holds_with_each_instruction_set(instruction_set):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "cpu_native"]
     tests = ["tests/kernels/test_contract.py", "-m", "not slow and not as_shipped"]
     environment = {**os.environ, "RAGGEDMOE_CPU_ISA": instruction_set, "PYTEST_ADDOPTS": ""}
-    environment = {name: value for name, value in environment.items() if name not in ("TEST_SHARE", "PYTEST_XDIST_WORKER")}
+    environment = {
+        name: value for name, value in environment.items() if name not in ("TEST_SHARE", "PYTEST_XDIST_WORKER")
+    }
     done = subprocess.run([*command, *tests], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -1,4 +1,4 @@
-"""The kernels under the sanitizers, called by a program in C++ (driver.cc): no race, no leak, no undefined behaviour."""
+"""The kernels under sanitizers, called by a program in C++ (driver.cc): no race, no leak, no undefined behaviour."""
 
 import os
 import subprocess

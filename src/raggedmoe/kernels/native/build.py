@@ -1,4 +1,4 @@
-"""How the C++ kernels are compiled into one library. `hatch_build.py` loads this file alone: it imports nothing of ours.
+"""How the C++ kernels are compiled into one library. `hatch_build.py` loads this file alone: it imports none of ours.
 
 The library is named after its sources and flags, so that one that is out of date is not found. It has no digest of
 jaxlib's headers, with which it is compiled: XLA loads what was built with its own headers or with older ones.
@@ -62,11 +62,14 @@ def compile_library(command: list[str], include: str, path: Path) -> str | None:
     return reason
 
 
-def compile_and_link(command: list[str], files: Iterable[Path], out: Path, link: Iterable[str] = ("-shared",)) -> str | None:
+def compile_and_link(
+    command: list[str], files: Iterable[Path], out: Path, link: Iterable[str] = ("-shared",)
+) -> str | None:
     """Compile files, as many at a time as there are cores, and link them. Return what was wrong, or None."""
     objects = {file: out.parent / f"{number}.o" for number, file in enumerate(files)}
     commands = [[*command, "-c", str(file), "-o", str(made)] for file, made in objects.items()]
-    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2) as pool:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ThreadPoolExecutor(max_workers=cores) as pool:
         reasons = [*pool.map(_why_failed, commands)]
     failed = next((reason for reason in reasons if reason), None)
     return failed or _why_failed([*command, *link, *map(str, objects.values()), "-o", str(out)])
