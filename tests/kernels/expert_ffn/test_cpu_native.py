@@ -46,6 +46,7 @@ def tied(gates, gated):
     return (np.abs(gates) == 7) | (np.abs(ups) == 7)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ACTIVATIONS)

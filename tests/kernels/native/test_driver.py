@@ -10,7 +10,8 @@ import pytest
 from raggedmoe.kernels.native import build
 
 DRIVER = Path(__file__).with_name("driver.cc")
-SANITIZERS = ["address,undefined", "thread"]
+# The tile kernels, which instruction sets have of their own, do not know of threads: those are watched with one.
+SANITIZERS = {"address,undefined": ("baseline", "avx2", "avx512"), "thread": ("avx2",)}
 
 
 def compiled(compiler, sanitizer, folder):
@@ -33,7 +34,7 @@ def compiled(compiler, sanitizer, folder):
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_no_sanitizer_finds_anything(sanitizer, compiler, tmp_path):
     program = compiled(compiler, sanitizer, tmp_path)
-    for instruction_set in ("baseline", "avx2", "avx512"):
+    for instruction_set in SANITIZERS[sanitizer]:
         environment = {**os.environ, "RAGGEDMOE_CPU_ISA": instruction_set}
         done = subprocess.run([program, "10"], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[:4000]

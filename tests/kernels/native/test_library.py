@@ -21,6 +21,7 @@ from raggedmoe.kernels.registry import (
 )
 from tests.kernels.compare import beyond_rounding, example_of, run
 
+BUILT = library.building.library_path()
 NATIVE = ("ragged_gather", "ragged_gather_reduce", "grouped_matmul", "expert_ffn")
 
 
@@ -81,6 +82,19 @@ def test_a_damaged_library_is_a_reason(library_at):
     library_at.write_bytes(b"this is not a library")
     assert "cannot be loaded" in library.why_absent()
     assert f"{library.BUILD} builds it anew" in library.why_absent()
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.999])
+def test_a_library_that_was_cut_short_is_a_reason(part, library_at):
+    """The system's loader would end the process by SIGBUS."""
+    if not BUILT.exists():
+        pytest.skip("the library is not built")
+    whole = BUILT.read_bytes()
+    if not whole.startswith(b"\x7fELF"):
+        pytest.skip("it is about ELF files")
+    library_at.write_bytes(whole[: int(len(whole) * part)])
+    assert "cannot be loaded" in library.why_absent()
+    assert "is cut short" in library.why_absent()
 
 
 def test_a_library_without_its_functions_is_a_reason(library_at, monkeypatch):

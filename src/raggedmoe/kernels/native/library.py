@@ -7,6 +7,7 @@ An installed wheel has it where there was a C++ compiler; elsewhere `python -m r
 import ctypes
 import functools
 import os
+import struct
 from typing import Any
 
 import jax
@@ -53,7 +54,20 @@ def why_absent() -> str | None:
 
 
 def _load(path: str) -> ctypes.CDLL:
+    if _is_cut_short(path):
+        raise OSError(f"{path} is cut short")
     return ctypes.cdll.LoadLibrary(path)
+
+
+def _is_cut_short(path: str) -> bool:
+    """Say whether an ELF file lacks its end, where the table of its sections is: loading it would end the process."""
+    with open(path, "rb") as file:
+        header = file.read(64)
+        size = file.seek(0, os.SEEK_END)
+    if len(header) < 64 or not header.startswith(b"\x7fELF\x02\x01"):  # of 64 bits, little-endian
+        return False
+    (offset,), (entry_size, num_entries) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+    return size < offset + entry_size * num_entries
 
 
 def register(library: ctypes.CDLL) -> None:
