@@ -8,7 +8,7 @@ READY_TPU := $(VENV)/.ready-tpu
 # What is once compiled to bytecode is read by the next run, and by the processes that a test starts.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help native demo test test-as-shipped test-all test-tpu test-mutants lint format bench clean
+.PHONY: help native demo test test-as-shipped test-all test-native test-tpu test-mutants lint format bench clean
 
 help:
 	@echo "make demo      train a small model on Python's own sources, a report of the run, a sample of its text"
@@ -16,6 +16,7 @@ help:
 	@echo "make test      the tests"
 	@echo "make test-as-shipped   kernels compiled as users compile them, which takes longer"
 	@echo "make test-all  the tests, slow ones included"
+	@echo "make test-native  the C++ kernels: under sanitizers, with each instruction set, from several threads"
 	@echo "make test-tpu  compile every kernel for every TPU, and interpret it: no TPU needed; docs/tpu-matrix.md"
 	@echo "make test-mutants SEED=0   inject bugs, and see which test catches each; another seed, other bugs"
 	@echo "make lint      format, lint, types, direction of imports"
@@ -58,6 +59,9 @@ test-as-shipped: native
 
 test-all: native
 	$(TESTS)
+
+test-native: native
+	QUICK_COMPILE=1 $(TESTS) tests/kernels/native tests/kernels/expert_ffn/test_cpu_native.py
 
 test-tpu: $(READY_TPU) native
 	QUICK_COMPILE=1 $(TESTS) -m tpu

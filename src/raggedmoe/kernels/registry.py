@@ -60,6 +60,7 @@ class Implementation:
     rank: Mapping[str, int]  # platform -> place in auto's order, smallest first; a platform left out: named use only
     proofs: tuple[Proof, ...]
     why_not: Callable[[Call, Hardware], str | None] = _no_reason  # why it cannot run; None: it can
+    why_absent: Callable[[], str | None] = lambda: None  # why it is not part of this installation; None: it is
     auto_why_not: Callable[[Call, Hardware], str | None] = _no_reason  # why auto passes it over though it can run
     note: Callable[[Call, Hardware], str | None] = _no_reason  # what a user should know of its cost there
     # Like forward, but also returns what it computed on its way that the operation's backward passes can use.
@@ -106,6 +107,7 @@ class Candidate:
     implementation: Implementation
     reason: str | None  # why it was not taken; None: it was, or nobody asked it because an earlier one was taken
     by_preference: bool  # it could have run: auto only has something better for such a call
+    absent: bool = False  # it could run, were it part of this installation
     level: Level
     shown_by: str
     note: str | None
@@ -195,6 +197,8 @@ def _assess(
 ) -> Candidate:
     level, shown_by = level_on(implementation.full_name, implementation.proofs, hardware, jax_version, certificates)
     reason = compat.version_why_not(implementation.full_name, jax_version) or implementation.why_not(call, hardware)
+    absent = implementation.why_absent() if reason is None else None
+    reason = reason or absent
     if reason is None and auto and hardware.platform not in implementation.rank:
         reason = f"auto does not offer it on {hardware.platform}; it runs when named"
     if reason is None and auto and level < AUTO_TAKES:
@@ -205,6 +209,7 @@ def _assess(
         implementation=implementation,
         reason=reason or preference,
         by_preference=preference is not None,
+        absent=absent is not None,
         level=level,
         shown_by=shown_by,
         note=implementation.note(call, hardware),
@@ -257,6 +262,9 @@ def select(
             if recorded is not None:
                 recorded.append(selection)
             return selection
+        if candidate.absent:
+            report_absent(candidate.implementation.name, candidate.reason)
+            continue
         level = logging.INFO if candidate.by_preference else logging.WARNING
         report_skip(candidate.implementation.full_name, call.direction, hardware.name, candidate.reason, level)
     reasons = "\n".join(f"  {c.implementation.name}: {c.reason}" for c in considered)
@@ -327,3 +335,9 @@ def report_unproven(full_name: str, direction: str, hardware: str, jax_version: 
 def report_skip(full_name: str, direction: str, hardware: str, reason: str, level: int) -> None:
     """Log that an implementation was passed over. Cached, so that each is said once."""
     logger.log(level, "%s (%s) on %s not used: %s", full_name, direction, hardware, reason)
+
+
+@functools.cache
+def report_absent(name: str, reason: str) -> None:
+    """Log that kernels are not part of this installation: once for all operations, as no call is at fault."""
+    logger.info("%s kernels not used: %s", name, reason)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases, ExpertWeights, KeptSums
-from raggedmoe.kernels.native.library import native_call, native_why_not
+from raggedmoe.kernels.native.library import native_call, native_why_not, why_absent
 from raggedmoe.kernels.proof import Level, Proof
 from raggedmoe.kernels.registry import Call, Implementation
 
@@ -72,4 +72,5 @@ IMPLEMENTATION = Implementation(
     rank={"cpu": 5},
     proofs=(Proof(level=Level.RUN, platforms=("cpu",), shown_by="make test"),),
     why_not=why_not,
+    why_absent=why_absent,
 )

@@ -1,28 +1,24 @@
 """The C++ kernels for CPUs: one library, built from the `.cc` files beside the Python files that call it.
 
-`python -m raggedmoe.kernels.native` builds it where there is a C++ compiler, and `make` calls that. It is named
-after its sources and the jaxlib whose headers it was built with, so one that is out of date is not found. Nothing else
-needs it: without it the kernels in plain JAX are taken, and `explain` says why.
+An installed wheel has it where there was a C++ compiler; elsewhere `python -m raggedmoe.kernels.native` builds it, and
+`make` calls that. Nothing else needs it: without it the kernels in plain JAX are taken, and `explain` says why.
 """
 
 import ctypes
 import functools
-import hashlib
 import os
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
+import struct
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.native import build as building
 from raggedmoe.kernels.placement import placement_why_not, pvary_alike
 from raggedmoe.kernels.registry import Call
+from raggedmoe.names import unknown
 
-FOLDER = Path(__file__).parent
 TARGETS = (  # exported by the library
     "raggedmoe_grouped_matmul",
     "raggedmoe_transposed_matmul",
@@ -34,56 +30,76 @@ TARGETS = (  # exported by the library
     "raggedmoe_gather_reduce",
     "raggedmoe_row_dots",
 )
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi")
 TYPES = ("float32", "bfloat16")
 BUILD = "python -m raggedmoe.kernels.native"
-
-
-def sources() -> list[Path]:
-    """List the C++ files: those of the operations, and the matmul that they share."""
-    return [FOLDER / "matmul.cc", *sorted(FOLDER.parent.glob("*/cpu_native.cc"))]
-
-
-def library_path() -> Path:
-    """Where the library of these sources and this jaxlib is, once it is built."""
-    texts = [path.read_bytes() for path in (*sources(), *sorted(FOLDER.glob("*.h")), *sorted(FOLDER.glob("*.inc")))]
-    digest = hashlib.sha256(b"".join([*texts, repr(FLAGS).encode()])).hexdigest()
-    return FOLDER / f"cpu-{digest[:12]}.so"
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512")  # as RAGGEDMOE_CPU_ISA names the best one to use
 
 
 @functools.cache
 def why_absent() -> str | None:
     """Load the library and tell XLA of its functions. Return None, or why they are not there."""
-    path = library_path()
+    wanted = os.environ.get("RAGGEDMOE_CPU_ISA")
+    if wanted and wanted not in INSTRUCTION_SETS:
+        raise unknown("RAGGEDMOE_CPU_ISA", wanted, INSTRUCTION_SETS)
+    path = building.library_path()
     if not path.exists():
-        return f"its C++ library is not built here; with a C++ compiler, {BUILD} builds it"
+        return f"its C++ library is not built here: {_how_to_build()}"
     try:
-        library = ctypes.cdll.LoadLibrary(str(path))
+        register(_load(str(path)))
     except OSError as error:
-        return f"its C++ library cannot be loaded: {error}; {BUILD} builds it anew once {path} is removed"
-    for name in TARGETS:
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+        return f"its C++ library cannot be loaded: {error}; {BUILD} builds it anew"
+    except AttributeError as error:
+        return f"its C++ library lacks a function: {error}; {BUILD} builds it anew"
+    except jax.errors.JaxRuntimeError as error:  # built with the headers of a jaxlib that is newer than this one
+        return f"XLA refuses its C++ library, and {BUILD} builds it anew: {error}"
     return None
 
 
+def _load(path: str) -> ctypes.CDLL:
+    if _is_cut_short(path):
+        raise OSError(f"{path} is cut short")
+    return ctypes.cdll.LoadLibrary(path)
+
+
+def _is_cut_short(path: str) -> bool:
+    """Say whether an ELF file lacks its end, where the table of its sections is: loading it would end the process."""
+    with open(path, "rb") as file:
+        header = file.read(64)
+        size = file.seek(0, os.SEEK_END)
+    if len(header) < 64 or not header.startswith(b"\x7fELF\x02\x01"):  # of 64 bits, little-endian
+        return False
+    (offset,), (entry_size, num_entries) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+    return size < offset + entry_size * num_entries
+
+
+def register(library: ctypes.CDLL) -> None:
+    """Tell XLA of the library's functions."""
+    for name in TARGETS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+
+
+def _how_to_build() -> str:
+    if building.compiler() is None:
+        return f"no C++ compiler was found; install one ({building.INSTALL_COMPILER}), then `{BUILD}` builds it"
+    if not os.access(building.FOLDER, os.W_OK):
+        return f"`{BUILD}` builds it, run by a user who may write into {building.FOLDER}"
+    return f"`{BUILD}` builds it"
+
+
 def build() -> str:
-    """Build the library if it is not there. Return what was done, or why it cannot be."""
-    path, compiler = library_path(), os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if path.exists():
+    """Build the library if it is not there or cannot be loaded. Return what was done, or why it cannot be."""
+    path, compiler = building.library_path(), building.compiler()
+    if path.exists() and why_absent() is None:
         return f"the C++ kernels are built: {path}"
     if compiler is None:
-        return "no C++ compiler was found (CXX, g++, clang++): the kernels in plain JAX are used"
-    includes = ("-isystem", jax.ffi.include_dir(), f"-I{FOLDER}")
-    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-        made = Path(folder) / path.name
-        command = (compiler, *FLAGS, *includes, *map(str, sources()), "-o", str(made))
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            return f"the C++ kernels cannot be built here; the kernels in plain JAX are used:\n{done.stderr[-2000:]}"
-        for old in FOLDER.glob("cpu-*.so"):
-            if old.stat().st_mtime < min(source.stat().st_mtime for source in sources()):
-                old.unlink()
-        made.replace(path)  # whole or not there, whoever builds at the same time
+        return (
+            "the C++ kernels are not built, those in plain JAX are used: no C++ compiler was found (CXX, "
+            f"{', '.join(building.COMPILERS)}); install one by {building.INSTALL_COMPILER}"
+        )
+    reason = building.compile_library(compiler, jax.ffi.include_dir(), path)
+    if reason is not None:
+        return f"the C++ kernels cannot be built, those in plain JAX are used: {reason}"
+    building.remove_old_libraries(path)
     return f"built {path}"
 
 
@@ -108,10 +124,10 @@ def takes(dtype: Any) -> bool:
 
 
 def native_why_not(call: Call, hardware: Hardware, *dtypes: Any) -> str | None:
-    """Say why a kernel in C++ cannot take a call with operands of these types."""
+    """Say why a kernel in C++ cannot take a call with operands of these types, where there is the library."""
     if hardware.platform != "cpu":
         return f"it is for CPUs, the target is {hardware.name}"
     others = sorted({str(dtype) for dtype in dtypes} - set(TYPES))
     if others:
         return f"it computes in {' and '.join(TYPES)}, not in {', '.join(others)}"
-    return placement_why_not(call) or why_absent()
+    return placement_why_not(call)

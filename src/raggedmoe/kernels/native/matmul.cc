@@ -1,42 +1,11 @@
-// The tile kernels, compiled once for each instruction set; the best one that runs here is chosen when first asked for.
-#include "matmul_types.h"
-
-#include <cmath>
+// The choice of an instruction set: the best one that runs here, when the kernels are first asked for.
+#include <algorithm>
 #include <cstdlib>
 #include <string>
 
-namespace raggedmoe {
+#include "matmul_types.h"
 
-#ifdef __x86_64__
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")
-namespace avx512 {
-#define RAGGEDMOE_LANES 16
-#define RAGGEDMOE_MR 12
-#include "matmul.inc"
-#include "activation.inc"
-#undef RAGGEDMOE_LANES
-#undef RAGGEDMOE_MR
-}  // namespace avx512
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-namespace avx2 {
-#define RAGGEDMOE_LANES 8
-#define RAGGEDMOE_MR 6
-#include "matmul.inc"
-#include "activation.inc"
-#undef RAGGEDMOE_LANES
-#undef RAGGEDMOE_MR
-}  // namespace avx2
-#pragma GCC pop_options
-#endif
-namespace baseline {  // SSE2 on x86, NEON on arm64
-#define RAGGEDMOE_LANES 4
-#define RAGGEDMOE_MR 4
-#include "matmul.inc"
-#include "activation.inc"
-}  // namespace baseline
+namespace raggedmoe {
 
 namespace {
 enum class Isa { BASELINE, AVX2, AVX512 };
@@ -66,14 +35,17 @@ Isa isa() {
 
 template <class T>
 const Kernels<T>& kernels() {
-  static const Kernels<T> chosen = [] {
+  static const Tables& chosen = []() -> const Tables& {
 #ifdef __x86_64__
-    if (isa() == Isa::AVX512) return avx512::table<T>();
-    if (isa() == Isa::AVX2) return avx2::table<T>();
+    if (isa() == Isa::AVX512) return avx512::TABLES;
+    if (isa() == Isa::AVX2) return avx2::TABLES;
 #endif
-    return baseline::table<T>();
+    return baseline::TABLES;
   }();
-  return chosen;
+  if constexpr (std::is_same_v<T, float>)
+    return chosen.float32;
+  else
+    return chosen.bfloat16;
 }
 template const Kernels<float>& kernels<float>();
 template const Kernels<BFloat16>& kernels<BFloat16>();

@@ -105,6 +105,21 @@ struct Kernels {
   void (*narrow)(const float* from, T* to, int64_t length);
 };
 
+// One instruction set's kernels, each set in a file and a namespace of its own.
+struct Tables {
+  Kernels<float> float32;
+  Kernels<BFloat16> bfloat16;
+};
+namespace avx512 {
+extern const Tables TABLES;
+}
+namespace avx2 {
+extern const Tables TABLES;
+}
+namespace baseline {
+extern const Tables TABLES;
+}
+
 // Those of the best instruction set that this processor has, or that RAGGEDMOE_CPU_ISA names.
 template <class T>
 const Kernels<T>& kernels();

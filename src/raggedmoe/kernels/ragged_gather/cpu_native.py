@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.native.library import native_call, native_why_not
+from raggedmoe.kernels.native.library import native_call, native_why_not, why_absent
 from raggedmoe.kernels.proof import Level, Proof
 from raggedmoe.kernels.ragged_gather import xla
 from raggedmoe.kernels.registry import BACKWARD, Call, Implementation
@@ -53,5 +53,6 @@ IMPLEMENTATION = Implementation(
     rank={"cpu": 5},
     proofs=(Proof(level=Level.RUN, platforms=("cpu",), shown_by="make test"),),
     why_not=why_not,
+    why_absent=why_absent,
     note=note,
 )

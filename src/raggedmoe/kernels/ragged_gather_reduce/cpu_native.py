@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.native.library import native_call
+from raggedmoe.kernels.native.library import native_call, why_absent
 from raggedmoe.kernels.proof import Level, Proof
 from raggedmoe.kernels.ragged_gather import cpu_native as ragged_gather
 from raggedmoe.kernels.ragged_gather_reduce import xla
@@ -47,5 +47,6 @@ IMPLEMENTATION = Implementation(
     rank={"cpu": 5},
     proofs=(Proof(level=Level.RUN, platforms=("cpu",), shown_by="make test"),),
     why_not=ragged_gather.why_not,
+    why_absent=why_absent,
     note=note,
 )

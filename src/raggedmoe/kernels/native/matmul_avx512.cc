@@ -1,0 +1,29 @@
+// The tile kernels by AVX-512, in a namespace that nothing else shares: what is compiled outside the pragmas runs anywhere.
+#include <cmath>
+#include <cstdint>
+
+#include "matmul_types.h"
+
+#ifdef __x86_64__
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")
+#endif
+
+namespace raggedmoe::avx512 {
+#define RAGGEDMOE_LANES 16
+#define RAGGEDMOE_MR 12
+#include "matmul.inc"
+#include "activation.inc"
+}  // namespace raggedmoe::avx512
+
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+const raggedmoe::Tables raggedmoe::avx512::TABLES = {table<float>(), table<BFloat16>()};
+#endif

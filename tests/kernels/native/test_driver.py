@@ -1,0 +1,41 @@
+"""The kernels under sanitizers, called by a program in C++ (driver.cc): no race, no leak, no undefined behaviour."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import jax
+import pytest
+
+from raggedmoe.kernels.native import build
+
+DRIVER = Path(__file__).with_name("driver.cc")
+# The tile kernels, which instruction sets have of their own, do not know of threads: those are watched with one.
+SANITIZERS = {"address,undefined": ("baseline", "avx2", "avx512"), "thread": ("avx2",)}
+
+
+def compiled(compiler, sanitizer, folder):
+    """The driver with the kernels in it, or the test is skipped where there is no such sanitizer."""
+    flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    empty, program = folder / "empty.cc", folder / "driver"
+    empty.write_text("int main() {}\n")
+    folder.joinpath("empty").mkdir()
+    if build.compile_and_link([*compiler, *flags], [empty], folder / "empty" / "program", link=("-pthread",)):
+        pytest.skip(f"{compiler[0]} has no -fsanitize={sanitizer} here")
+    if subprocess.run([folder / "empty" / "program"], capture_output=True).returncode:
+        pytest.skip(f"what is compiled with -fsanitize={sanitizer} does not run here")
+    options = [*(flag for flag in build.flags() if flag != "-O3"), "-O1", "-g1", *flags]
+    command = [*compiler, *options, f"-I{build.FOLDER}", "-isystem", jax.ffi.include_dir()]
+    assert build.compile_and_link(command, [*build.sources(), DRIVER], program, link=("-pthread",)) is None
+    return program
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_no_sanitizer_finds_anything(sanitizer, compiler, tmp_path):
+    program = compiled(compiler, sanitizer, tmp_path)
+    for instruction_set in SANITIZERS[sanitizer]:
+        environment = {**os.environ, "RAGGEDMOE_CPU_ISA": instruction_set}
+        done = subprocess.run([program, "10"], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:4000]
+        assert "0 failures" in done.stdout
