@@ -138,9 +138,9 @@ def test_what_is_compiled_here_is_a_library_that_jax_loads(made, compiler):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("instruction_set", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("instruction_set", ["baseline", "avx2"])
 def test_the_contract_holds_with_each_instruction_set(instruction_set):
-    """One that this CPU lacks is the best that it has: then the same again."""
+    """The best that this CPU has, all other tests run with."""
     if not build.library_path().exists():
         pytest.skip("the library is not built")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "cpu_native"]
