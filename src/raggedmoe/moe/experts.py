@@ -17,13 +17,13 @@ from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 from raggedmoe.kernels.expert_ffn.matmuls import add_bias
 from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
 from raggedmoe.moe.records import MoEParams, RouteMetadata, StageSettings
-from raggedmoe.sharding.axes import TENSOR
-from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, PER_SHARD, stage
+from raggedmoe.sharding.axes import HIDDEN_TENSOR, TENSOR, WIDTH_TENSOR
+from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, stage
 
 UpSums = tuple[Any, ...]  # of gate and up, [R F] each; None: there is no gate
 
 
-@stage(rows=PER_DEVICE, weights=PER_DEVICE, metadata=RouteMetadata.PLACEMENT, result=PER_DEVICE, checked=False)
+@stage(rows=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, result=PER_DEVICE, checked=False)
 def gmm_up(
     rows: Float[Array, "R columns"],
     weights: MoEParams,
@@ -39,13 +39,13 @@ def gmm_up(
     return tuple(matmul(rows, weights[name][:, :, columns]) if name in weights else None for name in names)
 
 
-@stage(sums=PER_DEVICE, result=PER_SHARD)
+@stage(sums=PER_DEVICE, result=BETWEEN_PROJECTIONS)
 def tp_reduce(sums: UpSums, *, settings: StageSettings) -> UpSums:
     """Complete the sums over the width, of which each tensor rank has those over its own part."""
-    return lax.psum(sums, settings.on_mesh.axes(TENSOR))
+    return lax.psum(sums, settings.on_mesh.axes(WIDTH_TENSOR))
 
 
-@stage(sums=BETWEEN_PROJECTIONS, biases=BETWEEN_PROJECTIONS, metadata=RouteMetadata.PLACEMENT, result=PER_DEVICE)
+@stage(sums=BETWEEN_PROJECTIONS, biases=BETWEEN_PROJECTIONS, metadata=TOKENS, result=PER_DEVICE)
 def activate(
     sums: UpSums, biases: MoEParams, metadata: RouteMetadata, *, settings: StageSettings, dtype: jnp.dtype
 ) -> Float[Array, "R F"]:
@@ -61,7 +61,7 @@ def activate(
     return pvary_over(hidden, settings.on_mesh.axes(TENSOR))
 
 
-@stage(hidden=PER_DEVICE, weights=PER_DEVICE, metadata=RouteMetadata.PLACEMENT, result=PER_DEVICE, checked=False)
+@stage(hidden=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, result=PER_DEVICE, checked=False)
 def gmm_down(
     hidden: Float[Array, "R F"], weights: MoEParams, metadata: RouteMetadata, *, settings: StageSettings, columns: slice
 ) -> Float[Array, "R columns"]:
@@ -79,7 +79,7 @@ def gmm_down(
     rows=PER_DEVICE,
     weights=PER_DEVICE,
     up_biases=BETWEEN_PROJECTIONS,
-    metadata=RouteMetadata.PLACEMENT,
+    metadata=TOKENS,
     result=PER_DEVICE,
     checked=False,
 )
@@ -128,8 +128,8 @@ def shared_experts(x: Float[Array, "T D"], params: MoEParams, activation: str) -
 
 def _down_bias(weights: MoEParams, settings: StageSettings) -> Float[Array, "G D"] | None:
     """The bias of the down projection, on the first of the ranks whose results are summed alone."""
-    bias, axes = weights.get("bias_wo"), settings.on_mesh.axes(TENSOR)
-    if bias is None or not axes or settings.on_mesh.splits_width:
+    bias, axes = weights.get("bias_wo"), settings.on_mesh.axes(HIDDEN_TENSOR)
+    if bias is None or not axes:
         return bias
     return jnp.where(lax.axis_index(axes) == 0, bias, 0)
 

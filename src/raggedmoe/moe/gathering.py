@@ -5,18 +5,19 @@ Backward, the gradients are summed and split again the same way: one reduce-scat
 
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from raggedmoe.kernels.arrays import pvary_over
 from raggedmoe.moe.records import MoEParams, StageSettings
 from raggedmoe.sharding.axes import EXPERT, FSDP, axes_of
 from raggedmoe.sharding.rules import partition
-from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, PER_SHARD, Placement, stage
+from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, stage
 
 
 def gather_router(params: MoEParams, settings: StageSettings) -> MoEParams:
     """The router's parameters, whole on every device."""
     router = {name: array for name, array in params.items() if name.startswith("router_")}
-    return _all_gather(router, settings, over=(FSDP, EXPERT), result=PER_SHARD)
+    return _all_gather(router, settings, over=(FSDP, EXPERT), result=TOKENS)
 
 
 def gather_experts(params: MoEParams, settings: StageSettings, dtype: jnp.dtype) -> tuple[MoEParams, MoEParams]:
@@ -33,16 +34,17 @@ def gather_experts(params: MoEParams, settings: StageSettings, dtype: jnp.dtype)
     )
 
 
-def _all_gather(params: MoEParams, settings: StageSettings, *, over: tuple[str, ...], result: Placement) -> MoEParams:
+def _all_gather(
+    params: MoEParams, settings: StageSettings, *, over: tuple[str, ...], result: PartitionSpec
+) -> MoEParams:
     """Parameters gathered over logical axes, one copy for each device."""
-    on_mesh, declared = settings.on_mesh, settings.config.param_specs()
-    mesh = on_mesh.mesh
-    if mesh is None:
+    mesh, declared = settings.on_mesh, settings.config.param_specs()
+    if mesh.mesh is None:
         return params
-    specs = {name: partition(name, declared[name], mesh.sizes, on_mesh.tensor_split) for name in params}
-    varies_over = mesh.axes(*on_mesh.placement(result).specs[0])
+    specs = {name: partition(name, declared[name], mesh.sizes, mesh.tensor_split) for name in params}
+    varies_over = mesh.axes(*axes_of(result[0]))
 
-    @stage(parts=Placement(specs), result=result)
+    @stage(parts=specs, result=result)
     def all_gather_weights(parts: MoEParams) -> MoEParams:
         # Each device's own before the gather: backward, the sum over the other axes is of the part that is kept.
         weights = {name: pvary_over(part, varies_over) for name, part in parts.items()}
@@ -52,4 +54,4 @@ def _all_gather(params: MoEParams, settings: StageSettings, *, over: tuple[str, 
                 weights[name] = lax.all_gather(weights[name], axes, axis=dim, tiled=True)
         return weights
 
-    return on_mesh(all_gather_weights, params)
+    return mesh.run(all_gather_weights, params)

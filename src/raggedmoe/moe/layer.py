@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,8 +19,8 @@ from raggedmoe.moe.experts import activate, expert_ffn, gmm_down, gmm_up, shared
 from raggedmoe.moe.gathering import gather_experts, gather_router
 from raggedmoe.moe.records import MoEOutput, MoEParams, RouteOutput, StageSettings
 from raggedmoe.moe.router import check_replay, route
-from raggedmoe.sharding.axes import TENSOR, TOKEN_AXES, LogicalMesh, logical_mesh, shard_tokens, split_over
-from raggedmoe.sharding.stage import ACTIVATIONS, OnMesh, stage
+from raggedmoe.sharding.axes import TOKEN_AXES, WIDTH_TENSOR, LogicalMesh, logical_mesh, shard_tokens, split_over
+from raggedmoe.sharding.stage import ACTIVATIONS, stage
 
 DEFAULT_EXECUTION = MoEExecution()
 
@@ -55,27 +56,27 @@ def moe_route_and_compute(
     does not depend on the mesh. Tokens are split over all axes but "tensor", parameters by `raggedmoe.sharding.rules`.
     ``first_expert``: where this layer's experts begin in weights that hold several layers', one after the other.
     """
-    on_mesh = OnMesh(mesh=logical_mesh(mesh), tensor_split=execution.tensor_split)
-    split_over(on_mesh.mesh, x.shape[0], "tokens")
-    sequences = sequences_of_device(num_sequences, config, on_mesh.mesh)
+    mesh = logical_mesh(mesh)
+    on_mesh = replace(mesh or LogicalMesh(), tensor_split=execution.tensor_split)
+    split_over(mesh, x.shape[0], "tokens")
+    sequences = sequences_of_device(num_sequences, config, mesh)
     settings = StageSettings(config=config, execution=execution, on_mesh=on_mesh, num_sequences=sequences)
     check_ranks(settings)
     if mask is not None:
         # What a masked token holds, NaN too, reaches nothing: neither the router's gradient nor a sum.
         x = jnp.where(mask[:, None], x, 0)
     router = gather_router(params, settings)
-    routing = on_mesh(route, x, router, mask, key, token_ids, replay, settings=settings)
+    routing, statistics = on_mesh.run(route, x, router, mask, key, token_ids, replay, settings=settings)
     with jax.named_scope("experts"):
         output, dropped = routed_experts(x, params, routing, first_expert, settings)
-        output = shard_tokens(output, on_mesh.mesh)
+        output = shard_tokens(output, mesh)
     shared = {name.removeprefix("shared_"): array for name, array in params.items() if name.startswith("shared_")}
     if shared:
         with jax.named_scope("shared_experts"):
             # In no stage: without a word about its layout, XLA exchanges two devices' gradients of x (docs/log.md).
-            added = shared_experts(shard_tokens(x, on_mesh.mesh), shared, config.experts.activation)
+            added = shared_experts(shard_tokens(x, mesh), shared, config.experts.activation)
             output = output + (added if mask is None else jnp.where(mask[:, None], added, 0))
-    statistics = {name: getattr(routing, name) for name in MoEOutput.OF_ROUTING}
-    return MoEOutput(output=output, dropped=dropped, **statistics)
+    return MoEOutput(output=output, dropped=dropped, experts=routing.experts, **statistics)
 
 
 def routed_experts(
@@ -91,10 +92,9 @@ def routed_experts(
     while it computes another, forward and backward. One chunk is the ordinary case.
     """
     execution, on_mesh = settings.execution, settings.on_mesh
-    run = functools.partial(on_mesh, settings=settings)
+    run = functools.partial(on_mesh.run, settings=settings)
     weights, up_biases = gather_experts(params, settings, x.dtype)
-    width = x.shape[1] // on_mesh.size(TENSOR) if on_mesh.splits_width else x.shape[1]
-    width_parts = even_parts(width, execution.width_chunks)
+    width_parts = even_parts(x.shape[1] // on_mesh.size(WIDTH_TENSOR), execution.width_chunks)
     outputs, dropped = [], jnp.zeros((), jnp.int32)
     for tokens in even_parts(x.shape[0] // on_mesh.size(*TOKEN_AXES), execution.token_chunks):
         metadata, more = run(prepare, routing, first_expert, tokens=tokens, num_stacked=params["wi_0"].shape[0])
@@ -109,7 +109,7 @@ def routed_experts(
             rows = run(dispatch, x, routing, metadata, tokens=tokens, columns=columns)
             more = run(gmm_up, rows, weights, metadata, columns=columns)
             sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
-        if on_mesh.splits_width:
+        if on_mesh.axes(WIDTH_TENSOR):
             sums = run(tp_reduce, sums)
         hidden = run(activate, _name_arrays(sums, "moe_up"), up_biases, metadata, dtype=x.dtype)
         for columns in width_parts:
@@ -130,8 +130,8 @@ def concatenate(chunks: list[Float[Array, "_ _"]], *, dim: int) -> Float[Array, 
     return jnp.concatenate(chunks, axis=dim)
 
 
-def _concatenate_chunks(chunks: list[Float[Array, "_ _"]], on_mesh: OnMesh, dim: int) -> Float[Array, "_ _"]:
-    return chunks[0] if len(chunks) == 1 else on_mesh(concatenate, chunks, dim=dim)
+def _concatenate_chunks(chunks: list[Float[Array, "_ _"]], on_mesh: LogicalMesh, dim: int) -> Float[Array, "_ _"]:
+    return chunks[0] if len(chunks) == 1 else on_mesh.run(concatenate, chunks, dim=dim)
 
 
 def even_parts(size: int, num_parts: int) -> list[slice]:

@@ -18,17 +18,17 @@ from raggedmoe.moe.balance import Axes
 from raggedmoe.moe.config import RouterConfig
 from raggedmoe.moe.records import MoEParams, RouteOutput, StageSettings
 from raggedmoe.sharding.axes import TOKEN_AXES
-from raggedmoe.sharding.stage import PER_SHARD, REPLICATED, TOKENS, stage
+from raggedmoe.sharding.stage import REPLICATED, TOKENS, stage
 
 
 @stage(
     x=TOKENS,
-    params=PER_SHARD,
+    params=TOKENS,
     mask=TOKENS,
     key=REPLICATED,
     token_ids=TOKENS,
     replay=TOKENS,
-    result=RouteOutput.PLACEMENT,
+    result=(TOKENS, REPLICATED),
 )
 def route(
     x: Float[Array, "T D"],
@@ -39,11 +39,11 @@ def route(
     replay: Integer[Array, "T K"] | None = None,
     *,
     settings: StageSettings,
-) -> RouteOutput:
+) -> tuple[RouteOutput, dict[str, jax.Array]]:
     """Choose experts and weights for every token, or for those of one device.
 
-    On several devices losses and statistics are those of all tokens, and what is drawn or counted for a token does not
-    depend on how they are split.
+    The losses and statistics, by their names in a `MoEOutput`, are those of all tokens on all devices. What is drawn or
+    counted for a token does not depend on how they are split.
 
     Args:
       x: the tokens.
@@ -86,17 +86,13 @@ def route(
         aux_loss = balance.load_balance_loss(probabilities, experts, mask, num_sequences=parts, axes=axes)
         counts = balance.expert_counts(experts, num_experts)
     load = lax.psum(counts, axes)
-    return RouteOutput(
-        experts=experts,
-        tokens=tokens,
-        mask=mask,
-        weights=weights,
-        aux_loss=config.aux_loss_weight * aux_loss,
-        z_loss=config.z_loss_weight * balance.router_z_loss(logits, mask, axes),
-        load=load,
-        entropy=balance.load_entropy(load),
-        max_violation=balance.max_violation(load),
-    )
+    return RouteOutput(experts=experts, tokens=tokens, mask=mask, weights=weights), {
+        "aux_loss": config.aux_loss_weight * aux_loss,
+        "z_loss": config.z_loss_weight * balance.router_z_loss(logits, mask, axes),
+        "load": load,
+        "entropy": balance.load_entropy(load),
+        "max_violation": balance.max_violation(load),
+    }
 
 
 def router_logits(

@@ -1,9 +1,10 @@
 """The logical axes of a mesh: the four roles that its axes play here, whatever they are called."""
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -11,6 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 DATA, FSDP, EXPERT, TENSOR = "data", "fsdp", "expert", "tensor"
 AXES = (DATA, FSDP, EXPERT, TENSOR)
 TOKEN_AXES = (DATA, FSDP, EXPERT)  # tokens are split over all of these; tensor ranks see the same tokens
+# What the tensor axis splits of routed experts: F, or D. Each is a logical axis too: the tensor axis, if it splits that.
+SPLITS = HIDDEN_TENSOR, WIDTH_TENSOR = "expert_dim", "model_dim"
 
 MeshAxes = Mapping[str, str | tuple[str, ...]]  # logical axis -> the axis of the mesh, or several, major first
 Entry = str | tuple[str, ...] | None
@@ -30,17 +33,21 @@ def entry_of(axes: tuple[str, ...]) -> Entry:
 class LogicalMesh:
     """A mesh, and which of its axes are our logical ones. All that it holds is the same along its other axes."""
 
-    mesh: Mesh | AbstractMesh
+    mesh: Mesh | AbstractMesh | None = None  # None: all is on one device.
     mesh_axes: tuple[tuple[str, tuple[str, ...]], ...] = tuple((axis, (axis,)) for axis in AXES)
+    tensor_split: str = HIDDEN_TENSOR  # What the tensor axis splits of routed experts.
 
     def axes(self, *logical: str) -> tuple[str, ...]:
-        """The axes of the mesh that these logical axes are, major first."""
+        """The axes of the mesh that these logical axes are, major first; none on one device."""
+        if self.mesh is None:
+            return ()
         named = dict(self.mesh_axes)
+        named |= {HIDDEN_TENSOR: (), WIDTH_TENSOR: (), self.tensor_split: named[TENSOR]}
         return tuple(name for axis in logical for name in named[axis])
 
     def size(self, *logical: str) -> int:
         """Devices along these logical axes together."""
-        return math.prod(self.mesh.shape[name] for name in self.axes(*logical))
+        return math.prod(self.mesh.shape[name] for name in self.axes(*logical)) if self.mesh else 1
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -53,7 +60,21 @@ class LogicalMesh:
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """The sharding of an array that is split over logical axes."""
+        assert self.mesh is not None
         return NamedSharding(self.mesh, self.spec(spec))
+
+    def run(self, stage: Any, *args: Any, **static: Any) -> Any:
+        """A stage on every device's part of the arguments. All devices have the static arguments.
+
+        On a mesh each stage is in a `shard_map` of its own, on one device it is a plain call.
+        """
+        function = functools.partial(stage, **static)
+        with jax.named_scope(stage.__name__):
+            if self.mesh is None:
+                return function(*args)
+            in_specs, out_specs = jax.tree.map(self.spec, stage.partitions)
+            options = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": stage.checked}
+            return jax.shard_map(function, mesh=self.mesh, **options)(*args)
 
 
 def shard_tokens(x: jax.Array, mesh: LogicalMesh | None) -> jax.Array:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from raggedmoe.params import Specs
 from raggedmoe.sharding.axes import FSDP, TENSOR, TOKEN_AXES, LogicalMesh, axes_of, entry_of
 from raggedmoe.sharding.rules import WIDTH_AXES, is_routed, partition
-from raggedmoe.sharding.stage import TOKENS, OnMesh, Placement, stage
+from raggedmoe.sharding.stage import TOKENS, stage
 
 Weights = dict[str, Any]
 
@@ -89,12 +89,12 @@ def sharded_attention(
     queries_split = query.shape[2] % num_ranks == 0 and (keys_split or num_keys == 1)
     of_queries = TENSOR if queries_split else None
     of_keys = TENSOR if keys_split and queries_split else None
-    queries, keys = (Placement(PartitionSpec(TOKEN_AXES, None, heads, None)) for heads in (of_queries, of_keys))
-    more = Placement({"positions": TOKENS.specs, "segments": TOKENS.specs, "sinks": PartitionSpec(of_queries)})
+    queries, keys = (PartitionSpec(TOKEN_AXES, None, heads, None) for heads in (of_queries, of_keys))
+    more = {"positions": TOKENS, "segments": TOKENS, "sinks": PartitionSpec(of_queries)}
 
     # Unchecked, as kernels of others do not say over which axes their results vary.
     @stage(query=queries, key=keys, value=keys, options=more, result=queries, checked=False)
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, options: dict[str, Any]) -> jax.Array:
         return attention(query, key, value, **options)
 
-    return OnMesh(mesh=mesh)(attend, query, key, value, options)
+    return mesh.run(attend, query, key, value, options)
