@@ -20,7 +20,7 @@ from raggedmoe.moe.records import MoEParams, RouteMetadata, StageSettings
 from raggedmoe.sharding.axes import HIDDEN_TENSOR, TENSOR, WIDTH_TENSOR
 from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, stage
 
-UpSums = tuple[Any, ...]  # of gate and up, [R F] each; None: there is no gate
+UpSums = dict[str, Float[Array, "R F"]]  # by the names of the up projections
 
 
 @stage(rows=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, result=PER_DEVICE, checked=False)
@@ -35,8 +35,7 @@ def gmm_up(
     """Multiply some columns of the rows by both up projections: what they add to the float32 sums, without biases."""
     options = {"transpose_rhs": True, "preferred_element_type": accumulator(rows.dtype)}
     matmul = functools.partial(_matmul_of(metadata, settings), **options)
-    names = ("wi_0", "wi_1")
-    return tuple(matmul(rows, weights[name][:, :, columns]) if name in weights else None for name in names)
+    return {name: matmul(rows, weights[name][:, :, columns]) for name in ("wi_0", "wi_1") if name in weights}
 
 
 @stage(sums=PER_DEVICE, result=BETWEEN_PROJECTIONS)
@@ -51,12 +50,9 @@ def activate(
 ) -> Float[Array, "R F"]:
     """Add the biases to the complete sums of both up projections, and apply the activation."""
     if biases:
-        bounds = _bounds(metadata, biases["bias_wi_0"].shape[0], sums[0].shape[0])
-        names = ("bias_wi_0", "bias_wi_1")
-        sums = tuple(
-            s if s is None else _mask_rows(add_bias(s, biases[b], bounds), metadata) for s, b in zip(sums, names)
-        )
-    hidden = ACTIVATIONS[settings.config.experts.activation](*sums).astype(dtype)
+        bounds = _bounds(metadata, biases["bias_wi_0"].shape[0], sums["wi_0"].shape[0])
+        sums = {w: _mask_rows(add_bias(added, biases[f"bias_{w}"], bounds), metadata) for w, added in sums.items()}
+    hidden = ACTIVATIONS[settings.config.experts.activation](sums["wi_0"], sums.get("wi_1")).astype(dtype)
     # Backward, summed over the tensor ranks once for all width chunks.
     return pvary_over(hidden, settings.on_mesh.axes(TENSOR))
 

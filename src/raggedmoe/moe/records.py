@@ -64,7 +64,7 @@ class Exchange:
     moves: Moves
     grouped: Int[Array, " R"]  # the received row of each row in the order of the experts; out of range: none
     ungrouped: Int[Array, " R"]  # its inverse
-    num_received: Int[Array, " _"]  # one number
+    num_received: Int[Array, "*one"]  # one number, on a mesh one of each device
 
 
 @jax.tree_util.register_dataclass
@@ -77,9 +77,9 @@ class RouteMetadata:
     row_of_slot: Int[Array, "T K"] | None  # the row of each slot; out of range: none here
     weights: Float[Array, "T K"] | Float[Array, " R"]  # of the slots, or of the rows where there are no slots
     group_sizes: Int[Array, " G"] | None  # rows of each expert held here, in order; None: R/G each
-    num_rows: Int[Array, " _"]  # one number: the valid rows, which are at the front of the buffer
+    num_rows: Int[Array, "*one"]  # valid rows, at the front of the buffer
     used: Bool[Array, " R"] | None  # of R/G rows each, those that stand for a token's choice; None: all valid ones
-    dropped: Int[Array, " _"]  # one number: routed slots (expert choice: tokens that count) that have no row anywhere
+    dropped: Int[Array, "*one"]  # routed slots (expert choice: tokens that count) that have no row anywhere
     exchange: Exchange | None = None  # the rows above are sent to other ranks, whose groups they are in
 
 

@@ -22,13 +22,7 @@ from raggedmoe.sharding.stage import REPLICATED, TOKENS, stage
 
 
 @stage(
-    x=TOKENS,
-    params=TOKENS,
-    mask=TOKENS,
-    key=REPLICATED,
-    token_ids=TOKENS,
-    replay=TOKENS,
-    result=(TOKENS, REPLICATED),
+    x=TOKENS, params=TOKENS, mask=TOKENS, key=REPLICATED, token_ids=TOKENS, replay=TOKENS, result=(TOKENS, REPLICATED)
 )
 def route(
     x: Float[Array, "T D"],

@@ -1,6 +1,5 @@
 """The logical axes of a mesh: the four roles that its axes play here, whatever they are called."""
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 DATA, FSDP, EXPERT, TENSOR = "data", "fsdp", "expert", "tensor"
 AXES = (DATA, FSDP, EXPERT, TENSOR)
 TOKEN_AXES = (DATA, FSDP, EXPERT)  # tokens are split over all of these; tensor ranks see the same tokens
-# What the tensor axis splits of routed experts: F, or D. Each is a logical axis too: the tensor axis, if it splits that.
+# What the tensor axis splits of routed experts: F, or D. Each is a logical axis too, the tensor axis if it splits that.
 SPLITS = HIDDEN_TENSOR, WIDTH_TENSOR = "expert_dim", "model_dim"
 
 MeshAxes = Mapping[str, str | tuple[str, ...]]  # logical axis -> the axis of the mesh, or several, major first
@@ -68,13 +67,19 @@ class LogicalMesh:
 
         On a mesh each stage is in a `shard_map` of its own, on one device it is a plain call.
         """
-        function = functools.partial(stage, **static)
         with jax.named_scope(stage.__name__):
             if self.mesh is None:
-                return function(*args)
+                return stage(*args, **static)
             in_specs, out_specs = jax.tree.map(self.spec, stage.partitions)
+
+            def add_dim(spec: PartitionSpec, part: Any) -> Any:  # to one number of each device
+                return jax.tree.map(lambda a: a if a.ndim else a.reshape((1,) * len(spec)), part)
+
+            def on_device(*parts: Any) -> Any:
+                return jax.tree.map(add_dim, out_specs, stage(*parts, **static))
+
             options = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": stage.checked}
-            return jax.shard_map(function, mesh=self.mesh, **options)(*args)
+            return jax.shard_map(on_device, mesh=self.mesh, **options)(*args)
 
 
 def shard_tokens(x: jax.Array, mesh: LogicalMesh | None) -> jax.Array:

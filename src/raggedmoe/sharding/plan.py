@@ -10,8 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from raggedmoe.names import unknown
 from raggedmoe.params import ParamSpec, Specs, divisors
-from raggedmoe.sharding.axes import AXES, TOKEN_AXES, axes_of
-from raggedmoe.sharding.rules import SPLITS, param_shardings, partition
+from raggedmoe.sharding.axes import AXES, SPLITS, TOKEN_AXES, axes_of
+from raggedmoe.sharding.rules import param_shardings, partition
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ def prepare(
     """Find out how some of each device's tokens reach their experts, and how many slots all devices drop."""
     metadata = _strategy(settings).prepare(routing.slice_tokens(tokens), settings)
     axes = settings.on_mesh.axes(*TOKEN_AXES)
-    dropped = lax.psum(metadata.dropped[0], axes) if may_drop(settings) else jnp.zeros((), jnp.int32)
+    dropped = lax.psum(metadata.dropped, axes) if may_drop(settings) else jnp.zeros((), jnp.int32)
     return offset_into_stacked_experts(metadata, first_expert, num_stacked), dropped
 
 

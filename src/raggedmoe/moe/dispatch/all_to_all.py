@@ -56,7 +56,7 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
         group_sizes=here.sum(0, dtype=jnp.int32),
         num_rows=metadata.num_rows,
         used=None,
-        dropped=(sizes[rank] - kept[rank]).sum(dtype=jnp.int32, keepdims=True),
+        dropped=(sizes[rank] - kept[rank]).sum(dtype=jnp.int32),
         exchange=Exchange(
             moves=Moves(
                 sent=kept[rank],
@@ -68,7 +68,7 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
             ),
             grouped=grouped,
             ungrouped=ungrouped,
-            num_received=kept[:, rank].sum(dtype=jnp.int32, keepdims=True),
+            num_received=kept[:, rank].sum(dtype=jnp.int32),
         ),
     )
 
@@ -111,7 +111,7 @@ def _reorder(
     rows: Float[Array, "R D"],
     indices: Int[Array, " R"],
     inverse: Int[Array, " R"],
-    num_rows: Int[Array, " _"],
+    num_rows: Int[Array, "*one"],
     settings: StageSettings,
 ) -> Float[Array, "R D"]:
     """Put the rows into the order of the indices."""
@@ -120,7 +120,7 @@ def _reorder(
     return ragged_gather(
         rows,
         indices,
-        end=num_rows[0],
+        end=num_rows.squeeze(),
         inverse=inverse[:, None],
         implementation=settings.execution.kernel_choice.ragged_gather,
         hardware=settings.execution.hardware,

@@ -93,9 +93,9 @@ def prepare_token_choice(routing: RouteOutput, num_experts: int, capacity: int, 
         row_of_slot=row_of_slot,
         weights=routing.weights,
         group_sizes=None,
-        num_rows=jnp.full(1, num_rows, jnp.int32),
+        num_rows=jnp.asarray(num_rows, jnp.int32),
         used=slot_of_row >= 0,
-        dropped=(routed & ~kept).sum(dtype=jnp.int32).reshape(1),
+        dropped=(routed & ~kept).sum(dtype=jnp.int32),
     )
 
 
@@ -110,9 +110,9 @@ def prepare_expert_choice(routing: RouteOutput) -> RouteMetadata:
         row_of_slot=None,
         weights=routing.weights.reshape(-1),
         group_sizes=None,
-        num_rows=jnp.full(1, tokens.size, jnp.int32),
+        num_rows=jnp.asarray(tokens.size, jnp.int32),
         used=tokens < routing.mask.shape[0],
-        dropped=(routing.mask & ~taken).sum(dtype=jnp.int32, keepdims=True),
+        dropped=(routing.mask & ~taken).sum(dtype=jnp.int32),
     )
 
 

@@ -31,9 +31,9 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
         row_of_slot=row_of_slot,
         weights=weights,
         group_sizes=None,
-        num_rows=jnp.full(1, held * num_tokens, jnp.int32),
+        num_rows=jnp.asarray(held * num_tokens, jnp.int32),
         used=pvary_like(jnp.zeros(held * num_tokens, bool), row_of_slot).at[row_of_slot].set(True, mode="drop"),
-        dropped=jnp.zeros(1, jnp.int32),
+        dropped=jnp.zeros((), jnp.int32),
     )
 
 

@@ -26,9 +26,9 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
         row_of_slot=places,
         weights=routing.weights,
         group_sizes=group_sizes,
-        num_rows=group_sizes.sum(dtype=jnp.int32, keepdims=True),
+        num_rows=group_sizes.sum(dtype=jnp.int32),
         used=None,
-        dropped=jnp.zeros(1, jnp.int32),
+        dropped=jnp.zeros((), jnp.int32),
     )
 
 
