@@ -104,10 +104,10 @@ def routed_experts(
     execution, on_mesh = settings.execution, settings.on_mesh
     run = functools.partial(on_mesh.run, settings=settings)
     # In the type that they are multiplied in, which is also what is sent.
-    weights = {name: params[name].astype(x.dtype) for name in params if not name.startswith(("router_", "shared_"))}
-    up_biases = {name: weights.pop(name) for name in params if name.startswith("bias_wi")}
-    weights = all_gather_params(weights, PER_DEVICE, settings)
-    up_biases = all_gather_params(up_biases, BETWEEN_PROJECTIONS, settings)
+    experts = {name: params[name].astype(x.dtype) for name in params if not name.startswith(("router_", "shared_"))}
+    biases = {name: experts.pop(name) for name in params if name.startswith("bias_wi")}
+    weights = all_gather_params(experts, PER_DEVICE, settings)
+    up_biases = all_gather_params(biases, BETWEEN_PROJECTIONS, settings)
     width_parts = even_parts(x.shape[1] // on_mesh.size(WIDTH_TENSOR), execution.width_chunks)
     outputs, dropped = [], jnp.zeros((), jnp.int32)
     for tokens in even_parts(x.shape[0] // on_mesh.size(*TOKEN_AXES), execution.token_chunks):

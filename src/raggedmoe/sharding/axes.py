@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -21,11 +21,6 @@ Entry = str | tuple[str, ...] | None
 def axes_of(entry: Entry) -> tuple[str, ...]:
     """The axes of one dimension of a `PartitionSpec`, major first."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def entry_of(axes: tuple[str, ...]) -> Entry:
-    """The inverse of `axes_of`."""
-    return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ class LogicalMesh:
 
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
         """A partition over logical axes as one over the mesh's own."""
-        return PartitionSpec(*(entry_of(self.axes(*axes_of(entry))) for entry in spec))
+        return PartitionSpec(*(self.axes(*axes_of(entry)) for entry in spec))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """The sharding of an array that is split over logical axes."""
@@ -96,14 +91,6 @@ def split_over(mesh: LogicalMesh | None, num: int, what: str, instead: str = "sm
             f"{num} {what} cannot be split over {degrees} = {shards} parts; use a multiple of {shards}, or {instead}"
         )
     return num // shards
-
-
-@overload
-def logical_mesh(mesh: None, mesh_axes: MeshAxes | None = None) -> None: ...
-
-
-@overload
-def logical_mesh(mesh: Mesh | AbstractMesh | LogicalMesh, mesh_axes: MeshAxes | None = None) -> LogicalMesh: ...
 
 
 def logical_mesh(

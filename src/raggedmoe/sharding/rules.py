@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from raggedmoe.params import ParamSpec, Specs, divisors, init_params
-from raggedmoe.sharding.axes import EXPERT, FSDP, HIDDEN_TENSOR, TENSOR, LogicalMesh, entry_of, logical_mesh
+from raggedmoe.sharding.axes import EXPERT, FSDP, HIDDEN_TENSOR, TENSOR, LogicalMesh
 
 # Of a parameter that all tokens use, the first width that it has is split over axes that otherwise split tokens only,
 # and the first of the other dimensions over the tensor axis.
@@ -29,8 +29,8 @@ def partition(name: str, spec: ParamSpec, sizes: Mapping[str, int], tensor_split
         if "expert_dim" in spec.axes and "model_dim" in spec.axes:  # not the biases, which are small
             splits["model_dim"] = (*splits.get("model_dim", ()), FSDP)
     elif len([dim for dim in spec.axes if dim != "layer"]) > 1:  # not norms and biases: small, and whole everywhere
-        for dims, axes in ((WIDTH_DIMS, WIDTH_AXES), (TENSOR_DIMS, (TENSOR,))):
-            splits.update(dict.fromkeys([dim for dim in dims if dim in spec.axes][:1], axes))
+        for dims, over in ((WIDTH_DIMS, WIDTH_AXES), (TENSOR_DIMS, (TENSOR,))):
+            splits.update(dict.fromkeys([dim for dim in dims if dim in spec.axes][:1], over))
     entries = []
     for dim, size in zip(spec.axes, spec.shape):
         axes = splits.get(dim, ())
@@ -42,16 +42,13 @@ def partition(name: str, spec: ParamSpec, sizes: Mapping[str, int], tensor_split
                     f"{name}: its {dim}={size} is not divisible by {degrees}; a product may be in {fitting}"
                 )
             axes = axes[:-1]
-        entries.append(entry_of(axes))
+        entries.append(axes)
     return PartitionSpec(*entries) if splits else PartitionSpec()
 
 
-def param_shardings(
-    mesh: Mesh | LogicalMesh, specs: Specs, tensor_split: str = HIDDEN_TENSOR
-) -> dict[str, NamedSharding]:
+def param_shardings(mesh: LogicalMesh, specs: Specs, tensor_split: str) -> dict[str, NamedSharding]:
     """The sharding of every parameter on a mesh."""
-    logical = logical_mesh(mesh)
-    return {name: logical.sharding(partition(name, spec, logical.sizes, tensor_split)) for name, spec in specs.items()}
+    return {name: mesh.sharding(partition(name, spec, mesh.sizes, tensor_split)) for name, spec in specs.items()}
 
 
 def make_params(

@@ -34,8 +34,7 @@ class TrainSharding:
 
         def with_sharding(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-            sharding = shardings.get(names[-1], whole) if names else whole
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            return leaf.update(sharding=shardings.get(names[-1], whole) if names else whole)
 
         return jax.tree_util.tree_map_with_path(with_sharding, template)
 
@@ -52,11 +51,9 @@ class TrainSharding:
         if self.mesh is None or jax.process_count() == 1:
             return None
         shape = in_micro_batches((num_rows,), parts)
-        rows: set[int] = set()
-        for index in NamedSharding(self.mesh, PARTS_OF_TOKENS).addressable_devices_indices_map(shape).values():
-            assert index is not None
-            rows.update(range(*index[1].indices(shape[1])))
-        return [part * shape[1] + row for part in range(parts) for row in sorted(rows)]
+        indices = NamedSharding(self.mesh, PARTS_OF_TOKENS).addressable_devices_indices_map(shape).values()
+        rows = sorted({row for index in indices if index for row in range(shape[1])[index[1]]})
+        return [part * shape[1] + row for part in range(parts) for row in rows]
 
     def put(self, arrays: Any, shapes: Any) -> Any:
         """Arrays on the devices: whole ones that every process has, or of a batch only its `local_rows`."""
