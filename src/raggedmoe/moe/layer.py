@@ -7,12 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from raggedmoe.kernels.arrays import pvary_over
 from raggedmoe.kernels.eager import compile_once
 from raggedmoe.moe.config import MoEConfig, check_execution, is_expert_choice
 from raggedmoe.moe.dispatch import check_ranks, dispatch, prepare, unpermute
@@ -20,16 +18,8 @@ from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import activate, expert_ffn, gmm_down, gmm_up, shared_experts, tp_reduce
 from raggedmoe.moe.records import MoEOutput, MoEParams, RouteOutput, StageSettings
 from raggedmoe.moe.router import check_replay, route
-from raggedmoe.sharding.axes import (
-    TOKEN_AXES,
-    WIDTH_TENSOR,
-    LogicalMesh,
-    axes_of,
-    logical_mesh,
-    shard_tokens,
-    split_over,
-)
-from raggedmoe.sharding.rules import WIDTH_AXES, partition
+from raggedmoe.sharding.axes import TOKEN_AXES, WIDTH_TENSOR, LogicalMesh, logical_mesh, shard_tokens, split_over
+from raggedmoe.sharding.rules import all_gather_params
 from raggedmoe.sharding.stage import ACTIVATIONS, BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, stage
 
 DEFAULT_EXECUTION = MoEExecution()
@@ -75,7 +65,8 @@ def moe_route_and_compute(
     if mask is not None:
         # What a masked token holds, NaN too, reaches nothing: neither the router's gradient nor a sum.
         x = jnp.where(mask[:, None], x, 0)
-    router = all_gather_params({name: params[name] for name in params if name.startswith("router_")}, TOKENS, settings)
+    router = {name: params[name] for name in params if name.startswith("router_")}
+    router = all_gather_params(router, config.param_specs(), on_mesh, TOKENS)
     routing, statistics = on_mesh.run(route, x, router, mask, key, token_ids, replay, settings=settings)
     with jax.named_scope("experts"):
         output, dropped = routed_experts(x, params, routing, first_expert, settings)
@@ -101,13 +92,13 @@ def routed_experts(
     The tokens, or the model width, come in chunks that do not depend on each other, so that the compiler may move one
     while it computes another, forward and backward. One chunk is the ordinary case.
     """
-    execution, on_mesh = settings.execution, settings.on_mesh
+    execution, on_mesh, specs = settings.execution, settings.on_mesh, settings.config.param_specs()
     run = functools.partial(on_mesh.run, settings=settings)
     # In the type that they are multiplied in, which is also what is sent.
     experts = {name: params[name].astype(x.dtype) for name in params if not name.startswith(("router_", "shared_"))}
     biases = {name: experts.pop(name) for name in params if name.startswith("bias_wi")}
-    weights = all_gather_params(experts, PER_DEVICE, settings)
-    up_biases = all_gather_params(biases, BETWEEN_PROJECTIONS, settings)
+    weights = all_gather_params(experts, specs, on_mesh, PER_DEVICE)
+    up_biases = all_gather_params(biases, specs, on_mesh, BETWEEN_PROJECTIONS)
     width_parts = even_parts(x.shape[1] // on_mesh.size(WIDTH_TENSOR), execution.width_chunks)
     outputs, dropped = [], jnp.zeros((), jnp.int32)
     for tokens in even_parts(x.shape[0] // on_mesh.size(*TOKEN_AXES), execution.token_chunks):
@@ -131,29 +122,6 @@ def routed_experts(
             columns_out.append(run(unpermute, rows, routing, metadata, tokens=tokens))
         outputs.append(_concatenate_chunks(columns_out, on_mesh, dim=1))
     return _concatenate_chunks(outputs, on_mesh, dim=0), dropped
-
-
-def all_gather_params(params: MoEParams, result: PartitionSpec, settings: StageSettings) -> MoEParams:
-    """Some of the layer's parameters as its stages use them: what FSDP split is gathered once, just before use.
-
-    Backward, the gradients are summed and split again the same way: one reduce-scatter for each all-gather.
-    """
-    mesh, declared = settings.on_mesh, settings.config.param_specs()
-    if mesh.mesh is None:
-        return params
-    specs = {name: partition(name, declared[name], mesh.sizes, mesh.tensor_split) for name in params}
-
-    @stage(parts=specs, result=result)
-    def all_gather_weights(parts: MoEParams) -> MoEParams:
-        # Each device's own before the gather: backward, the sum over the other axes is of the part that is kept.
-        weights = {name: pvary_over(part, mesh.axes(*axes_of(result[0]))) for name, part in parts.items()}
-        for name, spec in specs.items():
-            for i, (dim, entry) in enumerate(zip(declared[name].axes, spec)):
-                axes = mesh.axes(*(axis for axis in axes_of(entry) if axis in WIDTH_AXES and dim != "expert"))
-                weights[name] = lax.all_gather(weights[name], axes, axis=i, tiled=True)
-        return weights
-
-    return mesh.run(all_gather_weights, params)
 
 
 def _name_arrays(arrays: Any, name: str) -> Any:

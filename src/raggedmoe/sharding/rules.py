@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from raggedmoe.kernels.arrays import pvary_over
 from raggedmoe.params import ParamSpec, Specs, divisors, init_params
-from raggedmoe.sharding.axes import EXPERT, FSDP, HIDDEN_TENSOR, TENSOR, LogicalMesh
+from raggedmoe.sharding.axes import EXPERT, FSDP, HIDDEN_TENSOR, TENSOR, LogicalMesh, axes_of
+from raggedmoe.sharding.stage import stage
 
 # Of a parameter that all tokens use, the first width that it has is split over axes that otherwise split tokens only,
 # and the first of the other dimensions over the tensor axis.
@@ -49,6 +52,30 @@ def partition(name: str, spec: ParamSpec, sizes: Mapping[str, int], tensor_split
 def param_shardings(mesh: LogicalMesh, specs: Specs, tensor_split: str) -> dict[str, NamedSharding]:
     """The sharding of every parameter on a mesh."""
     return {name: mesh.sharding(partition(name, spec, mesh.sizes, tensor_split)) for name, spec in specs.items()}
+
+
+def all_gather_params(
+    params: dict[str, jax.Array], specs: Specs, mesh: LogicalMesh, result: PartitionSpec
+) -> dict[str, jax.Array]:
+    """Some of a layer's parameters as its stages use them: what FSDP split is gathered once, just before use.
+
+    Backward, the gradients are summed and split again the same way: one reduce-scatter for each all-gather.
+    """
+    if mesh.mesh is None:
+        return params
+    stored = {name: partition(name, specs[name], mesh.sizes, mesh.tensor_split) for name in params}
+
+    @stage(parts=stored, result=result)
+    def all_gather_weights(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        # Each device's own before the gather: backward, the sum over the other axes is of the part that is kept.
+        weights = {name: pvary_over(part, mesh.axes(*axes_of(result[0]))) for name, part in parts.items()}
+        for name, spec in stored.items():
+            for i, (dim, entry) in enumerate(zip(specs[name].axes, spec)):
+                axes = mesh.axes(*(axis for axis in axes_of(entry) if axis in WIDTH_AXES and dim != "expert"))
+                weights[name] = lax.all_gather(weights[name], axes, axis=i, tiled=True)
+        return weights
+
+    return mesh.run(all_gather_weights, params)
 
 
 def make_params(
