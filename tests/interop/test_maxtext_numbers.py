@@ -114,7 +114,7 @@ def routed(arrays, moe):
 
 @functools.partial(jax.jit, static_argnums=1)
 def slope_of_balance_loss(arrays, moe):
-    return jax.grad(lambda kernel: routed({**arrays, "kernel": kernel}, moe).aux_loss)(arrays["kernel"])
+    return jax.grad(lambda kernel: routed({**arrays, "kernel": kernel}, moe)[1]["aux_loss"])(arrays["kernel"])
 
 
 def in_sequences(array):
@@ -129,9 +129,9 @@ def test_load_balance_loss_weight_adds_maxtexts_loss_and_its_gradient(x64, name)
     ours, theirs = 0.0, []
     for number in range(num_layers):  # whose losses a run adds up
         arrays = {key: jnp.asarray(value) for key, value in layer_arrays(model.moe, number).items()}
-        found = routed(arrays, model.moe)
+        found, statistics = routed(arrays, model.moe)
         chosen = in_sequences(found.experts)
-        ours += float(found.aux_loss)
+        ours += float(statistics["aux_loss"])
 
         def loss(kernel, arrays=arrays, chosen=chosen):
             host = {key: np.asarray(value) for key, value in arrays.items()}
@@ -163,7 +163,7 @@ def test_the_layers_that_the_mean_is_over_are_those_whose_losses_are_added():
 def test_weights_of_the_chosen_experts_are_maxtexts(x64, name):
     model = model_preset(name)
     arrays = layer_arrays(model.moe, 0)
-    found = routed({key: jnp.asarray(value) for key, value in arrays.items()}, model.moe)
+    found, _ = routed({key: jnp.asarray(value) for key, value in arrays.items()}, model.moe)
     chosen = np.take_along_axis(logits_of(arrays), np.asarray(found.experts), axis=1)
     np.testing.assert_allclose(found.weights, WEIGHTS[name](chosen, model), rtol=1e-12)
 
@@ -211,7 +211,7 @@ def test_the_weights_of_a_routers_words_have_the_slope_of_maxtexts(x64, name, ro
 
     @jax.jit
     def gradient(kernel):
-        return jax.grad(lambda kernel: (routed({**arrays, "kernel": kernel}, model.moe).weights * cotangent).sum())(
+        return jax.grad(lambda kernel: (routed({**arrays, "kernel": kernel}, model.moe)[0].weights * cotangent).sum())(
             kernel
         )
 
@@ -241,7 +241,7 @@ def test_the_words_of_a_router_choose_and_weigh_as_in_maxtext(x64, name, router)
     bias = arrays.get("selection_bias", arrays.get("logit_bias", np.zeros(1)))
     assert bias.any() == words.get("routed_bias", False)
     chosen, weights = weights_there(model.family, logits, bias, words)
-    found = routed({key: jnp.asarray(value) for key, value in arrays.items()}, model.moe)
+    found, _ = routed({key: jnp.asarray(value) for key, value in arrays.items()}, model.moe)
     np.testing.assert_array_equal(found.experts, chosen)
     np.testing.assert_allclose(found.weights, weights, rtol=1e-12)
 
@@ -272,8 +272,6 @@ def slots_of(choices, num_experts, capacity):
         tokens=None,
         mask=jnp.ones(num_sequences * length, bool),
         weights=jnp.ones((num_sequences * length, per_token)),
-        **dict.fromkeys(("aux_loss", "z_loss", "entropy", "max_violation"), jnp.zeros(())),
-        load=jnp.zeros(num_experts, jnp.int32),
     )
     found = jax.jit(prepare_token_choice, static_argnums=(1, 2, 3))(routing, num_experts, capacity, num_sequences)
     rows = np.asarray(found.row_of_slot).reshape(choices.shape)
@@ -360,7 +358,8 @@ def test_groups_are_ranked_by_their_two_best_biased_scores_and_weights_have_no_b
 
     @jax.jit
     def choice(scores, params):
-        chosen = select_experts(scores, params, router, 4, jnp.ones(2, bool))
+        ranking, mask = scores + params["router_selection_bias"][None], jnp.ones(2, bool)
+        chosen = select_experts(ranking, router, 4, mask, None, None, jnp.int32(0), ())
         return chosen, combine_weights(scores, chosen, params, router)
 
     chosen, weights = choice(scores, params)
@@ -524,7 +523,7 @@ def test_grad_dtype_rounds_gradients_and_mu_dtype_the_mean():
 def test_routed_scaling_factor_multiplies_the_normalised_weights(x64):
     moe = configured("deepseek-v3-tiny", "routed_scaling_factor=1.7").step.model.moe
     arrays = layer_arrays(moe, 0)
-    found = routed({key: jnp.asarray(value) for key, value in arrays.items()}, moe)
+    found, _ = routed({key: jnp.asarray(value) for key, value in arrays.items()}, moe)
     scores = 1 / (1 + np.exp(-np.take_along_axis(logits_of(arrays), np.asarray(found.experts), axis=1)))
     np.testing.assert_allclose(found.weights, 1.7 * scores / (scores.sum(1, keepdims=True) + 1e-20), rtol=1e-12)
 

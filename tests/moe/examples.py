@@ -10,7 +10,7 @@ from raggedmoe.moe.config import MoEConfig, RouterConfig
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.layer import DEFAULT_EXECUTION, moe_route_and_compute
 from raggedmoe.moe.records import StageSettings
-from raggedmoe.sharding.stage import OnMesh
+from raggedmoe.sharding.axes import LogicalMesh
 from tests.moe import numpy_layer
 from tests.moe.dense_layer import dense_layer
 
@@ -26,7 +26,7 @@ def moe_config(router=None, **options):
     return MoEConfig(**{**sizes, "router": RouterConfig(**(router or {})), **options})
 
 
-def stage_settings(config, execution=DEFAULT_EXECUTION, on_mesh=OnMesh(), num_sequences=1):  # noqa: B008, frozen
+def stage_settings(config, execution=DEFAULT_EXECUTION, on_mesh=LogicalMesh(), num_sequences=1):  # noqa: B008, frozen
     """What a stage of the layer is given beside arrays, for tests that call one alone."""
     return StageSettings(config=config, execution=execution, on_mesh=on_mesh, num_sequences=num_sequences)
 

@@ -31,7 +31,7 @@ from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.names import unknown
-from raggedmoe.sharding.axes import TOKEN_AXES, logical_mesh
+from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh
 
 if TYPE_CHECKING:
     from raggedmoe.sharding.training import TrainSharding
@@ -174,7 +174,7 @@ def layer_on_devices(
 def _layer_program(
     config: MoEConfig, execution: MoEExecution, x: Any, params: Any, mesh: Mesh | None = None, *, forward: bool
 ) -> JitProgram:
-    num_sequences = 1 if mesh is None else logical_mesh(mesh).size(*TOKEN_AXES)
+    num_sequences = 1 if mesh is None else LogicalMesh(mesh).size(*TOKEN_AXES)
 
     def layer(x: Any, params: Any) -> Any:
         return moe_route_and_compute(x, params, config, execution, mesh=mesh, num_sequences=num_sequences).output

@@ -225,8 +225,17 @@ def check_execution(config: MoEConfig, execution: MoEExecution) -> None:
         )
     if config.capacity_factor is None and strategy == "capacity":
         raise ValueError("strategy='capacity' needs the MoEConfig's capacity_factor, got None; 1.0 is an even share")
-    for operation, reason in _unread_operations(config, execution).items():
-        if getattr(execution.kernel_choice, operation) != "auto":
+    fused, batched = execution.backend.fused, strategy in ("capacity", "dense")
+    unread = (
+        (fused, "grouped_matmul", "the experts are one expert_ffn"),
+        (not fused, "expert_ffn", "the experts are split into matmuls; moe_backend='expert_ffn' fuses them"),
+        (batched and not fused, "grouped_matmul", "all experts have as many rows, which is one batched matmul"),
+        (strategy == "dense", "ragged_gather", "no rows are moved"),
+        (strategy == "dense", "ragged_gather_reduce", "no rows are moved"),
+        (is_expert_choice(config), "ragged_gather_reduce", "expert choice combines by a scatter-add"),
+    )
+    for is_unread, operation, reason in unread:
+        if is_unread and getattr(execution.kernel_choice, operation) != "auto":
             raise ValueError(
                 f"the kernel choice for {operation} would never be read with moe_backend={execution.moe_backend!r} and "
                 f"strategy={strategy!r}: {reason}; leave it out"
@@ -238,19 +247,3 @@ def check_execution(config: MoEConfig, execution: MoEExecution) -> None:
             f"strategy='capacity' gives each expert slots in whole sequences; it cannot be used with "
             f"token_chunks={execution.token_chunks}: use token_chunks=1, or leave capacity_factor out"
         )
-
-
-def _unread_operations(config: MoEConfig, execution: MoEExecution) -> dict[str, str]:
-    """The operations that the layer never calls, and why."""
-    strategy, unread = strategy_name(config, execution), {}
-    if execution.backend.fused:
-        unread["grouped_matmul"] = "the experts are one expert_ffn"
-    else:
-        unread["expert_ffn"] = "the experts are split into matmuls; moe_backend='expert_ffn' fuses them"
-        if strategy in ("capacity", "dense"):
-            unread["grouped_matmul"] = "all experts have as many rows, which is one batched matmul"
-    if strategy == "dense":
-        unread["ragged_gather"] = unread["ragged_gather_reduce"] = "no rows are moved"
-    elif is_expert_choice(config):
-        unread["ragged_gather_reduce"] = "expert choice combines by a scatter-add"
-    return unread

@@ -7,7 +7,7 @@ from raggedmoe.kernels.registry import KernelChoice
 from raggedmoe.moe.backends import Backend, backend_named
 from raggedmoe.names import unknown
 from raggedmoe.params import check_sizes
-from raggedmoe.sharding.rules import SPLITS
+from raggedmoe.sharding.axes import SPLITS
 
 STRATEGIES = ("local", "capacity", "dense", "ring", "all_to_all")
 ACROSS_RANKS = ("ring", "all_to_all")  # strategies that are for experts on several devices

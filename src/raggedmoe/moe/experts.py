@@ -19,13 +19,13 @@ from raggedmoe.kernels.expert_ffn.matmuls import add_bias
 from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.records import MoEParams, RouteMetadata, StageSettings
-from raggedmoe.sharding.axes import TENSOR
-from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, PER_SHARD, stage
+from raggedmoe.sharding.axes import HIDDEN_TENSOR, TENSOR, WIDTH_TENSOR
+from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, stage
 
-UpSums = tuple[Any, ...]  # of gate and up, [R F] each; None: there is no gate
+UpSums = dict[str, Float[Array, "R F"]]  # by the names of the up projections
 
 
-@stage(rows=PER_DEVICE, weights=PER_DEVICE, metadata=RouteMetadata.PLACEMENT, result=PER_DEVICE, checked=False)
+@stage(rows=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, result=PER_DEVICE, checked=False)
 def gmm_up(
     rows: Float[Array, "R columns"],
     weights: MoEParams,
@@ -37,33 +37,29 @@ def gmm_up(
     """Multiply some columns of the rows by both up projections: what they add to the float32 sums, without biases."""
     options = {"transpose_rhs": True, "preferred_element_type": accumulator(rows.dtype)}
     matmul = functools.partial(_matmul_of(metadata, settings), **options)
-    names = ("wi_0", "wi_1")
-    return tuple(matmul(rows, weights[name][:, :, columns]) if name in weights else None for name in names)
+    return {name: matmul(rows, weights[name][:, :, columns]) for name in ("wi_0", "wi_1") if name in weights}
 
 
-@stage(sums=PER_DEVICE, result=PER_SHARD)
+@stage(sums=PER_DEVICE, result=BETWEEN_PROJECTIONS)
 def tp_reduce(sums: UpSums, *, settings: StageSettings) -> UpSums:
     """Complete the sums over the width, of which each tensor rank has those over its own part."""
-    return lax.psum(sums, settings.on_mesh.axes(TENSOR))
+    return lax.psum(sums, settings.on_mesh.axes(WIDTH_TENSOR))
 
 
-@stage(sums=BETWEEN_PROJECTIONS, biases=BETWEEN_PROJECTIONS, metadata=RouteMetadata.PLACEMENT, result=PER_DEVICE)
+@stage(sums=BETWEEN_PROJECTIONS, biases=BETWEEN_PROJECTIONS, metadata=TOKENS, result=PER_DEVICE)
 def activate(
     sums: UpSums, biases: MoEParams, metadata: RouteMetadata, *, settings: StageSettings, dtype: jnp.dtype
 ) -> Float[Array, "R F"]:
     """Add the biases to the complete sums of both up projections, and apply the activation."""
     if biases:
-        bounds = _bounds(metadata, biases["bias_wi_0"].shape[0], sums[0].shape[0])
-        names = ("bias_wi_0", "bias_wi_1")
-        sums = tuple(
-            s if s is None else _mask_rows(add_bias(s, biases[b], bounds), metadata) for s, b in zip(sums, names)
-        )
-    hidden = ACTIVATIONS[settings.config.experts.activation](*sums).astype(dtype)
+        bounds = _bounds(metadata, biases["bias_wi_0"].shape[0], sums["wi_0"].shape[0])
+        sums = {w: _mask_rows(add_bias(added, biases[f"bias_{w}"], bounds), metadata) for w, added in sums.items()}
+    hidden = ACTIVATIONS[settings.config.experts.activation](sums["wi_0"], sums.get("wi_1")).astype(dtype)
     # Backward, summed over the tensor ranks once for all width chunks.
     return pvary_over(hidden, settings.on_mesh.axes(TENSOR))
 
 
-@stage(hidden=PER_DEVICE, weights=PER_DEVICE, metadata=RouteMetadata.PLACEMENT, result=PER_DEVICE, checked=False)
+@stage(hidden=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, result=PER_DEVICE, checked=False)
 def gmm_down(
     hidden: Float[Array, "R F"], weights: MoEParams, metadata: RouteMetadata, *, settings: StageSettings, columns: slice
 ) -> Float[Array, "R columns"]:
@@ -81,7 +77,7 @@ def gmm_down(
     rows=PER_DEVICE,
     weights=PER_DEVICE,
     up_biases=BETWEEN_PROJECTIONS,
-    metadata=RouteMetadata.PLACEMENT,
+    metadata=TOKENS,
     result=PER_DEVICE,
     checked=False,
 )
@@ -118,12 +114,12 @@ def expert_ffn(
 def fuses_experts(x: Float[Array, "T D"], weights: MoEParams, settings: StageSettings) -> bool:
     """Whether the experts are one `expert_ffn`: if the backend says so, or for "auto" where that is the fastest."""
     config, execution = settings.config, settings.execution
-    if execution.moe_backend != "auto" or execution.width_chunks > 1 or settings.on_mesh.splits_width:
+    if execution.moe_backend != "auto" or execution.width_chunks > 1 or settings.on_mesh.axes(WIDTH_TENSOR):
         return execution.backend.fused
     if strategy_name(config, execution) in ("capacity", "dense") or execution.kernel_choice.grouped_matmul != "auto":
         return False
     mesh = settings.on_mesh.mesh
-    device = None if mesh is None or execution.hardware else mesh.mesh.abstract_mesh.abstract_device
+    device = None if mesh is None or execution.hardware else mesh.abstract_mesh.abstract_device
     named = execution.hardware if device is None else hardware_of_device(device.platform, device.device_kind)
     hardware = target_hardware(named, (x,))
     return api.is_faster_than_split(x, weights["wi_0"], config.experts.activation, "bias_wo" in weights, hardware)
@@ -144,8 +140,8 @@ def shared_experts(x: Float[Array, "T D"], params: MoEParams, activation: str) -
 
 def _down_bias(weights: MoEParams, settings: StageSettings) -> Float[Array, "G D"] | None:
     """The bias of the down projection, on the first of the ranks whose results are summed alone."""
-    bias, axes = weights.get("bias_wo"), settings.on_mesh.axes(TENSOR)
-    if bias is None or not axes or settings.on_mesh.splits_width:
+    bias, axes = weights.get("bias_wo"), settings.on_mesh.axes(HIDDEN_TENSOR)
+    if bias is None or not axes:
         return bias
     return jnp.where(lax.axis_index(axes) == 0, bias, 0)
 

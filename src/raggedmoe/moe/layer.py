@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,11 +16,11 @@ from raggedmoe.moe.config import MoEConfig, check_execution, is_expert_choice
 from raggedmoe.moe.dispatch import check_ranks, dispatch, prepare, unpermute
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import activate, expert_ffn, fuses_experts, gmm_down, gmm_up, shared_experts, tp_reduce
-from raggedmoe.moe.gathering import gather_experts, gather_router
 from raggedmoe.moe.records import MoEOutput, MoEParams, RouteOutput, StageSettings
 from raggedmoe.moe.router import check_replay, route
-from raggedmoe.sharding.axes import TENSOR, TOKEN_AXES, LogicalMesh, logical_mesh, shard_tokens, split_over
-from raggedmoe.sharding.stage import ACTIVATIONS, OnMesh, stage
+from raggedmoe.sharding.axes import TOKEN_AXES, WIDTH_TENSOR, LogicalMesh, logical_mesh, shard_tokens, split_over
+from raggedmoe.sharding.rules import all_gather_params
+from raggedmoe.sharding.stage import ACTIVATIONS, BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, stage
 
 DEFAULT_EXECUTION = MoEExecution()
 
@@ -55,27 +56,28 @@ def moe_route_and_compute(
     does not depend on the mesh. Tokens are split over all axes but "tensor", parameters by `raggedmoe.sharding.rules`.
     ``first_expert``: where this layer's experts begin in weights that hold several layers', one after the other.
     """
-    on_mesh = OnMesh(mesh=logical_mesh(mesh), tensor_split=execution.tensor_split)
-    split_over(on_mesh.mesh, x.shape[0], "tokens")
-    sequences = sequences_of_device(num_sequences, config, on_mesh.mesh)
+    mesh = logical_mesh(mesh)
+    on_mesh = replace(mesh or LogicalMesh(), tensor_split=execution.tensor_split)
+    split_over(mesh, x.shape[0], "tokens")
+    sequences = sequences_of_device(num_sequences, config, mesh)
     settings = StageSettings(config=config, execution=execution, on_mesh=on_mesh, num_sequences=sequences)
     check_ranks(settings)
     if mask is not None:
         # What a masked token holds, NaN too, reaches nothing: neither the router's gradient nor a sum.
         x = jnp.where(mask[:, None], x, 0)
-    router = gather_router(params, settings)
-    routing = on_mesh(route, x, router, mask, key, token_ids, replay, settings=settings)
+    router = {name: params[name] for name in params if name.startswith("router_")}
+    router = all_gather_params(router, config.param_specs(), on_mesh, TOKENS)
+    routing, statistics = on_mesh.run(route, x, router, mask, key, token_ids, replay, settings=settings)
     with jax.named_scope("experts"):
         output, dropped = routed_experts(x, params, routing, first_expert, settings)
-        output = shard_tokens(output, on_mesh.mesh)
+        output = shard_tokens(output, mesh)
     shared = {name.removeprefix("shared_"): array for name, array in params.items() if name.startswith("shared_")}
     if shared:
         with jax.named_scope("shared_experts"):
             # In no stage: without a word about its layout, XLA exchanges two devices' gradients of x (docs/log.md).
-            added = shared_experts(shard_tokens(x, on_mesh.mesh), shared, config.experts.activation)
+            added = shared_experts(shard_tokens(x, mesh), shared, config.experts.activation)
             output = output + (added if mask is None else jnp.where(mask[:, None], added, 0))
-    statistics = {name: getattr(routing, name) for name in MoEOutput.OF_ROUTING}
-    return MoEOutput(output=output, dropped=dropped, **statistics)
+    return MoEOutput(output=output, dropped=dropped, experts=routing.experts, **statistics)
 
 
 def routed_experts(
@@ -90,11 +92,14 @@ def routed_experts(
     The tokens, or the model width, come in chunks that do not depend on each other, so that the compiler may move one
     while it computes another, forward and backward. One chunk is the ordinary case.
     """
-    execution, on_mesh = settings.execution, settings.on_mesh
-    run = functools.partial(on_mesh, settings=settings)
-    weights, up_biases = gather_experts(params, settings, x.dtype)
-    width = x.shape[1] // on_mesh.size(TENSOR) if on_mesh.splits_width else x.shape[1]
-    width_parts = even_parts(width, execution.width_chunks)
+    execution, on_mesh, specs = settings.execution, settings.on_mesh, settings.config.param_specs()
+    run = functools.partial(on_mesh.run, settings=settings)
+    # In the type that they are multiplied in, which is also what is sent.
+    experts = {name: params[name].astype(x.dtype) for name in params if not name.startswith(("router_", "shared_"))}
+    biases = {name: experts.pop(name) for name in params if name.startswith("bias_wi")}
+    weights = all_gather_params(experts, specs, on_mesh, PER_DEVICE)
+    up_biases = all_gather_params(biases, specs, on_mesh, BETWEEN_PROJECTIONS)
+    width_parts = even_parts(x.shape[1] // on_mesh.size(WIDTH_TENSOR), execution.width_chunks)
     fused = fuses_experts(x, params, settings)
     outputs, dropped = [], jnp.zeros((), jnp.int32)
     for tokens in even_parts(x.shape[0] // on_mesh.size(*TOKEN_AXES), execution.token_chunks):
@@ -110,7 +115,7 @@ def routed_experts(
             rows = run(dispatch, x, routing, metadata, tokens=tokens, columns=columns)
             more = run(gmm_up, rows, weights, metadata, columns=columns)
             sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
-        if on_mesh.splits_width:
+        if on_mesh.axes(WIDTH_TENSOR):
             sums = run(tp_reduce, sums)
         hidden = run(activate, _name_arrays(sums, "moe_up"), up_biases, metadata, dtype=x.dtype)
         for columns in width_parts:
@@ -131,8 +136,8 @@ def concatenate(chunks: list[Float[Array, "_ _"]], *, dim: int) -> Float[Array, 
     return jnp.concatenate(chunks, axis=dim)
 
 
-def _concatenate_chunks(chunks: list[Float[Array, "_ _"]], on_mesh: OnMesh, dim: int) -> Float[Array, "_ _"]:
-    return chunks[0] if len(chunks) == 1 else on_mesh(concatenate, chunks, dim=dim)
+def _concatenate_chunks(chunks: list[Float[Array, "_ _"]], on_mesh: LogicalMesh, dim: int) -> Float[Array, "_ _"]:
+    return chunks[0] if len(chunks) == 1 else on_mesh.run(concatenate, chunks, dim=dim)
 
 
 def even_parts(size: int, num_parts: int) -> list[slice]:

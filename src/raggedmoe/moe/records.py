@@ -1,15 +1,15 @@
 """What the stages hand to each other: named, frozen, and pytrees."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.execution import MoEExecution
-from raggedmoe.sharding.stage import PER_SHARD, REPLICATED, TOKENS, OnMesh, Placement, make_record, register_record
+from raggedmoe.sharding.axes import LogicalMesh
 
 MoEParams = Mapping[str, Any]  # arrays by the names of `MoEConfig.param_specs`, or those of them that a stage uses
 
@@ -20,14 +20,14 @@ class StageSettings:
 
     config: MoEConfig
     execution: MoEExecution
-    on_mesh: OnMesh  # whose axes the collectives go over
+    on_mesh: LogicalMesh  # whose axes the collectives go over; on one device, it has none
     num_sequences: int  # on each device, if something is counted in each sequence
 
 
-@register_record
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class RouteOutput:
-    """What the router decided. Knows no strategy and no model width.
+    """What the router decided for each token. Knows no strategy and no model width.
 
     Token choice fills ``experts`` and ``weights [T K]``; expert choice fills ``tokens`` and ``weights [E C]``.
     """
@@ -36,26 +36,13 @@ class RouteOutput:
     tokens: Int[Array, "_ C"] | None  # of each expert, on a mesh on each device; T: none (an empty slot)
     mask: Bool[Array, " T"]  # the tokens that count
     weights: Float[Array, "T K"] | Float[Array, "_ C"]  # zero where there is no expert or no token
-    aux_loss: Float[Array, ""]  # load balance, times its configured weight
-    z_loss: Float[Array, ""]  # size of the logits, times its configured weight
-    load: Int[Array, " E"]  # routed slots of each expert
-    entropy: Float[Array, ""]  # of the load, in nats; log(E) is perfect balance
-    max_violation: Float[Array, ""]  # busiest expert's load over the mean, minus 1
-
-    PLACEMENT: ClassVar[Placement]
 
     def slice_tokens(self, tokens: slice) -> "RouteOutput":
-        """What was decided for some of the tokens. Losses and statistics stay those of all tokens."""
+        """What was decided for some of the tokens."""
         if self.experts is None:
             assert tokens == slice(0, self.mask.shape[0]), "expert choice decides for all tokens at once"
             return self
         return replace(self, experts=self.experts[tokens], weights=self.weights[tokens], mask=self.mask[tokens])
-
-
-# On a mesh: what there is of each token (expert choice: of each device's tokens) is split, the rest is of all.
-_SPECS = {field.name: REPLICATED.specs for field in fields(RouteOutput)}
-_SPECS |= dict.fromkeys(("experts", "tokens", "mask", "weights"), TOKENS.specs)
-RouteOutput.PLACEMENT = Placement(make_record(RouteOutput, _SPECS))
 
 
 class Moves(NamedTuple):
@@ -69,7 +56,7 @@ class Moves(NamedTuple):
     received_at: Int[Array, " P"]  # and where they begin in this rank's buffer
 
 
-@register_record
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
     """How the rows of a rank reach their experts on other ranks."""
@@ -77,10 +64,10 @@ class Exchange:
     moves: Moves
     grouped: Int[Array, " R"]  # the received row of each row in the order of the experts; out of range: none
     ungrouped: Int[Array, " R"]  # its inverse
-    num_received: Int[Array, ""]
+    num_received: Int[Array, "*one"]  # one number, on a mesh one of each device
 
 
-@register_record
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class RouteMetadata:
     """What a strategy needs to move the rows to their experts, and back."""
@@ -90,12 +77,10 @@ class RouteMetadata:
     row_of_slot: Int[Array, "T K"] | None  # the row of each slot; out of range: none here
     weights: Float[Array, "T K"] | Float[Array, " R"]  # of the slots, or of the rows where there are no slots
     group_sizes: Int[Array, " G"] | None  # rows of each expert held here, in order; None: R/G each
-    num_rows: Int[Array, ""]  # valid rows, at the front of the buffer
+    num_rows: Int[Array, "*one"]  # valid rows, at the front of the buffer
     used: Bool[Array, " R"] | None  # of R/G rows each, those that stand for a token's choice; None: all valid ones
-    dropped: Int[Array, ""]  # routed slots (expert choice: tokens that count) that have no row anywhere
+    dropped: Int[Array, "*one"]  # routed slots (expert choice: tokens that count) that have no row anywhere
     exchange: Exchange | None = None  # the rows above are sent to other ranks, whose groups they are in
-
-    PLACEMENT: ClassVar[Placement] = PER_SHARD
 
 
 @jax.tree_util.register_dataclass
@@ -111,6 +96,3 @@ class MoEOutput:
     max_violation: Float[Array, ""]  # busiest expert's load over the mean, minus 1
     dropped: Int[Array, ""]  # slots (expert choice: tokens) that were routed or present, and computed by no expert
     experts: Int[Array, "... K"] | None  # the routing, to record and to give again as `replay`; None: expert choice
-
-    # The fields that are the router's.
-    OF_ROUTING: ClassVar = ("aux_loss", "z_loss", "load", "entropy", "max_violation", "experts")

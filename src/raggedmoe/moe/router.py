@@ -18,17 +18,11 @@ from raggedmoe.moe.balance import Axes
 from raggedmoe.moe.config import RouterConfig
 from raggedmoe.moe.records import MoEParams, RouteOutput, StageSettings
 from raggedmoe.sharding.axes import TOKEN_AXES
-from raggedmoe.sharding.stage import PER_SHARD, REPLICATED, TOKENS, stage
+from raggedmoe.sharding.stage import REPLICATED, TOKENS, stage
 
 
 @stage(
-    x=TOKENS,
-    params=PER_SHARD,
-    mask=TOKENS,
-    key=REPLICATED,
-    token_ids=TOKENS,
-    replay=TOKENS,
-    result=RouteOutput.PLACEMENT,
+    x=TOKENS, params=TOKENS, mask=TOKENS, key=REPLICATED, token_ids=TOKENS, replay=TOKENS, result=(TOKENS, REPLICATED)
 )
 def route(
     x: Float[Array, "T D"],
@@ -39,11 +33,11 @@ def route(
     replay: Integer[Array, "T K"] | None = None,
     *,
     settings: StageSettings,
-) -> RouteOutput:
+) -> tuple[RouteOutput, dict[str, jax.Array]]:
     """Choose experts and weights for every token, or for those of one device.
 
-    On several devices losses and statistics are those of all tokens, and what is drawn or counted for a token does not
-    depend on how they are split.
+    The losses and statistics, by their names in a `MoEOutput`, are those of all tokens on all devices. What is drawn or
+    counted for a token does not depend on how they are split.
 
     Args:
       x: the tokens.
@@ -61,8 +55,9 @@ def route(
     mask = jnp.ones(x.shape[0], bool) if mask is None else mask
     first_token = lax.axis_index(axes) * x.shape[0]
     logits = router_logits(x, params, config, key, first_token)
-    scores = SCORES[config.score](logits)
-    num_experts = logits.shape[1]
+    scores, num_experts = SCORES[config.score](logits), logits.shape[1]
+    bias = params.get("router_selection_bias")
+    ranking = scores if bias is None else scores + bias.astype(scores.dtype)[None, :]
     experts, tokens, aux_loss = None, None, jnp.zeros((), scores.dtype)
     if config.selection == "expert_choice":
         if replay is not None:
@@ -73,38 +68,29 @@ def route(
         if replay is not None:
             experts = check_replay(replay, x.shape[0], experts_per_token, num_experts)
         else:
-            experts = select_experts(
-                scores, params, config, experts_per_token, mask, key, token_ids, first_token=first_token, axes=axes
-            )
+            experts = select_experts(ranking, config, experts_per_token, mask, key, token_ids, first_token, axes)
         weights = combine_weights(scores, experts, params, config)
         routed = mask[:, None] & (experts >= 0) & (experts < num_experts)
-        if replay is not None:  # what is chosen here is never named twice
-            routed &= ~is_repeated(experts)
+        if replay is not None:  # what is chosen here is never named again
+            earlier = np.tri(experts_per_token, k=-1, dtype=bool)[None]
+            routed &= ~((experts[:, :, None] == experts[:, None, :]) & earlier).any(-1)
         experts, weights = jnp.where(routed, experts, num_experts), jnp.where(routed, weights, 0)
-        probabilities = balance_probabilities(logits, scores, params, config)
+        probabilities = balance_probabilities(logits, scores, ranking, config)
         parts = settings.num_sequences if config.aux_loss == "sequence" else None
         aux_loss = balance.load_balance_loss(probabilities, experts, mask, num_sequences=parts, axes=axes)
         counts = balance.expert_counts(experts, num_experts)
     load = lax.psum(counts, axes)
-    return RouteOutput(
-        experts=experts,
-        tokens=tokens,
-        mask=mask,
-        weights=weights,
-        aux_loss=config.aux_loss_weight * aux_loss,
-        z_loss=config.z_loss_weight * balance.router_z_loss(logits, mask, axes),
-        load=load,
-        entropy=balance.load_entropy(load),
-        max_violation=balance.max_violation(load),
-    )
+    return RouteOutput(experts=experts, tokens=tokens, mask=mask, weights=weights), {
+        "aux_loss": config.aux_loss_weight * aux_loss,
+        "z_loss": config.z_loss_weight * balance.router_z_loss(logits, mask, axes),
+        "load": load,
+        "entropy": balance.load_entropy(load),
+        "max_violation": balance.max_violation(load),
+    }
 
 
 def router_logits(
-    x: Float[Array, "T D"],
-    params: MoEParams,
-    config: RouterConfig,
-    key: jax.Array | None,
-    first_token: int | Int[Array, ""] = 0,
+    x: Float[Array, "T D"], params: MoEParams, config: RouterConfig, key: jax.Array | None, first_token: Int[Array, ""]
 ) -> Float[Array, "T E"]:
     """One logit for each token and expert, in float32 at least."""
     wide = accumulator(x.dtype)
@@ -118,7 +104,7 @@ def router_logits(
 
 
 def uniform_of_tokens(
-    key: jax.Array, first_token: int | Int[Array, ""], num_tokens: int, num: int, dtype: Any = jnp.float32
+    key: jax.Array, first_token: Int[Array, ""], num_tokens: int, num: int, dtype: Any = jnp.float32
 ) -> Float[Array, "T N"]:
     """Numbers in [0, 1) for each token: from a key of its own, so that they are the same however tokens are split."""
     tokens = first_token + jnp.arange(num_tokens, dtype=jnp.int32)
@@ -142,11 +128,11 @@ SCORES = {
 
 
 def balance_probabilities(
-    logits: Float[Array, "T E"], scores: Float[Array, "T E"], params: MoEParams, config: RouterConfig
+    logits: Float[Array, "T E"], scores: Float[Array, "T E"], ranking: Float[Array, "T E"], config: RouterConfig
 ) -> Float[Array, "T E"]:
     """What the balance loss takes for probabilities: numbers that sum to 1 over the experts."""
     if config.aux_loss_probabilities == "softmax":
-        return jax.nn.softmax(with_selection_bias(scores, params), axis=-1)
+        return jax.nn.softmax(ranking, axis=-1)
     if config.score == "softmax":
         return scores
     if config.score == "logits":
@@ -162,22 +148,19 @@ def normalize_sum(scores: Float[Array, "T N"], epsilon: float) -> Float[Array, "
 
 
 def select_experts(
-    scores: Float[Array, "T E"],
-    params: MoEParams,
+    ranking: Float[Array, "T E"],
     config: RouterConfig,
     experts_per_token: int,
     mask: Bool[Array, " T"],
-    key: jax.Array | None = None,
-    token_ids: Integer[Array, " T"] | None = None,
-    *,
-    first_token: int | Int[Array, ""] = 0,
-    axes: Axes = (),
+    key: jax.Array | None,
+    token_ids: Integer[Array, " T"] | None,
+    first_token: Int[Array, ""],
+    axes: Axes,
 ) -> Int[Array, "T K"]:
     """K different experts for every token. No gradient flows through who is chosen."""
-    num_tokens, num_experts = scores.shape
+    num_tokens, num_experts = ranking.shape
     if config.selection == "learned":
-        ranking = lax.stop_gradient(with_selection_bias(scores, params))
-        return lax.top_k(limit_to_groups(ranking, config), experts_per_token)[1]
+        return lax.top_k(limit_to_groups(lax.stop_gradient(ranking), config), experts_per_token)[1]
     if config.selection == "random":
         if key is None:
             raise ValueError("selection='random' needs a key, got None; pass key=jax.random.key(seed)")
@@ -193,12 +176,6 @@ def select_experts(
     else:  # balanced: a round robin over the tokens that count
         first = (balance.tokens_before(mask, axes) + jnp.cumsum(mask, dtype=jnp.int32) - 1) * experts_per_token
     return (first[:, None] + jnp.arange(experts_per_token, dtype=jnp.int32)[None, :]) % num_experts
-
-
-def with_selection_bias(scores: Float[Array, "T E"], params: MoEParams) -> Float[Array, "T E"]:
-    """The scores that experts are ranked by."""
-    bias = params.get("router_selection_bias")
-    return scores if bias is None else scores + bias.astype(scores.dtype)[None, :]
 
 
 def limit_to_groups(ranking: Float[Array, "T E"], config: RouterConfig) -> Float[Array, "T E"]:
@@ -228,12 +205,6 @@ def combine_weights(
     if scale is not None:
         weights = weights * jnp.take(scale, experts, mode="clip").astype(weights.dtype)
     return weights * config.scale
-
-
-def is_repeated(experts: Int[Array, "T K"]) -> Bool[Array, "T K"]:
-    """Where a token's expert stands in an earlier place of its row already."""
-    earlier = np.tri(experts.shape[1], k=-1, dtype=bool)
-    return ((experts[:, :, None] == experts[:, None, :]) & earlier[None]).any(-1)
 
 
 def check_replay(replay: jax.Array, num_tokens: int, experts_per_token: int, num_experts: int) -> jax.Array:

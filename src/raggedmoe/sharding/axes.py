@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import overload
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -11,6 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 DATA, FSDP, EXPERT, TENSOR = "data", "fsdp", "expert", "tensor"
 AXES = (DATA, FSDP, EXPERT, TENSOR)
 TOKEN_AXES = (DATA, FSDP, EXPERT)  # tokens are split over all of these; tensor ranks see the same tokens
+# What the tensor axis splits of routed experts: F, or D. Each is a logical axis too, the tensor axis if it splits that.
+SPLITS = HIDDEN_TENSOR, WIDTH_TENSOR = "expert_dim", "model_dim"
 
 MeshAxes = Mapping[str, str | tuple[str, ...]]  # logical axis -> the axis of the mesh, or several, major first
 Entry = str | tuple[str, ...] | None
@@ -21,26 +23,25 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def entry_of(axes: tuple[str, ...]) -> Entry:
-    """The inverse of `axes_of`."""
-    return None if not axes else axes[0] if len(axes) == 1 else axes
-
-
 @dataclass(frozen=True)
 class LogicalMesh:
     """A mesh, and which of its axes are our logical ones. All that it holds is the same along its other axes."""
 
-    mesh: Mesh | AbstractMesh
+    mesh: Mesh | AbstractMesh | None = None  # None: all is on one device.
     mesh_axes: tuple[tuple[str, tuple[str, ...]], ...] = tuple((axis, (axis,)) for axis in AXES)
+    tensor_split: str = HIDDEN_TENSOR  # What the tensor axis splits of routed experts.
 
     def axes(self, *logical: str) -> tuple[str, ...]:
-        """The axes of the mesh that these logical axes are, major first."""
+        """The axes of the mesh that these logical axes are, major first; none on one device."""
+        if self.mesh is None:
+            return ()
         named = dict(self.mesh_axes)
+        named |= {HIDDEN_TENSOR: (), WIDTH_TENSOR: (), self.tensor_split: named[TENSOR]}
         return tuple(name for axis in logical for name in named[axis])
 
     def size(self, *logical: str) -> int:
         """Devices along these logical axes together."""
-        return math.prod(self.mesh.shape[name] for name in self.axes(*logical))
+        return math.prod(self.mesh.shape[name] for name in self.axes(*logical)) if self.mesh else 1
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -49,11 +50,31 @@ class LogicalMesh:
 
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
         """A partition over logical axes as one over the mesh's own."""
-        return PartitionSpec(*(entry_of(self.axes(*axes_of(entry))) for entry in spec))
+        return PartitionSpec(*(self.axes(*axes_of(entry)) for entry in spec))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """The sharding of an array that is split over logical axes."""
+        assert self.mesh is not None
         return NamedSharding(self.mesh, self.spec(spec))
+
+    def run(self, stage: Any, *args: Any, **static: Any) -> Any:
+        """A stage on every device's part of the arguments. All devices have the static arguments.
+
+        On a mesh each stage is in a `shard_map` of its own, on one device it is a plain call.
+        """
+        with jax.named_scope(stage.__name__):
+            if self.mesh is None:
+                return stage(*args, **static)
+            in_specs, out_specs = jax.tree.map(self.spec, stage.partitions)
+
+            def add_dim(spec: PartitionSpec, part: Any) -> Any:  # to one number of each device
+                return jax.tree.map(lambda a: a if a.ndim else a.reshape((1,) * len(spec)), part)
+
+            def on_device(*parts: Any) -> Any:
+                return jax.tree.map(add_dim, out_specs, stage(*parts, **static))
+
+            options = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": stage.checked}
+            return jax.shard_map(on_device, mesh=self.mesh, **options)(*args)
 
 
 def shard_tokens(x: jax.Array, mesh: LogicalMesh | None) -> jax.Array:
@@ -70,14 +91,6 @@ def split_over(mesh: LogicalMesh | None, num: int, what: str, instead: str = "sm
             f"{num} {what} cannot be split over {degrees} = {shards} parts; use a multiple of {shards}, or {instead}"
         )
     return num // shards
-
-
-@overload
-def logical_mesh(mesh: None, mesh_axes: MeshAxes | None = None) -> None: ...
-
-
-@overload
-def logical_mesh(mesh: Mesh | AbstractMesh | LogicalMesh, mesh_axes: MeshAxes | None = None) -> LogicalMesh: ...
 
 
 def logical_mesh(

@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from raggedmoe.params import Specs
-from raggedmoe.sharding.axes import FSDP, TENSOR, TOKEN_AXES, LogicalMesh, axes_of, entry_of
+from raggedmoe.sharding.axes import FSDP, TENSOR, TOKEN_AXES, LogicalMesh, axes_of
 from raggedmoe.sharding.rules import WIDTH_AXES, is_routed, partition
-from raggedmoe.sharding.stage import TOKENS, OnMesh, Placement, stage
+from raggedmoe.sharding.stage import TOKENS, stage
 
 Weights = dict[str, Any]
 
@@ -36,7 +36,7 @@ def all_gather_dense_weights(weights: Weights, specs: Specs, mesh: LogicalMesh |
         stored = partition(name, spec, mesh.sizes)
         if any(stored):
             axes = [tuple(axis for axis in axes_of(entry) if axis not in WIDTH_AXES) for entry in stored]
-            used = mesh.sharding(PartitionSpec(*map(entry_of, axes)))
+            used = mesh.sharding(PartitionSpec(*axes))
             gathered[name] = _gather_weight(weights[name].astype(dtype), used, mesh.sharding(stored))
     return gathered
 
@@ -84,17 +84,16 @@ def sharded_attention(
     Heads are split over the tensor axis where their numbers divide, or where all query heads read one key head.
     ``options``: the positions, segments and sinks.
     """
-    num_ranks, num_keys = mesh.size(TENSOR), key.shape[2]
-    keys_split = num_keys % num_ranks == 0
-    queries_split = query.shape[2] % num_ranks == 0 and (keys_split or num_keys == 1)
-    of_queries = TENSOR if queries_split else None
-    of_keys = TENSOR if keys_split and queries_split else None
-    queries, keys = (Placement(PartitionSpec(TOKEN_AXES, None, heads, None)) for heads in (of_queries, of_keys))
-    more = Placement({"positions": TOKENS.specs, "segments": TOKENS.specs, "sinks": PartitionSpec(of_queries)})
+    num_queries, num_keys, num_ranks = query.shape[2], key.shape[2], mesh.size(TENSOR)
+    keys_divide = num_keys % num_ranks == 0
+    of_queries = TENSOR if num_queries % num_ranks == 0 and (keys_divide or num_keys == 1) else None
+    of_keys = of_queries if keys_divide else None
+    queries, keys = (PartitionSpec(TOKEN_AXES, None, heads, None) for heads in (of_queries, of_keys))
+    more = {"positions": TOKENS, "segments": TOKENS, "sinks": PartitionSpec(of_queries)}
 
     # Unchecked, as kernels of others do not say over which axes their results vary.
     @stage(query=queries, key=keys, value=keys, options=more, result=queries, checked=False)
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, options: dict[str, Any]) -> jax.Array:
         return attention(query, key, value, **options)
 
-    return OnMesh(mesh=mesh)(attend, query, key, value, options)
+    return mesh.run(attend, query, key, value, options)

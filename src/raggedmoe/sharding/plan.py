@@ -10,8 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from raggedmoe.names import unknown
 from raggedmoe.params import ParamSpec, Specs, divisors
-from raggedmoe.sharding.axes import AXES, TOKEN_AXES, axes_of
-from raggedmoe.sharding.rules import SPLITS, param_shardings, partition
+from raggedmoe.sharding.axes import AXES, SPLITS, TOKEN_AXES, LogicalMesh, axes_of
+from raggedmoe.sharding.rules import param_shardings, partition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Plan:
 
     def shardings(self, mesh: Mesh, specs: Specs) -> dict[str, NamedSharding]:
         """The sharding of every parameter on the mesh that this plan made."""
-        return param_shardings(mesh, specs, self.tensor_split)
+        return param_shardings(LogicalMesh(mesh), specs, self.tensor_split)
 
     def tokens(self, mesh: Mesh) -> NamedSharding:
         """The sharding of a batch: its first dimension is split over all axes that split tokens."""

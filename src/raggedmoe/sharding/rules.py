@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from raggedmoe.params import ParamSpec, Specs, init_params
-from raggedmoe.sharding.axes import EXPERT, FSDP, TENSOR, LogicalMesh, entry_of, logical_mesh
-
-SPLITS = ("expert_dim", "model_dim")  # what the tensor axis splits of routed experts: F or D
+from raggedmoe.kernels.arrays import pvary_over
+from raggedmoe.params import ParamSpec, Specs, divisors, init_params
+from raggedmoe.sharding.axes import EXPERT, FSDP, HIDDEN_TENSOR, TENSOR, LogicalMesh, axes_of
+from raggedmoe.sharding.stage import stage
 
 # Of a parameter that all tokens use, the first width that it has is split over axes that otherwise split tokens only,
 # and the first of the other dimensions over the tensor axis.
@@ -20,28 +21,61 @@ WIDTH_DIMS = ("model_dim", "q_latent", "kv_latent")
 TENSOR_DIMS = ("head", "kv_head", "mlp_dim", "shared_dim", "vocab")
 
 
-def partition(name: str, spec: ParamSpec, sizes: Mapping[str, int], tensor_split: str = "expert_dim") -> PartitionSpec:
+def partition(name: str, spec: ParamSpec, sizes: Mapping[str, int], tensor_split: str = HIDDEN_TENSOR) -> PartitionSpec:
     """How a parameter is split over axes of these sizes.
 
     What does not divide stays whole, but for routed experts: there it is an error, as they are nearly all of a model.
     """
-    if is_routed(name, spec):
-        return _partition_experts(name, spec, sizes, tensor_split)
-    if len([axis for axis in spec.axes if axis != "layer"]) < 2:
-        return PartitionSpec()  # norms and biases: small, and whole everywhere
-    first = {dims: [dim for dim in dims if dim in spec.axes][:1] for dims in (WIDTH_DIMS, TENSOR_DIMS)}
-    entries = {**dict.fromkeys(first[WIDTH_DIMS], WIDTH_AXES), **dict.fromkeys(first[TENSOR_DIMS], (TENSOR,))}
-    return PartitionSpec(
-        *(entry_of(_dividing_axes(entries.get(dim, ()), size, sizes)) for dim, size in zip(spec.axes, spec.shape))
-    )
+    routed, splits = is_routed(name, spec), dict[str, tuple[str, ...]]()
+    if routed:
+        splits = {"expert": (EXPERT,), tensor_split: (TENSOR,)}
+        if "expert_dim" in spec.axes and "model_dim" in spec.axes:  # not the biases, which are small
+            splits["model_dim"] = (*splits.get("model_dim", ()), FSDP)
+    elif len([dim for dim in spec.axes if dim != "layer"]) > 1:  # not norms and biases: small, and whole everywhere
+        for dims, over in ((WIDTH_DIMS, WIDTH_AXES), (TENSOR_DIMS, (TENSOR,))):
+            splits.update(dict.fromkeys([dim for dim in dims if dim in spec.axes][:1], over))
+    entries = []
+    for dim, size in zip(spec.axes, spec.shape):
+        axes = splits.get(dim, ())
+        while size % math.prod(sizes[axis] for axis in axes):
+            if routed:
+                degrees = " × ".join(f"{axis}_parallelism={sizes[axis]}" for axis in axes if sizes[axis] > 1)
+                fitting = [n for n in divisors(size) if n <= 4096]
+                raise ValueError(
+                    f"{name}: its {dim}={size} is not divisible by {degrees}; a product may be in {fitting}"
+                )
+            axes = axes[:-1]
+        entries.append(axes)
+    return PartitionSpec(*entries) if splits else PartitionSpec()
 
 
-def param_shardings(
-    mesh: Mesh | LogicalMesh, specs: Specs, tensor_split: str = "expert_dim"
-) -> dict[str, NamedSharding]:
+def param_shardings(mesh: LogicalMesh, specs: Specs, tensor_split: str) -> dict[str, NamedSharding]:
     """The sharding of every parameter on a mesh."""
-    logical = logical_mesh(mesh)
-    return {name: logical.sharding(partition(name, spec, logical.sizes, tensor_split)) for name, spec in specs.items()}
+    return {name: mesh.sharding(partition(name, spec, mesh.sizes, tensor_split)) for name, spec in specs.items()}
+
+
+def all_gather_params(
+    params: dict[str, jax.Array], specs: Specs, mesh: LogicalMesh, result: PartitionSpec
+) -> dict[str, jax.Array]:
+    """Some of a layer's parameters as its stages use them: what FSDP split is gathered once, just before use.
+
+    Backward, the gradients are summed and split again the same way: one reduce-scatter for each all-gather.
+    """
+    if mesh.mesh is None:
+        return params
+    stored = {name: partition(name, specs[name], mesh.sizes, mesh.tensor_split) for name in params}
+
+    @stage(parts=stored, result=result)
+    def all_gather_weights(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        # Each device's own before the gather: backward, the sum over the other axes is of the part that is kept.
+        weights = {name: pvary_over(part, mesh.axes(*axes_of(result[0]))) for name, part in parts.items()}
+        for name, spec in stored.items():
+            for i, (dim, entry) in enumerate(zip(specs[name].axes, spec)):
+                axes = mesh.axes(*(axis for axis in axes_of(entry) if axis in WIDTH_AXES and dim != "expert"))
+                weights[name] = lax.all_gather(weights[name], axes, axis=i, tiled=True)
+        return weights
+
+    return mesh.run(all_gather_weights, params)
 
 
 def make_params(
@@ -59,27 +93,3 @@ def make_params(
 def is_routed(name: str, spec: ParamSpec) -> bool:
     """Whether a token uses only its own experts' part of a parameter: all that have an expert axis but the router's."""
     return "expert" in spec.axes and not name.rpartition(".")[2].startswith("router_")
-
-
-def _partition_experts(name: str, spec: ParamSpec, sizes: Mapping[str, int], tensor_split: str) -> PartitionSpec:
-    entries: dict[str, tuple[str, ...]] = {"expert": (EXPERT,), tensor_split: (TENSOR,)}
-    if "expert_dim" in spec.axes and "model_dim" in spec.axes:  # not the biases, which are small
-        entries["model_dim"] = (*entries.get("model_dim", ()), FSDP)
-    for dim, size in zip(spec.axes, spec.shape):
-        axes = entries.get(dim, ())
-        if size % _degree(axes, sizes):
-            degrees = " × ".join(f"{axis}_parallelism={sizes[axis]}" for axis in axes if sizes[axis] > 1)
-            fitting = [n for n in range(1, min(size, 4096) + 1) if size % n == 0]
-            raise ValueError(f"{name}: its {dim}={size} is not divisible by {degrees}; a product may be in {fitting}")
-    return PartitionSpec(*(entry_of(entries.get(dim, ())) for dim in spec.axes))
-
-
-def _degree(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[axis] for axis in axes)
-
-
-def _dividing_axes(axes: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The longest beginning of the axes that divides the size."""
-    while size % _degree(axes, sizes):
-        axes = axes[:-1]
-    return axes

@@ -34,8 +34,7 @@ class TrainSharding:
 
         def with_sharding(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-            sharding = shardings.get(names[-1], whole) if names else whole
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            return leaf.update(sharding=shardings.get(names[-1], whole) if names else whole)
 
         return jax.tree_util.tree_map_with_path(with_sharding, template)
 
@@ -52,15 +51,13 @@ class TrainSharding:
         if self.mesh is None or jax.process_count() == 1:
             return None
         shape = in_micro_batches((num_rows,), parts)
-        rows: set[int] = set()
-        for index in NamedSharding(self.mesh, PARTS_OF_TOKENS).addressable_devices_indices_map(shape).values():
-            assert index is not None
-            rows.update(range(*index[1].indices(shape[1])))
-        return [part * shape[1] + row for part in range(parts) for row in sorted(rows)]
+        indices = NamedSharding(self.mesh, PARTS_OF_TOKENS).addressable_devices_indices_map(shape).values()
+        rows = sorted({row for index in indices if index for row in range(shape[1])[index[1]]})
+        return [part * shape[1] + row for part in range(parts) for row in rows]
 
-    def put(self, arrays: Any, shapes: Any, rows: list[int] | None = None) -> Any:
-        """Arrays on the devices: whole ones that every process has, or of a batch only the rows of this process."""
-        return arrays if self.mesh is None else jax.tree.map(lambda a, s: _put(np.asarray(a), s, rows), arrays, shapes)
+    def put(self, arrays: Any, shapes: Any) -> Any:
+        """Arrays on the devices: whole ones that every process has, or of a batch only its `local_rows`."""
+        return arrays if self.mesh is None else jax.tree.map(_put, arrays, shapes)
 
 
 def in_micro_batches(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
@@ -70,18 +67,11 @@ def in_micro_batches(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
     return (parts, shape[0] // parts, *shape[1:])
 
 
-def _put(values: np.ndarray, shape: jax.ShapeDtypeStruct, rows: list[int] | None) -> jax.Array:
-    if rows is None:
-        return jax.make_array_from_callback(shape.shape, shape.sharding, values.reshape(shape.shape).__getitem__)
-    parts, size = shape.shape[:2]
-    here = values.reshape(parts, -1, *values.shape[1:])
-    place = {row: number for number, row in enumerate(rows[: here.shape[1]])}  # those of the first micro-batch
-
-    def local_block(index: Any) -> np.ndarray:
-        start, stop, _ = index[1].indices(size)
-        return here[:, place[start] : place[stop - 1] + 1]
-
-    return jax.make_array_from_callback(shape.shape, shape.sharding, local_block)
+def _put(array: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    values = np.asarray(array)
+    if values.ndim < len(shape.shape):  # in micro-batches
+        values = values.reshape(shape.shape[0], -1, *values.shape[1:])
+    return jax.make_array_from_process_local_data(shape.sharding, values, shape.shape)
 
 
 def train_sharding(plan: Plan, devices: Any = None) -> TrainSharding:

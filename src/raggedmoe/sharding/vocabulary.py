@@ -10,13 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import linear_call
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from raggedmoe.kernels.arrays import accumulator, pvary_like
 from raggedmoe.params import ParamSpec
-from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh, axes_of, entry_of
+from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh, axes_of
 from raggedmoe.sharding.rules import partition
+from raggedmoe.sharding.stage import TOKENS
 
 
 @dataclass(frozen=True)
@@ -24,19 +26,11 @@ class TableSharding:
     """How a table ``[V D]`` lies on a mesh. Its methods are for use inside `shard_map`."""
 
     mesh: LogicalMesh
+    spec: PartitionSpec  # The partition of the table over the mesh's own axes.
+    token_spec: PartitionSpec  # The partition of tokens over the mesh's own axes.
     num_entries: int  # The entries of each tensor rank: V of them, or its own part.
     entry_axes: tuple[str, ...]  # The mesh's axes that entries are split over; none: every rank has all of them.
     width_axes: tuple[str, ...]  # The mesh's axes that widths are split over.
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """The partition of the table over the mesh's own axes."""
-        return PartitionSpec(entry_of(self.entry_axes), entry_of(self.width_axes))
-
-    @property
-    def token_spec(self) -> PartitionSpec:
-        """The partition of tokens over the mesh's own axes."""
-        return self.mesh.spec(PartitionSpec(TOKEN_AXES))
 
     def gather_width(self, part: jax.Array) -> jax.Array:
         """This rank's entries ``[V/tensor D]`` from the part that is stored here."""
@@ -55,19 +49,17 @@ class TableSharding:
 
 def table_sharding(mesh: LogicalMesh, shape: tuple[int, ...]) -> TableSharding:
     """The sharding of a table of this shape, by the rules that split all parameters."""
-    spec = partition("table", ParamSpec(shape=shape, dtype=None, axes=("vocab", "model_dim")), mesh.sizes)
-    entries, widths = map(axes_of, spec)
-    num_entries = shape[0] // mesh.size(*entries)
-    return TableSharding(mesh, num_entries, entry_axes=mesh.axes(*entries), width_axes=mesh.axes(*widths))
+    logical = partition("table", ParamSpec(shape=shape, dtype=None, axes=("vocab", "model_dim")), mesh.sizes)
+    spec, num_entries = mesh.spec(logical), shape[0] // mesh.size(*axes_of(logical[0]))
+    return TableSharding(mesh, spec, mesh.spec(TOKENS), num_entries, *map(axes_of, spec))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def embedding_lookup(
     table: Float[Array, "V D"], ids: Int[Array, "B S"], dtype: Any, sharding: TableSharding
 ) -> Float[Array, "B S D"]:
     """The vectors of the tokens from a table that is split over the mesh, in the type of the activations."""
 
-    def on_device(part: jax.Array, ids: jax.Array) -> jax.Array:
+    def look_up(ids: jax.Array, part: jax.Array) -> jax.Array:
         entries, here = sharding.gather_width(part.astype(dtype)), sharding.local_ids(jnp.clip(ids, 0, last_id))
         vectors = jnp.take(entries, here, axis=0, mode="clip")
         if not sharding.entry_axes:
@@ -75,27 +67,18 @@ def embedding_lookup(
         is_here = (here >= 0) & (here < sharding.num_entries)
         return lax.psum(jnp.where(is_here[..., None], vectors, 0), sharding.entry_axes)
 
-    last_id, specs = table.shape[0] - 1, (sharding.spec, sharding.token_spec)
-    return jax.shard_map(on_device, mesh=sharding.mesh.mesh, in_specs=specs, out_specs=specs[1])(table, ids)
-
-
-def _forward(table: jax.Array, ids: jax.Array, dtype: Any, sharding: TableSharding) -> tuple[jax.Array, tuple]:
-    return embedding_lookup(table, ids, dtype, sharding), (ids, jax.ShapeDtypeStruct(table.shape, table.dtype))
-
-
-def _backward(dtype: Any, sharding: TableSharding, saved: tuple, cotangent: jax.Array) -> tuple[jax.Array, None]:
-    ids, table = saved
-
-    def on_device(ids: jax.Array, cotangent: jax.Array) -> jax.Array:
+    def add_gradients(ids: jax.Array, cotangent: jax.Array) -> jax.Array:
         wide = cotangent.astype(accumulator(cotangent.dtype)).reshape(-1, table.shape[1])
-        here = sharding.local_ids(jnp.clip(ids, 0, table.shape[0] - 1)).reshape(-1)
+        here = sharding.local_ids(jnp.clip(ids, 0, last_id)).reshape(-1)
         here = jnp.where(here < 0, sharding.num_entries, here)  # out of range: added to nothing
         zeros = pvary_like(jnp.zeros((sharding.num_entries, table.shape[1]), wide.dtype), wide, here)
         return sharding.scatter_gradient(zeros.at[here].add(wide, mode="drop")).astype(table.dtype)
 
-    specs = (sharding.token_spec,) * 2
-    mapped = jax.shard_map(on_device, mesh=sharding.mesh.mesh, in_specs=specs, out_specs=sharding.spec)
-    return mapped(ids, cotangent), None
-
-
-embedding_lookup.defvjp(_forward, _backward)
+    last_id, tokens = table.shape[0] - 1, sharding.token_spec
+    on_mesh = functools.partial(jax.shard_map, mesh=sharding.mesh.mesh)
+    return linear_call(
+        on_mesh(look_up, in_specs=(tokens, sharding.spec), out_specs=tokens),
+        on_mesh(add_gradients, in_specs=(tokens, tokens), out_specs=sharding.spec),
+        ids,
+        table,
+    )

@@ -12,7 +12,7 @@ from raggedmoe.interop.maxtext import FALSE, TRUE
 from raggedmoe.kernels.registry import BACKWARD, FORWARD
 from raggedmoe.models.execution import SAVED_NAMES
 from raggedmoe.moe.backends import BACKENDS
-from raggedmoe.sharding.rules import SPLITS
+from raggedmoe.sharding.axes import SPLITS
 
 SCHEDULES = ("cosine", "wsd", "constant")
 WARMUP_STARTS = ("first", "zero")

@@ -45,7 +45,8 @@ def cross_entropy_sum(
     hidden state holds. The weights get no gradient, as they are not learned. With a mesh, T is
     split over its token axes.
     """
-    sharding = None if mesh is None else table_sharding(logical_mesh(mesh), head.shape)
+    mesh = logical_mesh(mesh)
+    sharding = None if mesh is None else table_sharding(mesh, head.shape)
     return _cross_entropy_sum(hidden, head, int32(targets), weights, sharding)
 
 

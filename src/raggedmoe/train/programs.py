@@ -76,10 +76,9 @@ def compile_programs(
         needed.append(_bytes_needed(evaluated, beside=_device_bytes(template.optimizer)))
     compiled = lowered.compile()
     needed.append(_bytes_needed(compiled))
-    rows = sharding.local_rows(batch.ids.shape[0], config.micro_batches)
     return Programs(
         init=make_init(config, sharding),
-        step=lambda state, batch: compiled(state, sharding.put(batch, shapes, rows)),
+        step=lambda state, batch: compiled(state, sharding.put(batch, shapes)),
         held_out=held_out,
         kernels=describe_choices(selections),
         bytes_needed=max((each for each in needed if each is not None), default=None),

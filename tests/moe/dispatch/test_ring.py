@@ -9,7 +9,7 @@ from raggedmoe.moe.dispatch import ring
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.records import RouteOutput
 from raggedmoe.sharding.axes import logical_mesh
-from raggedmoe.sharding.stage import TOKENS, OnMesh, stage
+from raggedmoe.sharding.stage import TOKENS, stage
 from tests.moe import numpy_layer
 from tests.moe.examples import assert_close, moe_config, random_experts, random_params, random_tokens, stage_settings
 from tests.moe.on_mesh import mesh_of, run_on_mesh
@@ -37,21 +37,19 @@ def test_no_row_is_lost_or_misassigned(strategy):
 
 def test_ring_buffer_holds_the_worst_case_and_no_more():
     config = moe_config(num_experts=NUM_EXPERTS, experts_per_token=PER_TOKEN)
-    held, run = NUM_EXPERTS // NUM_RANKS, OnMesh(mesh=logical_mesh(mesh_of(expert=NUM_RANKS)))
-    settings = stage_settings(config, MoEExecution(strategy="ring"), run)
-    none = jnp.zeros(())
+    held, on_mesh = NUM_EXPERTS // NUM_RANKS, logical_mesh(mesh_of(expert=NUM_RANKS))
+    settings = stage_settings(config, MoEExecution(strategy="ring"), on_mesh)
 
     @jax.jit
     def prepared(experts):
         @stage(experts=TOKENS, result=TOKENS)
         def slots_and_sizes(experts):
             weights, mask = jnp.ones(experts.shape), jnp.ones(experts.shape[0], bool)
-            given = {"experts": experts, "tokens": None, "mask": mask, "weights": weights}
-            losses = dict.fromkeys(("aux_loss", "z_loss", "entropy", "max_violation"), none)
-            metadata = ring.prepare(RouteOutput(**given, **losses, load=jnp.zeros(NUM_EXPERTS, jnp.int32)), settings)
+            routing = RouteOutput(experts=experts, tokens=None, mask=mask, weights=weights)
+            metadata = ring.prepare(routing, settings)
             return metadata.slot_of_row[None], metadata.group_sizes[None]
 
-        return run(slots_and_sizes, experts)
+        return on_mesh.run(slots_and_sizes, experts)
 
     for experts in two_hundred_routings():
         rows, group_sizes = map(np.asarray, prepared(jnp.asarray(experts)))

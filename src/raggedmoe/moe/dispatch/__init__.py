@@ -13,13 +13,13 @@ from raggedmoe.moe.dispatch import all_to_all, capacity, dense, local, ring
 from raggedmoe.moe.dispatch.strategy import may_drop
 from raggedmoe.moe.execution import ACROSS_RANKS, TAKES_RANKS
 from raggedmoe.moe.records import RouteMetadata, RouteOutput, StageSettings
-from raggedmoe.sharding.axes import EXPERT, TENSOR, TOKEN_AXES
-from raggedmoe.sharding.stage import ACTIVATIONS, PER_DEVICE, REPLICATED, stage
+from raggedmoe.sharding.axes import EXPERT, HIDDEN_TENSOR, TENSOR, TOKEN_AXES
+from raggedmoe.sharding.stage import ACTIVATIONS, PER_DEVICE, REPLICATED, TOKENS, stage
 
 STRATEGIES = {"local": local, "capacity": capacity, "dense": dense, "ring": ring, "all_to_all": all_to_all}
 
 
-@stage(routing=RouteOutput.PLACEMENT, first_expert=REPLICATED, result=(RouteMetadata.PLACEMENT, REPLICATED))
+@stage(routing=TOKENS, first_expert=REPLICATED, result=(TOKENS, REPLICATED))
 def prepare(
     routing: RouteOutput,
     first_expert: Int[Array, ""] | None,
@@ -35,7 +35,7 @@ def prepare(
     return offset_into_stacked_experts(metadata, first_expert, num_stacked), dropped
 
 
-@stage(x=ACTIVATIONS, routing=RouteOutput.PLACEMENT, metadata=RouteMetadata.PLACEMENT, result=PER_DEVICE)
+@stage(x=ACTIVATIONS, routing=TOKENS, metadata=TOKENS, result=PER_DEVICE)
 def dispatch(
     x: Float[Array, "T D"],
     routing: RouteOutput,
@@ -51,7 +51,7 @@ def dispatch(
     return _strategy(settings).dispatch(x, routing.slice_tokens(tokens), metadata, settings)
 
 
-@stage(rows=PER_DEVICE, routing=RouteOutput.PLACEMENT, metadata=RouteMetadata.PLACEMENT, result=ACTIVATIONS)
+@stage(rows=PER_DEVICE, routing=TOKENS, metadata=TOKENS, result=ACTIVATIONS)
 def unpermute(
     rows: Float[Array, "R columns"],
     routing: RouteOutput,
@@ -63,7 +63,7 @@ def unpermute(
     """Bring the rows back to their tokens, and add up each token's, weighted."""
     out = _strategy(settings).unpermute(rows, routing.slice_tokens(tokens), metadata, settings)
     # Where F is split: summed for T tokens, not for R rows, as the combine is linear.
-    return out if settings.on_mesh.splits_width else lax.psum(out, settings.on_mesh.axes(TENSOR))
+    return lax.psum(out, settings.on_mesh.axes(HIDDEN_TENSOR))
 
 
 def _strategy(settings: StageSettings) -> Any:

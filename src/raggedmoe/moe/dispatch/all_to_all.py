@@ -111,7 +111,7 @@ def _reorder(
     rows: Float[Array, "R D"],
     indices: Int[Array, " R"],
     inverse: Int[Array, " R"],
-    num_rows: Int[Array, ""],
+    num_rows: Int[Array, "*one"],
     settings: StageSettings,
 ) -> Float[Array, "R D"]:
     """Put the rows into the order of the indices."""
@@ -120,7 +120,7 @@ def _reorder(
     return ragged_gather(
         rows,
         indices,
-        end=num_rows,
+        end=num_rows.squeeze(),
         inverse=inverse[:, None],
         implementation=settings.execution.kernel_choice.ragged_gather,
         hardware=settings.execution.hardware,

@@ -68,7 +68,7 @@ def gather_rows(x: Float[Array, "T D"], metadata: RouteMetadata, settings: Stage
     return ragged_gather(
         x,
         metadata.token_of_row,
-        end=metadata.num_rows,
+        end=metadata.num_rows.squeeze(),
         weights=weights,
         inverse=metadata.row_of_slot,
         implementation=settings.execution.kernel_choice.ragged_gather,
@@ -83,7 +83,7 @@ def combine_rows(rows: Float[Array, "R D"], metadata: RouteMetadata, settings: S
         rows,
         metadata.row_of_slot,
         weights=None if weighs_input(settings) else metadata.weights,
-        end=metadata.num_rows,
+        end=metadata.num_rows.squeeze(),
         inverse=metadata.slot_of_row,
         implementation=settings.execution.kernel_choice.ragged_gather_reduce,
         hardware=settings.execution.hardware,
