@@ -42,6 +42,14 @@ def chosen(hardware, queries, slots, **options):
     return {selection.chosen.name for selection in selections}
 
 
+@pytest.fixture
+def without_native_kernels(monkeypatch, tmp_path):
+    monkeypatch.setattr(library.building, "library_path", lambda: tmp_path / "none.so")
+    library.why_absent.cache_clear()
+    yield
+    library.why_absent.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("hardware", "queries", "slots", "name"),
     [
@@ -54,8 +62,8 @@ def chosen(hardware, queries, slots, **options):
         ("h100", 1024, 1024, "chunked"),
     ],
 )
-def test_auto_takes_what_suits_the_lengths(monkeypatch, hardware, queries, slots, name):
-    monkeypatch.setattr(library, "why_absent", lambda: "not built here")
+@pytest.mark.usefixtures("without_native_kernels")
+def test_auto_takes_what_suits_the_lengths(hardware, queries, slots, name):
     assert chosen(hardware, queries, slots) == {name}
 
 

@@ -263,7 +263,7 @@ void ffn_gradients(ffi::ThreadPool& pool, const Sizes& sizes, const T* rows, con
         steps.add([=, &drows, &block] { drows(block, hidden, first_row, a, b); });
       });
     for_each_part(F, MAX_TILE_ROWS, [&](int64_t f, int64_t last_f) {
-      for_each_part(D, TILE_COLS, [&](int64_t d, int64_t last_d) {
+      for_each_part(D, GRADIENT_COLS, [&](int64_t d, int64_t last_d) {
         steps.add([=, &dweights] { dweights(g, hidden.dgate, rows, out.wi_0, f, last_f, d, last_d); });
         if (weights.wi_1)
           steps.add([=, &dweights] { dweights(g, hidden.dup, rows, out.wi_1, f, last_f, d, last_d); });

@@ -74,8 +74,8 @@ void transposed(ffi::ThreadPool& pool, const ffi::AnyBuffer& lhs, const ffi::Any
   std::vector<Tile> tiles;
   for (int64_t g = 0; g < groups; ++g)
     for (int64_t m = 0; m < inner; m += MAX_TILE_ROWS)
-      for (int64_t n = 0; n < width; n += TILE_COLS)
-        tiles.push_back({g, m, std::min(m + MAX_TILE_ROWS, inner), n, std::min(n + TILE_COLS, width)});
+      for (int64_t n = 0; n < width; n += GRADIENT_COLS)
+        tiles.push_back({g, m, std::min(m + MAX_TILE_ROWS, inner), n, std::min(n + GRADIENT_COLS, width)});
   parallel_for(pool, tiles.size(), [&](int64_t i) {
     const Tile& t = tiles[i];
     const int64_t first = bounds[t.group], depth = bounds[t.group + 1] - first;
