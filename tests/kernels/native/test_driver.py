@@ -1,4 +1,4 @@
-"""The kernels under sanitizers, called by a program in C++ (driver.cc): no race, no leak, no undefined behaviour."""
+"""The kernels under sanitizers, called by a program in C++ (driver.cc, check_attention.cc): no race, no leak, no undefined behaviour."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from raggedmoe.kernels.native import build
 
-DRIVER = Path(__file__).with_name("driver.cc")
+DRIVER = sorted(Path(__file__).parent.glob("*.cc"))
 # The tile kernels, which instruction sets have of their own, do not know of threads: those are watched with one.
 SANITIZERS = {"address,undefined": ("baseline", "avx2", "avx512"), "thread": ("avx2",)}
 
@@ -26,7 +26,7 @@ def compiled(compiler, sanitizer, folder):
         pytest.skip(f"what is compiled with -fsanitize={sanitizer} does not run here")
     options = [*(flag for flag in build.flags() if flag != "-O3"), "-O1", "-g1", *flags]
     command = [*compiler, *options, f"-I{build.FOLDER}", "-isystem", jax.ffi.include_dir()]
-    assert build.compile_and_link(command, [*build.sources(), DRIVER], program, link=("-pthread",)) is None
+    assert build.compile_and_link(command, [*build.sources(), *DRIVER], program, link=("-pthread",)) is None
     return program
 
 
