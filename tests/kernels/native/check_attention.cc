@@ -29,7 +29,8 @@ int64_t integer(int64_t least, int64_t most) {
   return std::uniform_int_distribution<int64_t>(least, most)(random_numbers);
 }
 
-// Some positions see no slot, or are past all; segments come back after others, some are negative; some sinks are none.
+// Some positions see no slot, or are past all; segments come back after others, some are negative; some sinks
+// are none, and some are all.
 template <class T>
 Operands<T> drawn_operands(const Case& c) {
   const int64_t B = c.batch, S = c.queries, L = c.slots;
@@ -43,7 +44,8 @@ Operands<T> drawn_operands(const Case& c) {
     all.positions[i] = i % 7 == 3 ? std::numeric_limits<int32_t>::max() : integer(-2, L + c.window + 1);
   for (int64_t i = 0; i < all.segments.size(); ++i)
     all.segments[i] = i % S == 0 || integer(0, 19) == 0 ? integer(-2, 2) : all.segments[i - 1];
-  for (int64_t n = 0; n < all.sinks.size(); n += 2) all.sinks[n] = -std::numeric_limits<float>::infinity();
+  for (int64_t n = 0; n < all.sinks.size(); n += 2)
+    all.sinks[n] = n % 4 ? 300 : -std::numeric_limits<float>::infinity();
   return all;
 }
 

@@ -1,4 +1,4 @@
-"""The kernels under sanitizers, called by a program in C++ (driver.cc, check_attention.cc): no race, no leak, no undefined behaviour."""
+"""The kernels under sanitizers, called by a program in C++: no race, no leak, no undefined behaviour."""
 
 import os
 import subprocess

@@ -5,7 +5,7 @@ import numpy as np
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.attention.operands import Operands
-from raggedmoe.kernels.native.library import native_call, native_why_not
+from raggedmoe.kernels.native.library import native_call, native_why_not, why_absent
 from raggedmoe.kernels.proof import Level, Proof
 from raggedmoe.kernels.registry import Call, Implementation
 
@@ -54,4 +54,5 @@ IMPLEMENTATION = Implementation(
     rank={"cpu": 5},
     proofs=(Proof(level=Level.RUN, platforms=("cpu",), shown_by="make test"),),
     why_not=why_not,
+    why_absent=why_absent,
 )
