@@ -1,4 +1,4 @@
-"""Activations in C++ at their extremes: huge, tiny, infinite, NaN and tied arguments."""
+"""`expert_ffn` in C++: activations of huge, tiny, infinite, NaN and tied arguments; one array for two projections."""
 
 import jax
 import jax.numpy as jnp
@@ -80,3 +80,17 @@ def test_ties_of_the_clamp_have_the_slope_of_the_reference(dtype):
     np.testing.assert_allclose(
         run("cpu_native")[1][ties], run("reference")[1][ties], rtol=16 * eps, atol=max(eps, 1e-5)
     )
+
+
+def test_both_projections_may_be_the_same_array():
+    """XLA gives the kernel one address for both, at once or after it has found two computations to be the same."""
+    rng = np.random.default_rng(0)
+    rows, wi, wo = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((24, 8), (2, 12, 8), (2, 12, 8)))
+    group_sizes = jnp.array([14, 10], jnp.int32)
+
+    def out(implementation, rows, wi, wo):
+        return expert_ffn(rows, wi, wi, wo, group_sizes, implementation=implementation)
+
+    for gradients in (out, jax.grad(lambda *arguments: out(*arguments).sum(), argnums=(1, 2, 3))):
+        native, expected = (jax.jit(gradients, static_argnums=0)(name, rows, wi, wo) for name in ("cpu_native", "cpu"))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), native, expected)

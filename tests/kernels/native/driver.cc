@@ -1,11 +1,7 @@
 // Calls every kernel on regular and on random ragged cases, against loops in float64, for sanitizers to watch: results
 // must be right, and the same bits with one thread, with several, and under calls at the same time. test_driver.py
 // builds and runs it.
-#include <atomic>
-#include <cmath>
-#include <random>
-
-#include "xla_calls.h"
+#include "checks.h"
 
 extern "C" {
 XLA_FFI_Error* raggedmoe_grouped_matmul(XLA_FFI_CallFrame*);
@@ -17,10 +13,9 @@ XLA_FFI_Error* raggedmoe_gather_reduce(XLA_FFI_CallFrame*);
 XLA_FFI_Error* raggedmoe_row_dots(XLA_FFI_CallFrame*);
 const char* raggedmoe_isa();
 }
+int check_attention(int num_random);  // check_attention.cc; returns how many cases
 
 namespace {
-
-using Exact = std::vector<double>;
 
 // R rows, of which those before the first bound and from the last one on are in no group; D and F wide.
 struct Case {
@@ -32,16 +27,6 @@ struct Case {
   int64_t groups() const { return static_cast<int64_t>(bounds.size()) - 1; }
 };
 
-thread_local std::mt19937 random_numbers(1);
-
-template <class T>
-Array<T> drawn(std::vector<int64_t> dims, float scale) {
-  Array<T> array(std::move(dims));
-  std::uniform_real_distribution<float> uniform(-scale, scale);
-  for (int64_t i = 0; i < array.size(); ++i) from_float(uniform(random_numbers), array[i]);
-  return array;
-}
-
 // Rows of no group hold NaN, which must reach nothing.
 template <class T>
 Array<T> drawn_rows(const Case& c, int64_t width) {
@@ -50,37 +35,6 @@ Array<T> drawn_rows(const Case& c, int64_t width) {
     if (i / width < c.bounds.front() || i / width >= c.bounds.back()) from_float(NAN, rows[i]);
   return rows;
 }
-
-Array<int32_t> integers(const std::vector<int32_t>& values, std::vector<int64_t> dims) {
-  Array<int32_t> array(std::move(dims));
-  for (int64_t i = 0; i < array.size(); ++i) array[i] = values[i];
-  return array;
-}
-
-template <class T>
-Exact exact(const Array<T>& array) {
-  Exact numbers(array.size());
-  for (int64_t i = 0; i < array.size(); ++i) numbers[i] = to_float(array[i]);
-  return numbers;
-}
-
-std::atomic<int> failures{0};
-
-template <class T>
-void expect_close(const Case& c, const char* what, const Array<T>& found, const Exact& expected, double tolerance) {
-  double largest = 1;
-  for (double number : expected) largest = std::max(largest, std::abs(number));
-  for (int64_t i = 0; i < found.size(); ++i) {
-    const double difference = std::abs(to_float(found[i]) - expected[i]);
-    if (difference <= tolerance * largest && (expected[i] != 0 || to_float(found[i]) == 0)) continue;
-    std::fprintf(stderr, "%s, %s: %g at %ld, expected %g\n", c.name.c_str(), what, to_float(found[i]), long(i), expected[i]);
-    ++failures;
-    return;
-  }
-}
-
-template <class T>
-constexpr double TOLERANCE = std::is_same_v<T, float> ? 2e-5 : 3e-2;
 
 // out[r, j] = sum_i a[r, i] b[g, i, j], or with b[g, j, i], of the rows of groups.
 Exact multiply(const Case& c, const Exact& a, const Exact& b, int64_t inner, int64_t outer, bool transposed) {
@@ -104,25 +58,6 @@ Exact multiply_transposed(const Case& c, const Exact& a, const Exact& b, int64_t
   return out;
 }
 
-// Runs `call(pool, results...)` with one thread, with several, and twice at once: the bits must agree.
-template <class Run>
-auto same_with_any_threads(const Case& c, const char* what, Run run) {
-  Pool one(1), several(4);
-  auto results = run(one);
-  const auto compare = [&](const decltype(results)& others) {
-    for (size_t i = 0; i < results.size(); ++i)
-      if (!results[i].same_bits(others[i])) {
-        std::fprintf(stderr, "%s, %s: result %zu has other bits with other threads\n", c.name.c_str(), what, i);
-        ++failures;
-      }
-  };
-  compare(run(several));
-  std::thread other([&] { compare(run(several)); });
-  compare(run(several));
-  other.join();
-  return results;
-}
-
 template <class T, class Out>
 void check_grouped_matmul(const Case& c, bool transposed) {
   Array<T> lhs = drawn_rows<T>(c, c.width);
@@ -137,7 +72,7 @@ void check_grouped_matmul(const Case& c, bool transposed) {
   };
   const Exact expected = multiply(c, exact(lhs), exact(rhs), c.width, c.hidden, transposed);
   const char* what = transposed ? "grouped_matmul, transposed" : "grouped_matmul";
-  expect_close(c, what, same_with_any_threads(c, what, run)[0], expected, TOLERANCE<Out>);
+  expect_close(c.name, what, same_with_any_threads(c.name, what, run)[0], expected, TOLERANCE<Out>);
 }
 
 template <class T>
@@ -151,7 +86,7 @@ void check_transposed_matmul(const Case& c) {
     return out;
   };
   const Exact expected = multiply_transposed(c, exact(lhs), exact(rhs), c.width, c.hidden);
-  expect_close(c, "transposed_matmul", same_with_any_threads(c, "transposed_matmul", run)[0], expected, TOLERANCE<T>);
+  expect_close(c.name, "transposed_matmul", same_with_any_threads(c.name, "transposed_matmul", run)[0], expected, TOLERANCE<T>);
 }
 
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
@@ -197,8 +132,8 @@ void check_expert_ffn(const Case& c) {
         raggedmoe_expert_ffn);
     return out;
   };
-  auto kept = same_with_any_threads(c, "expert_ffn, keeping", [&](Pool& pool) { return forward(pool, true); });
-  auto plain = same_with_any_threads(c, "expert_ffn", [&](Pool& pool) { return forward(pool, false); });
+  auto kept = same_with_any_threads(c.name, "expert_ffn, keeping", [&](Pool& pool) { return forward(pool, true); });
+  auto plain = same_with_any_threads(c.name, "expert_ffn", [&](Pool& pool) { return forward(pool, false); });
   const auto gradients = [&](Pool& pool, Array<T>& gate, Array<T>& up) {
     std::vector<Array<T>> out;
     for (const Array<T>* array : {&rows, &wi_0, &wi_1, &wo, &bias_0, &bias_1, &bias_wo}) out.emplace_back(array->dims);
@@ -209,9 +144,9 @@ void check_expert_ffn(const Case& c) {
     return out;
   };
   const auto of_kept = same_with_any_threads(
-      c, "gradients of kept", [&](Pool& pool) { return gradients(pool, kept[1], kept[2]); });
+      c.name, "gradients of kept", [&](Pool& pool) { return gradients(pool, kept[1], kept[2]); });
   const auto of_none = same_with_any_threads(
-      c, "gradients", [&](Pool& pool) { return gradients(pool, plain[1], plain[2]); });
+      c.name, "gradients", [&](Pool& pool) { return gradients(pool, plain[1], plain[2]); });
 
   const auto add_bias = [&](Exact& sums, const Array<T>& bias, int64_t width) {
     if (bias.size() == 0) return;
@@ -234,8 +169,8 @@ void check_expert_ffn(const Case& c) {
   Exact out = multiply(c, hidden, exact(wo), F, D, false);
   add_bias(out, bias_wo, D);
   const double tolerance = 2 * TOLERANCE<T>;
-  expect_close(c, "expert_ffn", plain[0], out, tolerance);
-  expect_close(c, "expert_ffn, keeping", kept[0], out, tolerance);
+  expect_close(c.name, "expert_ffn", plain[0], out, tolerance);
+  expect_close(c.name, "expert_ffn, keeping", kept[0], out, tolerance);
   Exact drows = multiply(c, dgate, exact(wi_0), F, D, false);
   if (c.gated) {
     const Exact second = multiply(c, dup, exact(wi_1), F, D, false);
@@ -253,8 +188,8 @@ void check_expert_ffn(const Case& c) {
                             sums_of_groups(exact(cotangent), D)};
   const char* names[] = {"drows", "dwi_0", "dwi_1", "dwo", "dbias_wi_0", "dbias_wi_1", "dbias_wo"};
   for (int i = 0; i < 7; ++i) {
-    expect_close(c, names[i], of_kept[i], expected[i], 2 * tolerance);
-    expect_close(c, names[i], of_none[i], expected[i], 2 * tolerance);
+    expect_close(c.name, names[i], of_kept[i], expected[i], 2 * tolerance);
+    expect_close(c.name, names[i], of_none[i], expected[i], 2 * tolerance);
   }
 }
 
@@ -285,7 +220,7 @@ void check_gathers(const Case& c, bool weighted) {
     if (from_token[r] >= 0 && from_token[r] < num_tokens)
       for (int64_t d = 0; d < D; ++d)
         gathered[r * D + d] = exact_x[from_token[r] * D + d] * (weighted ? row_weights[r] : 1);
-  expect_close(c, "gather", same_with_any_threads(c, "gather", gather)[0], gathered, TOLERANCE<T>);
+  expect_close(c.name, "gather", same_with_any_threads(c.name, "gather", gather)[0], gathered, TOLERANCE<T>);
 
   const auto reduce = [&](Pool& pool) {
     std::vector<Array<T>> out;
@@ -308,8 +243,8 @@ void check_gathers(const Case& c, bool weighted) {
         reduced[s / slots * D + d] += value * (weighted ? slot_weights[s] : 1);
         dots[s] += value * exact_x[s / slots * D + d];
       }
-  expect_close(c, "gather_reduce", same_with_any_threads(c, "gather_reduce", reduce)[0], reduced, TOLERANCE<T>);
-  expect_close(c, "row_dots", same_with_any_threads(c, "row_dots", row_dots)[0], dots, TOLERANCE<float>);
+  expect_close(c.name, "gather_reduce", same_with_any_threads(c.name, "gather_reduce", reduce)[0], reduced, TOLERANCE<T>);
+  expect_close(c.name, "row_dots", same_with_any_threads(c.name, "row_dots", row_dots)[0], dots, TOLERANCE<float>);
 }
 
 template <class T>
@@ -331,7 +266,7 @@ std::vector<Case> cases(int num_random) {
       {"an offset", {11, 20, 31}, 40, 24, 32, 3, false, true},
       {"widths of one", {0, 3, 7}, 9, 1, 1, 0, true, true},
       {"few rows for each", {0, 1, 3, 6, 10, 15, 21, 28}, 28, 67, 131, 0},
-      {"several blocks and tiles", {0, 300, 300, 590, 600}, 610, 270, 261, 4, true, true},
+      {"several blocks and tiles", {0, 259, 259, 276}, 281, 258, 261, 4, true, true},
       {"many blocks", {0, 20, 40, 60, 80, 100, 120, 140, 160}, 160, 40, 300, 1, false, false},
   };
   for (int number = 0; number < num_random; ++number) {
@@ -348,12 +283,14 @@ std::vector<Case> cases(int num_random) {
 
 }  // namespace
 
-int main(int num_arguments, char** arguments) {
-  const std::vector<Case> all = cases(num_arguments > 1 ? std::atoi(arguments[1]) : 20);
+int main(int, char** arguments) {
+  const int num_random = std::atoi(arguments[1]);
+  const std::vector<Case> all = cases(num_random);
   for (const Case& c : all) {
     check<float>(c);
     check<BFloat16>(c);
   }
-  std::printf("%zu cases with %s: %d failures\n", all.size(), raggedmoe_isa(), failures.load());
+  const size_t of_attention = check_attention(num_random);
+  std::printf("%zu cases with %s: %d failures\n", all.size() + of_attention, raggedmoe_isa(), failures.load());
   return failures == 0 ? 0 : 1;
 }

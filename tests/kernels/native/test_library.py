@@ -22,7 +22,7 @@ from raggedmoe.kernels.registry import (
 from tests.kernels.compare import beyond_rounding, example_of, run
 
 BUILT = library.building.library_path()
-NATIVE = ("ragged_gather", "ragged_gather_reduce", "grouped_matmul", "expert_ffn")
+NATIVE = ("ragged_gather", "ragged_gather_reduce", "grouped_matmul", "expert_ffn", "attention")
 
 
 @pytest.fixture

@@ -129,6 +129,11 @@ class Call {
   }
   Call& attribute(const char* name, bool value) { return attribute(name, XLA_FFI_DataType_PRED, value); }
   Call& attribute(const char* name, int64_t value) { return attribute(name, XLA_FFI_DataType_S64, value); }
+  Call& attribute(const char* name, float value) {
+    int64_t bits = 0;  // a scalar is read from its first bytes
+    std::memcpy(&bits, &value, sizeof value);
+    return attribute(name, XLA_FFI_DataType_F32, bits);
+  }
 
   void run(XLA_FFI_Handler* handler) {
     std::vector<void*> operands, results, attributes;

@@ -130,8 +130,10 @@ void attend(const Call<T>& call, const Block& block, T* out, float* logsumexp) {
     for (int64_t row = 0; row < block.num_rows; ++row) {
       const float sink = call.sinks == nullptr ? -std::numeric_limits<float>::infinity() : call.sinks[head_of(row)];
       float peak = sink;
-      totals[row] = tile.softmax(softmax_row(call, block, row, range), scores + row * length, weights + row * length, &peak);
-      if (totals[row] > 0 && call.sinks != nullptr) totals[row] += std::exp(sink - peak);
+      const SoftmaxRow slots = softmax_row(call, block, row, range);
+      totals[row] = tile.softmax(slots, scores + row * length, weights + row * length, &peak);
+      // Also where a sink is so high that no weight is left, or infinite.
+      if (slots.begin < slots.end && sink != -std::numeric_limits<float>::infinity()) totals[row] += std::exp(sink - peak);
       sum_of(row) = totals[row] == 0 ? std::numeric_limits<float>::infinity() : peak + std::log(totals[row]);
     }
     const T* value = call.value + (block.batch * call.slots + range.first) * value_line +
