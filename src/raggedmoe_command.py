@@ -1,15 +1,16 @@
 """The `raggedmoe` command, and what it does before JAX is there: on Linux it asks malloc for large pages.
 
-XLA frees what a program needs when it ends, and allocates it anew for the next call. glibc gives such memory back to the
-system at once, so a training step on a CPU spends a third of its time in the page faults of memory that it had a moment
-ago (docs/log.md). With `glibc.malloc.hugetlb=1` malloc asks for pages of 2 MB, of which there are 512 times fewer. glibc
-reads this when a process starts and not later. So the command starts itself once again in the same process, with
-arguments and process number as they were. It stands outside of the package, whose import would load JAX twice.
+XLA frees what a program needs when it ends, and allocates it anew for the next call. glibc gives such memory back to
+the system at once, so a training step on a CPU spends a third of its time in the page faults of memory that it had a
+moment ago (docs/log.md). With `glibc.malloc.hugetlb=1` malloc asks for pages of 2 MB, of which there are 512 times
+fewer. glibc reads this when a process starts and not later. So the command starts itself once again in the same process,
+with arguments and process number as they were. It stands outside of the package, whose import would load JAX twice.
 """
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 TUNABLES, LARGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
@@ -33,11 +34,8 @@ def restart_with_large_pages() -> None:
     environment = with_large_pages(os.environ)
     if environment is None or not sys.executable or "jax" in sys.modules:
         return
-    command: Sequence[str] = (sys.executable, *sys.orig_argv[1:])
-    try:
-        os.execve(sys.executable, command, environment)
-    except OSError:  # as it was, only slower
-        return
+    with contextlib.suppress(OSError):  # as it was, only slower
+        os.execve(sys.executable, (sys.executable, *sys.orig_argv[1:]), environment)
 
 
 def with_large_pages(environment: Mapping[str, str]) -> dict[str, str] | None:
