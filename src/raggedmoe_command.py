@@ -3,7 +3,7 @@
 XLA frees what a program needs when it ends, and allocates it anew for the next call. glibc gives such memory back to
 the system at once, so a training step on a CPU spends a third of its time in the page faults of memory that it had a
 moment ago (docs/log.md). With `glibc.malloc.hugetlb=1` malloc asks for pages of 2 MB, of which there are 512 times
-fewer. glibc reads this when a process starts and not later. So the command starts itself once again in the same process,
+fewer. glibc reads this when a process starts and not later. So the command starts itself again in the same process,
 with arguments and process number as they were. It stands outside of the package, whose import would load JAX twice.
 """
 
