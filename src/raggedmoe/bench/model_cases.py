@@ -42,7 +42,7 @@ DECODED = replace(
 
 
 def train_config(dtype: str) -> Any:
-    """The demo's run, with 2048 tokens a step. transformers does not move the selection biases, so here they stay as well."""
+    """The demo's run, with 2048 tokens a step. transformers moves no selection biases, so here they stay."""
     from raggedmoe.hardware import target_hardware
     from raggedmoe.train.config import make_config
     from raggedmoe.train.settings import parse_settings

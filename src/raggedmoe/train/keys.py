@@ -361,8 +361,8 @@ KEYS: dict[str, Key] = {
 }
 SECTIONS = tuple(dict.fromkeys(key.section for key in KEYS.values()))
 
-# Defaults that a model brings along. The demo takes about a minute and a half on two cores, in which a bias that moves by
-# the published 0.001 a step would not balance the experts; small batches learn most in that time (docs/log.md).
+# Defaults that a model brings along. The demo takes a minute and a half on two cores, in which a bias that moves by the
+# published 0.001 a step would not balance the experts; small batches learn most in that time (docs/log.md).
 RECIPES: dict[str, dict[str, Any]] = {
     "demo": {
         "steps": 1200,
