@@ -3,7 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_DEMO := $(VENV)/.ready-demo
 READY_TPU := $(VENV)/.ready-tpu
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable
+
+IMPORTED := import raggedmoe.cli.main, grain, raggedmoe.train.loop, raggedmoe.train.report, matplotlib.figure, tokenizers
 
 # What is once compiled to bytecode is read by the next run, and by the processes that a test starts.
 export PYTHONDONTWRITEBYTECODE :=
@@ -24,26 +28,32 @@ help:
 	@echo "make bench     the benchmark of docs/speed.md"
 	@echo "PYTHON=python3.13 VENV=.venv-3.13 make test   the same on another Python"
 
-$(READY): pyproject.toml
+# What training, its report and a tokenizer need, and nothing for developers: `make demo` needs no more.
+$(READY_DEMO): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "raggedmoe needs Python 3.11 or newer, got " + sys.version.split()[0] + "; name one with PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[dev]'
+	$(INSTALL) '.[plot,text,train]'
+	@touch $@
+
+# Into the same environment. It is not made before the other, whose files it would write at the same time.
+$(READY): $(READY_DEMO)
+	$(INSTALL) '.[dev]'
 	@touch $@
 
 # The TPU compiler, in the version that this JAX wants, and tokamax, for the tests marked `tpu` and those of its kernels.
 $(READY_TPU): $(READY)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[dev,tpu,tokamax]'
+	$(INSTALL) '.[dev,tpu,tokamax]'
 	@touch $@
 
 # The C++ kernels for CPUs, built anew when their sources change; without a compiler it says so, and all works without.
-native: $(READY)
+native: $(READY_DEMO)
 	@$(BIN)/python -m raggedmoe.kernels.native
 
-demo: native
+# While the compiler builds the kernels on one core, the other writes the bytecode of what a run imports.
+demo: $(READY_DEMO)
+	@$(BIN)/python -m raggedmoe.kernels.native & $(BIN)/python -c '$(IMPORTED)'; wait
 	rm -rf out/make-demo
-	$(BIN)/raggedmoe train demo run_name=make-demo
-	$(BIN)/raggedmoe report out/make-demo
-	$(BIN)/raggedmoe generate out/make-demo/model --prompt "def __init__(self" --max-new-tokens 240 --temperature 0.6
+	$(BIN)/raggedmoe demo run_name=make-demo
 
 # Compiling is most of a test's time: tests/conftest.py says what QUICK_COMPILE leaves out of it. `.ci/run` tests some
 # kernels as users compile them as well. By stealing work, a worker keeps neighbouring tests, which share compiled functions.
@@ -51,13 +61,13 @@ TESTS := $(BIN)/python -m pytest -n auto --dist worksteal
 # What `make test` runs; `.ci/run` also asks for what is marked `ci` and `tpu`.
 MARKS ?= not slow and not as_shipped and not ci and not tpu
 
-test: native
+test: $(READY) native
 	QUICK_COMPILE=1 $(TESTS) -m '$(MARKS)'
 
-test-as-shipped: native
+test-as-shipped: $(READY) native
 	$(TESTS) -m 'as_shipped and not slow' tests/kernels
 
-test-all: native
+test-all: $(READY) native
 	$(TESTS)
 
 test-native: native
@@ -69,7 +79,7 @@ test-tpu: $(READY_TPU) native
 	$(BIN)/python -m tests.aot.matrix --write docs/tpu-matrix.md
 
 SEED ?= 0
-test-mutants: native
+test-mutants: $(READY) native
 	$(BIN)/python -m tests.mutants --seed $(SEED)
 
 lint: $(READY)
@@ -82,7 +92,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix src tests
 	$(BIN)/ruff format src tests
 
-bench: native
+bench: $(READY) native
 	$(BIN)/raggedmoe bench grouped_matmul layer sweep train generate --json out/bench.json --plot out/bench.png --markdown out/bench.md
 
 clean:

@@ -266,7 +266,7 @@ def test_flags_for_sparse_kernels_beside_a_dense_matmul_change_nothing_and_say_s
     ("words", "expected"),
     [
         (["eval_interval=-1"], {"eval_interval": 0}),
-        (["eval_steps=-1"], {"eval_steps": KEYS["eval_steps"].default}),
+        (["eval_steps=-1"], {"eval_steps": RECIPES["demo"]["eval_steps"]}),
         (["profiler="], {"profiler": "none"}),
         (["per_device_batch_size=1.0"], {"per_device_batch_size": 1}),
         (["capacity_factor=-1.00"], {"capacity_factor": None}),

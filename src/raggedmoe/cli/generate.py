@@ -67,7 +67,7 @@ def generate(
     for piece in pieces:
         count += 1
         print(piece, end="", flush=True)
-    print()
+    print(flush=True)  # before the next line, which goes to standard error
     seconds = time.perf_counter() - start
     Console(stderr=True).print(f"[dim]{count} tokens in {seconds:.1f} s, compilation included[/]", highlight=False)
     return 0

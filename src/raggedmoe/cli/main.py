@@ -8,13 +8,28 @@ from collections.abc import Callable
 
 import tyro
 
-from raggedmoe.cli import bench, compile, convert, explain, generate, launch, models, plan, report, train, tune, verify
+from raggedmoe.cli import (
+    bench,
+    compile,
+    convert,
+    demo,
+    explain,
+    generate,
+    launch,
+    models,
+    plan,
+    report,
+    train,
+    tune,
+    verify,
+)
 from raggedmoe.kernels.registry import CannotRunError
 from raggedmoe.launch import processes
 from raggedmoe.train.settings import assignments
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "train": train.train,
+    "demo": demo.demo,
     "plan": plan.plan,
     "launch": launch.launch,
     "report": report.report,
@@ -31,7 +46,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
 
 
 # Commands that take the settings of a run, where `--key value` is `key=value`.
-TAKE_SETTINGS = ("train", "plan", "launch", "explain", "compile", "bench")
+TAKE_SETTINGS = ("train", "demo", "plan", "launch", "explain", "compile", "bench")
 
 # Commands that print their own help.
 HELP: dict[str, Callable[[], None]] = {"train": train.print_help}
@@ -57,7 +72,7 @@ def main() -> None:
     except (ValueError, CannotRunError, OSError) as error:  # OSError: a full disk, a file that may not be read
         print(f"raggedmoe: {error}", file=sys.stderr)
         # A setting stays wrong. A disk may be back when a run is started again, a folder no longer in use.
-        code = processes.CANNOT_WRITE if command == "train" and isinstance(error, OSError) else 2
+        code = processes.CANNOT_WRITE if command in ("train", "demo") and isinstance(error, OSError) else 2
         processes.leave(code, failed=True)
         sys.exit(code)
     except KeyboardInterrupt:

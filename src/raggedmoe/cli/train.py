@@ -5,7 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import tyro
@@ -17,6 +17,10 @@ from raggedmoe.hardware import target_hardware
 from raggedmoe.launch import processes
 from raggedmoe.sharding.axes import AXES
 from raggedmoe.train.keys import KEYS, RECIPES, SECTIONS, Key
+
+if TYPE_CHECKING:
+    from raggedmoe.train.config import TrainConfig
+    from raggedmoe.train.loop import RunOutcome
 
 INTRODUCTION = """usage: raggedmoe train [MODEL] [KEY=VALUE ...]
 
@@ -77,11 +81,18 @@ def train(
     words: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL] [KEY=VALUE ...]")] = (),
 ) -> int:
     """Train a model, configured by key=value settings, which `raggedmoe train --help` lists."""
+    _, outcome = run_training(words)
+    if jax.process_index() == 0:
+        print(outcome.text, file=sys.stderr if outcome.code else sys.stdout)
+    return outcome.code
+
+
+def run_training(words: tuple[str, ...]) -> "tuple[TrainConfig, RunOutcome]":
+    """Train as the words say. Return what they mean, and how it ended."""
     try:
         import grain  # noqa: F401
 
         from raggedmoe.train.config import make_config
-        from raggedmoe.train.loop import FINISHED
         from raggedmoe.train.loop import train as run
         from raggedmoe.train.screen import Screen
         from raggedmoe.train.settings import in_keys, parse_settings
@@ -99,12 +110,9 @@ def train(
         if num_made and hardware.platform == "cpu":
             where = "in each process, " if jax.process_count() > 1 else ""
             screen.say(f"made {num_made} host devices of this CPU, {where}as the degrees ask for so many")
-        outcome = run(config, hardware, screen)
+        return config, run(config, hardware, screen)
     except ValueError as error:
         raise ValueError(in_keys(str(error))) from error
-    if jax.process_index() == 0:
-        print(outcome.text, file=sys.stdout if outcome.code == FINISHED else sys.stderr)
-    return outcome.code
 
 
 def make_cpu_devices(values: Mapping[str, Any], num_processes: int = 1) -> int:

@@ -361,15 +361,17 @@ KEYS: dict[str, Key] = {
 }
 SECTIONS = tuple(dict.fromkeys(key.section for key in KEYS.values()))
 
-# Defaults that a model brings along. The demo takes about two minutes on two cores, in which a bias that moves by the
-# published 0.001 a step would not balance the experts (docs/log.md).
+# Defaults that a model brings along. The demo takes a minute and a half on two cores, in which a bias that moves by the
+# published 0.001 a step would not balance the experts; small batches learn most in that time (docs/log.md).
 RECIPES: dict[str, dict[str, Any]] = {
     "demo": {
-        "steps": 500,
-        "per_device_batch_size": 8,
+        "steps": 1200,
+        "per_device_batch_size": 4,
+        "final_fraction": 0.02,
         "bias_update_rate": 0.01,
-        "eval_interval": 125,
-        "checkpoint_period": 125,
+        "eval_interval": 300,
+        "eval_steps": 32,
+        "checkpoint_period": 300,
         "scan_layers": False,
     }
 }

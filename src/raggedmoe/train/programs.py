@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,22 +64,25 @@ def compile_programs(
     template, shapes = state_template(config, sharding), sharding.batch(batch, config.micro_batches)
     step = functools.partial(train_step, config=config, mesh=sharding.mesh)
     with record_selections() as selections:
-        lowered = jax.jit(step, donate_argnums=0, out_shardings=(places_of(template), None)).lower(template, shapes)
-    held_out, needed = None, []
+        lowered = {
+            "step": jax.jit(step, donate_argnums=0, out_shardings=(places_of(template), None)).lower(template, shapes)
+        }
     if held_out_batch is not None:
         held_out_shapes = sharding.batch(held_out_batch)
         # The loss of the model, whatever room its training has.
         execution = replace(config.execution, moe=replace(config.execution.moe, ragged_buffer_factor=None))
         evaluate = functools.partial(held_out_loss, config=config.model, execution=execution, mesh=sharding.mesh)
-        evaluated = jax.jit(evaluate).lower(template.params, held_out_shapes).compile()
-        held_out = lambda params, batch: evaluated(params, sharding.put(batch, held_out_shapes))  # noqa: E731
+        lowered["held_out"] = jax.jit(evaluate).lower(template.params, held_out_shapes)
+    with ThreadPoolExecutor() as threads:  # parts of a compilation use one core only
+        compiled = dict(zip(lowered, threads.map(lambda program: program.compile(), lowered.values())))
+    held_out, needed = None, [_bytes_needed(compiled["step"])]
+    if "held_out" in compiled:
+        held_out = lambda params, batch: compiled["held_out"](params, sharding.put(batch, held_out_shapes))  # noqa: E731
         # With room for all rows it can need more than a step; the rest of the state is there meanwhile.
-        needed.append(_bytes_needed(evaluated, beside=_device_bytes(template.optimizer)))
-    compiled = lowered.compile()
-    needed.append(_bytes_needed(compiled))
+        needed.append(_bytes_needed(compiled["held_out"], beside=_device_bytes(template.optimizer)))
     return Programs(
         init=make_init(config, sharding),
-        step=lambda state, batch: compiled(state, sharding.put(batch, shapes)),
+        step=lambda state, batch: compiled["step"](state, sharding.put(batch, shapes)),
         held_out=held_out,
         kernels=describe_choices(selections),
         bytes_needed=max((each for each in needed if each is not None), default=None),

@@ -1,0 +1,63 @@
+"""The `raggedmoe` command, and what it does before JAX is there: on Linux it asks malloc for large pages.
+
+XLA frees what a program needs when it ends, and allocates it anew for the next call. glibc gives such memory back to
+the system at once, so a training step on a CPU spends a third of its time in the page faults of memory that it had a
+moment ago (docs/log.md). With `glibc.malloc.hugetlb=1` malloc asks for pages of 2 MB, of which there are 512 times
+fewer. glibc reads this when a process starts and not later. So the command starts itself again in the same process,
+with arguments and process number as they were. It stands outside of the package, whose import would load JAX twice.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+TUNABLES, LARGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
+FIRST_GLIBC = (2, 35)
+KERNEL_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+# Commands that compute with large arrays, or start processes that do.
+COMMANDS = ("bench", "demo", "generate", "launch", "train", "verify")
+
+
+def main() -> None:
+    """Run the command line as the console script does; a program calls `raggedmoe.cli.main.main` instead."""
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        restart_with_large_pages()
+    from raggedmoe.cli.main import main as run
+
+    run()
+
+
+def restart_with_large_pages() -> None:
+    """Replace this process by one whose malloc asks for large pages, where that is possible and not so already."""
+    environment = with_large_pages(os.environ)
+    if environment is None or not sys.executable or "jax" in sys.modules:
+        return
+    with contextlib.suppress(OSError):  # as it was, only slower
+        os.execve(sys.executable, (sys.executable, *sys.orig_argv[1:]), environment)
+
+
+def with_large_pages(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """Add the setting to a process's environment. None: it is there, or the user's own, or means nothing here."""
+    tunables = environment.get(TUNABLES, "")
+    if LARGE_PAGES in tunables or not are_large_pages_possible():
+        return None
+    return {**environment, TUNABLES: ":".join(filter(None, (tunables, f"{LARGE_PAGES}=1")))}
+
+
+def are_large_pages_possible() -> bool:
+    """Say whether this is Linux with a glibc that knows the setting, and a kernel that has large pages."""
+    if sys.platform != "linux":
+        return False
+    try:
+        name, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").split()
+        major, minor = version.split(".")[:2]
+        is_enabled = "[never]" not in KERNEL_SETTING.read_text()
+    except (ValueError, OSError):  # musl does not know the name, or a kernel does not have the file
+        return False
+    return name == "glibc" and (int(major), int(minor)) >= FIRST_GLIBC and is_enabled
+
+
+if __name__ == "__main__":
+    main()
