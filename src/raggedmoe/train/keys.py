@@ -361,7 +361,7 @@ KEYS: dict[str, Key] = {
 }
 SECTIONS = tuple(dict.fromkeys(key.section for key in KEYS.values()))
 
-# Defaults that a model brings along. The demo takes a minute and a half on two cores, in which a bias that moves by the
+# Defaults that a model brings along. The demo takes about two minutes on two cores, in which a bias that moves by the
 # published 0.001 a step would not balance the experts; small batches learn most in that time (docs/log.md).
 RECIPES: dict[str, dict[str, Any]] = {
     "demo": {
