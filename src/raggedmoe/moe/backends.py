@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from raggedmoe.kernels.registry import KernelChoice
-from raggedmoe.names import unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +17,6 @@ class Backend:
 def canonical_backend(word: str) -> str:
     """The name of a backend from what is typed on a command line, where an older word stays known."""
     return "dense" if word == "jax" else word
-
-
-def backend_named(name: str) -> Backend:
-    """The backend with that name."""
-    if name not in BACKENDS:
-        raise unknown("moe_backend", name, BACKENDS)
-    return BACKENDS[name]
 
 
 BACKENDS: dict[str, Backend] = {

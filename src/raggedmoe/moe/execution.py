@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from raggedmoe.kernels.registry import KernelChoice
-from raggedmoe.moe.backends import Backend, backend_named
+from raggedmoe.moe.backends import BACKENDS, Backend
 from raggedmoe.names import unknown
 from raggedmoe.params import check_sizes
 from raggedmoe.sharding.axes import SPLITS
@@ -70,7 +70,9 @@ class MoEExecution:
     @property
     def backend(self) -> Backend:
         """What the name of the backend stands for."""
-        return backend_named(self.moe_backend)
+        if self.moe_backend not in BACKENDS:
+            raise unknown("moe_backend", self.moe_backend, BACKENDS)
+        return BACKENDS[self.moe_backend]
 
     @property
     def kernel_choice(self) -> KernelChoice:
