@@ -85,8 +85,7 @@ def expert_ffn(
     """Both projections and the activation in one operation, which never holds all hidden rows."""
     bias, group_sizes = _down_bias(weights, settings), metadata.group_sizes
     if group_sizes is None:
-        num_groups = weights["wi_0"].shape[0]
-        group_sizes = jnp.full(num_groups, rows.shape[0] // num_groups, jnp.int32)
+        group_sizes = jnp.full(weights["wi_0"].shape[0], rows.shape[0] // weights["wi_0"].shape[0], jnp.int32)
     out = api.expert_ffn(
         _mask_rows(rows, metadata),
         weights["wi_0"],

@@ -115,8 +115,7 @@ def routed_experts(
             rows = run(dispatch, x, routing, metadata, tokens=tokens, columns=columns)
             more = run(gmm_up, rows, weights, metadata, columns=columns)
             sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
-        if on_mesh.axes(WIDTH_TENSOR):
-            sums = run(tp_reduce, sums)
+        sums = run(tp_reduce, sums)
         hidden = run(activate, checkpoint_name(sums, "moe_up"), up_biases, metadata, dtype=x.dtype)
         for columns in width_parts:
             rows = checkpoint_name(run(gmm_down, hidden, weights, metadata, columns=columns), "moe_down")
