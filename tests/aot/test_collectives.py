@@ -5,6 +5,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
 
 from raggedmoe import KernelChoice, MoEConfig, MoEExecution, RouterConfig
 from raggedmoe.aot.collectives import Step, layer_collectives, least_sent
@@ -12,6 +13,7 @@ from raggedmoe.aot.compiled import compile_for
 from raggedmoe.aot.topology import find_topology
 from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.sharding.plan import Plan
+from raggedmoe.sharding.stage import TOKENS
 from tests.aot.hlo_collectives import collectives
 from tests.aot.marks import NEEDS_LIBTPU
 
@@ -36,7 +38,7 @@ def compiled(config, execution, plan, topology):
         for name, spec in config.param_specs().items()
     }
     shape = (NUM_TOKENS * plan.num_token_shards, config.model_dim)
-    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=plan.tokens(mesh))
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, TOKENS))
 
     def value_and_gradients(x, params, cotangent):
         def layer(x, params):

@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from raggedmoe.models.decoder import decode
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.sharding.plan import Plan
+from raggedmoe.sharding.stage import TOKENS
 from tests.models.drawn import EINSUM, drawn_ids, drawn_params, quick_jit, tiny
 from tests.models.test_decoder import EPS, loss_of
 
@@ -38,7 +40,7 @@ def on_mesh(config, execution, plan, params, ids):
     plan = dataclasses.replace(plan, tensor_split=execution.moe.tensor_split)
     mesh = plan.mesh()
     places = plan.shardings(mesh, param_specs(config))
-    return jax.device_put(params, places), jax.device_put(ids, plan.tokens(mesh)), mesh, places
+    return jax.device_put(params, places), jax.device_put(ids, NamedSharding(mesh, TOKENS)), mesh, places
 
 
 @pytest.fixture(scope="module")

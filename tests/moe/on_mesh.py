@@ -3,8 +3,10 @@
 import functools
 
 import jax
+from jax.sharding import NamedSharding
 
 from raggedmoe.sharding.plan import Plan
+from raggedmoe.sharding.stage import TOKENS
 from tests.moe.examples import layer, scalar_loss
 
 
@@ -21,7 +23,8 @@ def placed(plan, config, params, *per_token):
     mesh = plan.mesh()
     shardings = plan.shardings(mesh, config.param_specs())
     params = {name: jax.device_put(value, shardings[name]) for name, value in params.items()}
-    return params, *(None if array is None else jax.device_put(array, plan.tokens(mesh)) for array in per_token)
+    tokens = NamedSharding(mesh, TOKENS)
+    return params, *(None if array is None else jax.device_put(array, tokens) for array in per_token)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "execution", "mesh", "num_sequences"))

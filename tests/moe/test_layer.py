@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from raggedmoe import ExpertConfig, MoE, MoEExecution, MoEOutput
 from raggedmoe.kernels.registry import CannotRunError, record_selections
-from raggedmoe.moe.backends import BACKENDS
+from raggedmoe.moe.execution import BACKENDS
 from raggedmoe.moe.layer import DEFAULT_EXECUTION
 from raggedmoe.moe.module import SelectionBias
 from tests.kernels.compare import on_cpu

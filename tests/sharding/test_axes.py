@@ -16,7 +16,7 @@ from raggedmoe.models.generate import generate
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.sharding.axes import AXES, TOKEN_AXES, logical_mesh
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.sharding.rules import partition
+from raggedmoe.sharding.rules import param_shardings
 from tests.aot.hlo_collectives import collectives
 from tests.models.drawn import EINSUM, drawn_ids, drawn_params, quick_jit, tiny
 from tests.models.test_decoder import EPS, loss_of
@@ -68,9 +68,7 @@ def mesh_of(axes):
 
 def placed(mesh, config, execution, params, *per_token):
     specs = config.param_specs()
-    places = {
-        name: mesh.sharding(partition(name, spec, mesh.sizes, execution.tensor_split)) for name, spec in specs.items()
-    }
+    places = param_shardings(dataclasses.replace(mesh, tensor_split=execution.tensor_split), specs)
     tokens = mesh.sharding(PartitionSpec(TOKEN_AXES))
     return jax.device_put(params, places), *(jax.device_put(array, tokens) for array in per_token)
 
@@ -99,7 +97,7 @@ def test_the_layer_and_its_gradients_are_those_of_the_oracles_and_it_sends_what_
     assert_gradients_close({"x": dx, **gradients}, slopes)
     if mesh.size(*AXES) < mesh.mesh.size:
         return  # along the other axes all devices agree on gradients by sums that the plan does not know
-    plan, planned = Plan(**mesh.sizes, tensor_split=execution.tensor_split), Counter()
+    plan, planned = Plan(**{axis: mesh.size(axis) for axis in AXES}, tensor_split=execution.tensor_split), Counter()
     step = Step(num_tokens=NUM_TOKENS // plan.num_token_shards, dtype="float32", ragged=False)
     for each in layer_collectives(CONFIG, execution, plan, step):
         planned[each.kind, each.num_devices] += each.num_bytes
@@ -126,7 +124,7 @@ def test_a_decoder_takes_such_a_mesh():
     on_one = on_one_device(config, params, ids)
     own = mesh_of(axes)
     mesh = logical_mesh(own, mesh_axes)
-    places = {name: mesh.sharding(partition(name, spec, mesh.sizes)) for name, spec in param_specs(config).items()}
+    places = param_shardings(mesh, param_specs(config))
     here = jax.device_put(params, places), jax.device_put(ids, mesh.sharding(PartitionSpec(TOKEN_AXES)))
     execution = dataclasses.replace(EINSUM, scan_layers=False)
     loss = quick_jit(jax.value_and_grad(loss_of(config, here[1], execution, mesh=mesh)), out_shardings=(None, places))
@@ -192,7 +190,7 @@ def test_what_a_mesh_cannot_split_or_a_strategy_needs_is_found_when_a_model_is_m
 
 def test_a_mesh_of_a_plan_has_our_names():
     mesh = logical_mesh(Plan(fsdp=2, tensor=2).mesh())
-    assert mesh.sizes == {"data": 1, "fsdp": 2, "expert": 1, "tensor": 2}
+    assert {axis: mesh.size(axis) for axis in AXES} == {"data": 1, "fsdp": 2, "expert": 1, "tensor": 2}
     assert mesh.axes(*AXES) == AXES
     assert logical_mesh(mesh) is mesh
 
@@ -202,7 +200,7 @@ def test_text_generated_on_a_mesh_is_that_of_one_device():
     config = tiny("qwen3-tiny", num_layers=1)
     params, prompts = drawn_params(config), [[1, 2, 3], [4, 5]]
     mesh = logical_mesh(mesh_of({"batch": 2, "model": 2}), {"data": "batch", "tensor": "model"})
-    places = {name: mesh.sharding(partition(name, spec, mesh.sizes)) for name, spec in param_specs(config).items()}
+    places = param_shardings(mesh, param_specs(config))
     on_mesh = Decoder(config, params=jax.device_put(params, places), execution=EINSUM, mesh=mesh)
     alone = Decoder(config, params=params, execution=EINSUM)
     texts = [list(generate(model, prompts, max_new_tokens=4)) for model in (on_mesh, alone)]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from raggedmoe.sharding import stage
 from raggedmoe.sharding.axes import TENSOR, logical_mesh
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.vocabulary import table_sharding
@@ -224,7 +225,8 @@ ON_MESHES = [
 def test_on_a_mesh_it_is_the_same_and_no_token_or_logit_leaves_its_device(plan, vocab):
     mesh, arguments = plan.mesh(), drawn(32, vocab)
     table = NamedSharding(mesh, table_sharding(logical_mesh(mesh), (vocab, D)).spec)
-    places = (plan.tokens(mesh), table, plan.tokens(mesh), plan.tokens(mesh))
+    tokens = NamedSharding(mesh, stage.TOKENS)
+    places = (tokens, table, tokens, tokens)
     gradient = jax.value_and_grad(lambda *a: cross_entropy_sum(*a, mesh), (0, 1))
     compiled = jax.jit(gradient, in_shardings=places).lower(*arguments).compile()
     value, gradients = compiled(*jax.device_put(arguments, places))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from raggedmoe.aot.compiled import Compiled, Cost, Memory
 from raggedmoe.aot.overlap import Move, move_from_json
@@ -21,7 +21,7 @@ class JitProgram:
     function: Callable[..., Any]
     args: tuple[Any, ...]  # arrays or `jax.ShapeDtypeStruct`
     donate: tuple[int, ...] = ()
-    mesh: Mesh | None = None  # of the topology's devices; None: it is for one of them
+    mesh: Mesh | AbstractMesh | None = None  # of the topology's devices; None: it is for one of them
 
 
 class Subject(Protocol):

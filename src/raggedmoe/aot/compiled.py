@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from raggedmoe.aot.topology import Topology, target_topology
 from raggedmoe.kernels.chosen import ChosenKernel, chosen_kernels
@@ -71,7 +71,7 @@ def compile_for(
     args: tuple[Any, ...],
     topology: Topology,
     *,
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     donate: tuple[int, ...] = (),
     options: dict[str, Any] | None = None,
 ) -> Compiled:

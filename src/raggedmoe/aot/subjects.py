@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from raggedmoe.aot.case import JitProgram
 from raggedmoe.aot.shapes import example_of_shape
@@ -32,6 +32,7 @@ from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.names import unknown
 from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh
+from raggedmoe.sharding.stage import TOKENS
 
 if TYPE_CHECKING:
     from raggedmoe.sharding.training import TrainSharding
@@ -167,7 +168,7 @@ def layer_on_devices(
         for name, s in config.param_specs().items()
     }
     shape = (tokens * plan.num_token_shards, config.model_dim)
-    x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=plan.tokens(mesh))
+    x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, TOKENS))
     return _layer_program(config, made.step.execution.moe, x, params, mesh, forward=forward)
 
 
@@ -210,7 +211,9 @@ class TrainingStep:
             return state, report
 
         args = (template, sharding.batch(run.batch, step.micro_batches))
-        return JitProgram(function=run_step, args=args, donate=(0,), mesh=sharding.mesh)
+        return JitProgram(
+            function=run_step, args=args, donate=(0,), mesh=None if sharding.mesh is None else sharding.mesh.mesh
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +235,7 @@ class ModelForward:
             return logits(params, out.hidden, model)
 
         args = (run.template.params, sharding.batch(run.batch).ids)
-        return JitProgram(function=forward, args=args, mesh=sharding.mesh)
+        return JitProgram(function=forward, args=args, mesh=None if sharding.mesh is None else sharding.mesh.mesh)
 
 
 SplitOverDevices = MoELayerOnMesh | TrainingStep | ModelForward  # by the degrees of parallelism among their words

@@ -113,7 +113,7 @@ def find_topology(name: str) -> Topology:
 
 
 @contextlib.contextmanager
-def target_topology(topology: Topology, mesh: Mesh | None = None) -> Iterator[None]:
+def target_topology(topology: Topology, mesh: Mesh | AbstractMesh | None = None) -> Iterator[None]:
     """Make what is traced inside be for that topology: for one device of it, or for the mesh given.
 
     `target_hardware` and Pallas's `get_tpu_info` then answer for its chip.

@@ -47,7 +47,7 @@ from raggedmoe.kernels.value_and_gradients import differentiable
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.presets import ALIASES
 from raggedmoe.models.presets import PRESETS as MODELS
-from raggedmoe.moe.backends import canonical_backend
+from raggedmoe.moe.execution import canonical_backend
 from raggedmoe.names import unknown
 from raggedmoe.sharding.axes import AXES
 from raggedmoe.train.settings import parse_settings

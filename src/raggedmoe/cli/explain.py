@@ -21,9 +21,8 @@ from raggedmoe.models.decoder import decode
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.models.presets import ALIASES, model_preset
 from raggedmoe.models.presets import PRESETS as MODELS
-from raggedmoe.moe.backends import canonical_backend
 from raggedmoe.moe.config import MoEConfig, check_execution
-from raggedmoe.moe.execution import MoEExecution
+from raggedmoe.moe.execution import MoEExecution, canonical_backend
 from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.names import unknown
 

@@ -147,11 +147,10 @@ def _device_bytes(chip: Hardware) -> int:
 def _parameter_table(made: Plan, model: ModelConfig) -> Table:
     """Parameters of a kind that are split alike are one line."""
     groups: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    specs = param_specs(model)
-    for (name, spec), here in zip(specs.items(), made.device_bytes(specs).values(), strict=True):
-        entry = groups[_kind(name, spec), _split(made, name, spec)]
-        entry[0] += spec.num_elements * np.dtype(spec.dtype).itemsize
-        entry[1] += here
+    for name, spec in param_specs(model).items():
+        entry, itemsize = groups[_kind(name, spec), _split(made, name, spec)], np.dtype(spec.dtype).itemsize
+        entry[0] += spec.num_elements * itemsize
+        entry[1] += made.device_elements(name, spec) * itemsize
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("parameters", "split", "whole", "on a device"):
         table.add_column(title, justify="left" if title in ("parameters", "split") else "right")
@@ -240,15 +239,18 @@ def _as_json(
     run: "StepConfig", made: Plan, step: Step, collectives: list[Collective], state: Any, moe_layers: int
 ) -> dict[str, Any]:
     model, execution = run.model, run.execution
-    specs = param_specs(model)
     return {
         "mesh": made.sizes,
         "strategy": strategy_name(model.moe, execution.moe),
         "tokens_per_device": step.num_tokens,
         "state_bytes": state.total,
         "parameters": {
-            name: {"axes": spec.axes, "split": [axes_of(entry) for entry in made.spec(name, spec)], "bytes": here}
-            for (name, spec), here in zip(specs.items(), made.device_bytes(specs).values(), strict=True)
+            name: {
+                "axes": spec.axes,
+                "split": [axes_of(entry) for entry in made.spec(name, spec)],
+                "bytes": made.device_elements(name, spec) * np.dtype(spec.dtype).itemsize,
+            }
+            for name, spec in param_specs(model).items()
         },
         "collectives": [{**vars(collective), "sent_bytes": collective.sent_bytes} for collective in collectives],
         "moe_layers": moe_layers,

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from raggedmoe.hardware import target_hardware
@@ -27,7 +26,7 @@ from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import shared_experts
 from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.sharding.axes import LogicalMesh, logical_mesh, shard_tokens, split_over
+from raggedmoe.sharding.axes import AnyMesh, LogicalMesh, logical_mesh, shard_tokens, split_over
 from raggedmoe.sharding.dense_layers import all_gather_dense_weights, save_all_but_gathered_weights
 from raggedmoe.sharding.vocabulary import embedding_lookup, table_sharding
 
@@ -70,7 +69,7 @@ def decode(
     cache: Cache | None = None,
     cache_is_empty: bool = False,
     key: jax.Array | None = None,
-    mesh: Mesh | LogicalMesh | None = None,
+    mesh: AnyMesh | None = None,
 ) -> DecoderOutput:
     """Hidden states of every token.
 
@@ -383,7 +382,7 @@ def mtp_forward(
     segments: Integer[Array, "B S"] | None = None,
     positions: Integer[Array, "B S"] | None = None,
     key: jax.Array | None = None,
-    mesh: Mesh | LogicalMesh | None = None,
+    mesh: AnyMesh | None = None,
 ) -> tuple[list[Float[Array, "B S D"]], list[ExpertReport]]:
     """Multi-token prediction: hidden states from which `logits` predicts the token after the next, and so on.
 

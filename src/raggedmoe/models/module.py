@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Integer
 
 from raggedmoe.models.cache import Cache
@@ -16,7 +15,7 @@ from raggedmoe.models.parameters import check_model_params, is_trained, param_sp
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.dispatch import check_has_mesh
 from raggedmoe.moe.module import SelectionBias
-from raggedmoe.sharding.axes import LogicalMesh, MeshAxes, logical_mesh
+from raggedmoe.sharding.axes import AnyMesh, MeshAxes, logical_mesh
 from raggedmoe.sharding.rules import make_params
 
 
@@ -38,7 +37,7 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs | None = None,
         params: Mapping[str, jax.Array] | None = None,
         execution: ModelExecution = DEFAULT_EXECUTION,
-        mesh: Mesh | LogicalMesh | None = None,
+        mesh: AnyMesh | None = None,
         mesh_axes: MeshAxes | None = None,
     ) -> None:
         """Make a model with new parameters or with given ones.

@@ -1,7 +1,7 @@
 """Keeping experts evenly used: the losses, the loss-free bias rule, and the statistics.
 
-Every mean is made of sums and counts, which ``axes`` reduce over the mesh first: a loss is that of the global batch,
-not the mean of what the shards computed for themselves.
+Every mean is made of sums and counts, which ``axes`` (of the mesh; none on one device) reduce first: a loss is that of
+the global batch, not the mean of what the shards computed for themselves.
 """
 
 import jax
@@ -9,10 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-Axes = tuple[str, ...]  # of a mesh; none on one device, where a sum over them is the value itself
 
-
-def tokens_before(mask: Bool[Array, " T"], axes: Axes) -> Int[Array, ""]:
+def tokens_before(mask: Bool[Array, " T"], axes: tuple[str, ...]) -> Int[Array, ""]:
     """How many tokens count on the devices before this one, along the mesh axes over which tokens are split."""
     counts = lax.all_gather(mask.sum(dtype=jnp.int32, keepdims=True), axes, tiled=True)
     return jnp.where(jnp.arange(counts.shape[0]) < lax.axis_index(axes), counts, 0).sum(dtype=jnp.int32)
@@ -29,7 +27,7 @@ def load_balance_loss(
     mask: Bool[Array, " T"],
     *,
     num_sequences: int | None = None,
-    axes: Axes = (),
+    axes: tuple[str, ...] = (),
 ) -> Float[Array, ""]:
     """``E · Σ_e f_e · P_e``: f the share of slots, P the mean probability of each expert; 1 at perfect balance.
 
@@ -52,7 +50,7 @@ def load_balance_loss(
     return lax.psum(losses.sum(), axes) / jnp.maximum(present, 1).astype(losses.dtype)
 
 
-def router_z_loss(logits: Float[Array, "T E"], mask: Bool[Array, " T"], axes: Axes = ()) -> Float[Array, ""]:
+def router_z_loss(logits: Float[Array, "T E"], mask: Bool[Array, " T"], axes: tuple[str, ...] = ()) -> Float[Array, ""]:
     """The mean of ``logsumexp(logits)²`` over the tokens."""
     squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
     tokens = jnp.maximum(lax.psum(mask.sum(), axes), 1).astype(logits.dtype)

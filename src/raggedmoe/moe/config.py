@@ -129,9 +129,6 @@ class MoEConfig:
             raise ValueError(
                 "selection='expert_choice' has no fixed K and needs a capacity_factor, got None; 1.0 is an even share"
             )
-        self._check_groups()
-
-    def _check_groups(self) -> None:
         router, experts = self.router, self.num_experts
         if experts % router.num_groups:
             fitting = [n for n in divisors(experts) if n <= 2 * router.num_groups]

@@ -1,10 +1,9 @@
 """How an MoE layer runs: what may differ from machine to machine, and never goes into a checkpoint."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from raggedmoe.kernels.registry import KernelChoice
-from raggedmoe.moe.backends import Backend, backend_named
 from raggedmoe.names import unknown
 from raggedmoe.params import check_sizes
 from raggedmoe.sharding.axes import SPLITS
@@ -15,10 +14,40 @@ TAKES_RANKS = (*ACROSS_RANKS, "dense", "capacity")  # and those that can have th
 
 
 @dataclass(frozen=True, kw_only=True)
+class Backend:
+    """The strategy and the kernels that a name of `moe_backend` stands for."""
+
+    strategy: str = "local"
+    kernels: KernelChoice = field(default_factory=KernelChoice)
+    fused: bool = False  # the experts as one `expert_ffn` instead of grouped matmuls
+
+
+BACKENDS: dict[str, Backend] = {
+    "auto": Backend(),  # grouped matmuls, or one `expert_ffn` where that is the fastest (`fuses_experts`)
+    "dense": Backend(strategy="dense"),  # every expert on every token, by einsum
+    "ragged_dot": Backend(kernels=KernelChoice(grouped_matmul="xla")),
+    "cpu": Backend(kernels=KernelChoice(grouped_matmul="cpu")),
+    "cpu_native": Backend(  # ours in C++
+        kernels=KernelChoice(ragged_gather="cpu_native", ragged_gather_reduce="cpu_native", expert_ffn="cpu_native"),
+        fused=True,
+    ),
+    "pallas": Backend(kernels=KernelChoice(grouped_matmul="pallas_tpu")),  # our TPU kernel
+    "megablox": Backend(kernels=KernelChoice(grouped_matmul="megablox")),  # JAX's own TPU kernel
+    "gmm_v2": Backend(kernels=KernelChoice(grouped_matmul="gmm_v2")),  # tokamax's second TPU kernel
+    "expert_ffn": Backend(fused=True),
+}
+
+
+def canonical_backend(word: str) -> str:
+    """The name of a backend from what is typed on a command line, where an older word stays known."""
+    return "dense" if word == "jax" else word
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoEExecution:
     """How a layer runs. The result is that of its `MoEConfig`, but for rows that a `ragged_buffer_factor` drops."""
 
-    moe_backend: str = "auto"  # A name for a strategy and a choice of kernels: see `raggedmoe.moe.backends`.
+    moe_backend: str = "auto"  # A name for a strategy and a choice of kernels: see `BACKENDS`.
     strategy: str | None = None  # How rows reach their experts; None takes the backend's strategy.
     kernels: KernelChoice | None = None  # The kernels of the operations that the backend does not name.
     # The rows of the receive buffer, as a multiple of a balanced share; None has room for the worst case. Rows beyond
@@ -35,17 +64,6 @@ class MoEExecution:
             raise unknown("tensor_split", self.tensor_split, SPLITS)
         if self.strategy is not None and self.strategy not in STRATEGIES:
             raise unknown("strategy", self.strategy, STRATEGIES)
-        self._check_backend()
-        if self.ragged_buffer_factor is not None:
-            if self.strategy not in ACROSS_RANKS:
-                raise ValueError(
-                    f"ragged_buffer_factor belongs to strategies {' and '.join(ACROSS_RANKS)}, got "
-                    f"{self.ragged_buffer_factor} with {self.strategy or self.backend.strategy!r}; leave it out"
-                )
-            if not 0 < self.ragged_buffer_factor < math.inf:
-                raise ValueError(f"expected ragged_buffer_factor > 0, or None, got {self.ragged_buffer_factor}")
-
-    def _check_backend(self) -> None:
         for operation, choice in vars(self.kernels or KernelChoice()).items():
             named = getattr(self.backend.kernels, operation)
             if "auto" not in (choice, named) and choice != named:
@@ -66,11 +84,21 @@ class MoEExecution:
             )
         if self.backend.fused and self.tensor_split == "model_dim":
             raise ValueError(f"{fused}; it cannot be used with tensor_split='model_dim': use 'expert_dim'")
+        if self.ragged_buffer_factor is not None:
+            if self.strategy not in ACROSS_RANKS:
+                raise ValueError(
+                    f"ragged_buffer_factor belongs to strategies {' and '.join(ACROSS_RANKS)}, got "
+                    f"{self.ragged_buffer_factor} with {self.strategy or self.backend.strategy!r}; leave it out"
+                )
+            if not 0 < self.ragged_buffer_factor < math.inf:
+                raise ValueError(f"expected ragged_buffer_factor > 0, or None, got {self.ragged_buffer_factor}")
 
     @property
     def backend(self) -> Backend:
         """What the name of the backend stands for."""
-        return backend_named(self.moe_backend)
+        if self.moe_backend not in BACKENDS:
+            raise unknown("moe_backend", self.moe_backend, BACKENDS)
+        return BACKENDS[self.moe_backend]
 
     @property
     def kernel_choice(self) -> KernelChoice:

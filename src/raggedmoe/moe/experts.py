@@ -1,8 +1,6 @@
 """What the experts compute on the rows that a strategy brought them. Written once; knows no strategy."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +33,9 @@ def gmm_up(
     columns: slice,
 ) -> UpSums:
     """Multiply some columns of the rows by both up projections: what they add to the float32 sums, without biases."""
-    options = {"transpose_rhs": True, "preferred_element_type": accumulator(rows.dtype)}
-    matmul = functools.partial(_matmul_of(metadata, settings), **options)
-    return {name: matmul(rows, weights[name][:, :, columns]) for name in ("wi_0", "wi_1") if name in weights}
+    matmul = functools.partial(_matmul, transpose_rhs=True, dtype=accumulator(rows.dtype))
+    parts = {name: weights[name][:, :, columns] for name in ("wi_0", "wi_1") if name in weights}
+    return {name: matmul(rows, part, metadata, settings) for name, part in parts.items()}
 
 
 @stage(sums=PER_DEVICE, result=BETWEEN_PROJECTIONS)
@@ -64,9 +62,9 @@ def gmm_down(
     hidden: Float[Array, "R F"], weights: MoEParams, metadata: RouteMetadata, *, settings: StageSettings, columns: slice
 ) -> Float[Array, "R columns"]:
     """Multiply the hidden rows by some columns of the down projection, and add its bias."""
-    wo, bias, matmul = weights["wo"][:, :, columns], _down_bias(weights, settings), _matmul_of(metadata, settings)
+    wo, bias = weights["wo"][:, :, columns], _down_bias(weights, settings)
     wide = hidden.dtype if bias is None else accumulator(hidden.dtype)
-    out = matmul(hidden, wo, transpose_rhs=False, preferred_element_type=wide)
+    out = _matmul(hidden, wo, metadata, settings, transpose_rhs=False, dtype=wide)
     if bias is None:
         return out
     out = add_bias(out, bias[:, columns], _bounds(metadata, wo.shape[0], hidden.shape[0]))
@@ -74,36 +72,27 @@ def gmm_down(
 
 
 @stage(
-    rows=PER_DEVICE,
-    weights=PER_DEVICE,
-    up_biases=BETWEEN_PROJECTIONS,
-    metadata=TOKENS,
-    result=PER_DEVICE,
-    checked=False,
+    rows=PER_DEVICE, weights=PER_DEVICE, biases=BETWEEN_PROJECTIONS, metadata=TOKENS, result=PER_DEVICE, checked=False
 )
 def expert_ffn(
     rows: Float[Array, "R D"],
     weights: MoEParams,
-    up_biases: MoEParams,
+    biases: MoEParams,
     metadata: RouteMetadata,
     *,
     settings: StageSettings,
 ) -> Float[Array, "R D"]:
     """Both projections and the activation in one operation, which never holds all hidden rows."""
-    bias, biases = _down_bias(weights, settings), None
-    if bias is not None:
-        biases = ExpertBiases(up_biases["bias_wi_0"], up_biases.get("bias_wi_1"), bias)
-    wi_0, wi_1, wo = weights["wi_0"], weights.get("wi_1"), weights["wo"]
-    group_sizes = metadata.group_sizes
+    bias, group_sizes = _down_bias(weights, settings), metadata.group_sizes
     if group_sizes is None:
-        group_sizes = jnp.full(wi_0.shape[0], rows.shape[0] // wi_0.shape[0], jnp.int32)
+        group_sizes = jnp.full(weights["wi_0"].shape[0], rows.shape[0] // weights["wi_0"].shape[0], jnp.int32)
     out = api.expert_ffn(
         _mask_rows(rows, metadata),
-        wi_0,
-        wi_1,
-        wo,
+        weights["wi_0"],
+        weights.get("wi_1"),
+        weights["wo"],
         group_sizes,
-        biases=biases,
+        biases=None if bias is None else ExpertBiases(biases["bias_wi_0"], biases.get("bias_wi_1"), bias),
         activation=settings.config.experts.activation,
         implementation=settings.execution.kernel_choice.expert_ffn,
         hardware=settings.execution.hardware,
@@ -151,26 +140,26 @@ def _mask_rows(rows: Float[Array, "R _"], metadata: RouteMetadata) -> Float[Arra
     return rows if metadata.used is None else jnp.where(metadata.used[:, None], rows, 0)
 
 
-def _matmul_of(metadata: RouteMetadata, settings: StageSettings) -> Callable[..., Any]:
-    """The grouped matmul of the rows, or a batched one where all experts have as many."""
-    if metadata.group_sizes is None:
-        return functools.partial(_batched_matmul, metadata)
-    return functools.partial(
-        grouped_matmul,
-        group_sizes=metadata.group_sizes,
-        implementation=settings.execution.kernel_choice.grouped_matmul,
-        hardware=settings.execution.hardware,
-    )
-
-
-def _batched_matmul(
-    metadata: RouteMetadata,
+def _matmul(
     rows: Float[Array, "R _"],
     weights: Float[Array, "G _ _"],
+    metadata: RouteMetadata,
+    settings: StageSettings,
     *,
     transpose_rhs: bool,
-    preferred_element_type: jnp.dtype,
+    dtype: jnp.dtype,
 ) -> Float[Array, "R _"]:
+    """The grouped matmul of the rows, or a batched one where all experts have as many."""
+    if metadata.group_sizes is not None:
+        return grouped_matmul(
+            rows,
+            weights,
+            metadata.group_sizes,
+            transpose_rhs=transpose_rhs,
+            preferred_element_type=dtype,
+            implementation=settings.execution.kernel_choice.grouped_matmul,
+            hardware=settings.execution.hardware,
+        )
     # Masked before and after: what an expert's weights hold, NaN too, is for the rows of its own tokens alone.
     parts = _mask_rows(rows, metadata).reshape(weights.shape[0], -1, rows.shape[1])
     out = lax.dot_general(
@@ -180,7 +169,7 @@ def _batched_matmul(
         precision=matmul_precision(rows.dtype),
         preferred_element_type=accumulator(rows.dtype),
     )
-    return _mask_rows(out.astype(preferred_element_type).reshape(rows.shape[0], out.shape[-1]), metadata)
+    return _mask_rows(out.astype(dtype).reshape(rows.shape[0], out.shape[-1]), metadata)
 
 
 def _bounds(metadata: RouteMetadata, num_groups: int, num_rows: int) -> Int[Array, " N"]:

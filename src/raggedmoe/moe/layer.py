@@ -115,29 +115,19 @@ def routed_experts(
             rows = run(dispatch, x, routing, metadata, tokens=tokens, columns=columns)
             more = run(gmm_up, rows, weights, metadata, columns=columns)
             sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
-        if on_mesh.axes(WIDTH_TENSOR):
-            sums = run(tp_reduce, sums)
-        hidden = run(activate, _name_arrays(sums, "moe_up"), up_biases, metadata, dtype=x.dtype)
+        sums = run(tp_reduce, sums)
+        hidden = run(activate, checkpoint_name(sums, "moe_up"), up_biases, metadata, dtype=x.dtype)
         for columns in width_parts:
-            rows = _name_arrays(run(gmm_down, hidden, weights, metadata, columns=columns), "moe_down")
+            rows = checkpoint_name(run(gmm_down, hidden, weights, metadata, columns=columns), "moe_down")
             columns_out.append(run(unpermute, rows, routing, metadata, tokens=tokens))
-        outputs.append(_concatenate_chunks(columns_out, on_mesh, dim=1))
-    return _concatenate_chunks(outputs, on_mesh, dim=0), dropped
-
-
-def _name_arrays(arrays: Any, name: str) -> Any:
-    """The arrays under a name by which remat can keep them."""
-    return jax.tree.map(lambda array: checkpoint_name(array, name), arrays)
+        outputs.append(on_mesh.run(concatenate, columns_out, dim=1))
+    return on_mesh.run(concatenate, outputs, dim=0), dropped
 
 
 @stage(chunks=ACTIVATIONS, result=ACTIVATIONS)
 def concatenate(chunks: list[Float[Array, "_ _"]], *, dim: int) -> Float[Array, "_ _"]:
     """Chunks of the tokens (dim 0) or of their columns (1), after each other on every device."""
     return jnp.concatenate(chunks, axis=dim)
-
-
-def _concatenate_chunks(chunks: list[Float[Array, "_ _"]], on_mesh: LogicalMesh, dim: int) -> Float[Array, "_ _"]:
-    return chunks[0] if len(chunks) == 1 else on_mesh.run(concatenate, chunks, dim=dim)
 
 
 def even_parts(size: int, num_parts: int) -> list[slice]:

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Integer
 
 from raggedmoe.moe.config import MoEConfig, check_execution, strategy_name
@@ -16,7 +15,7 @@ from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.layer import DEFAULT_EXECUTION, moe_route_and_compute
 from raggedmoe.moe.records import MoEOutput, MoEParams
 from raggedmoe.params import check_param, check_params
-from raggedmoe.sharding.axes import LogicalMesh, MeshAxes, logical_mesh
+from raggedmoe.sharding.axes import AnyMesh, MeshAxes, logical_mesh
 from raggedmoe.sharding.rules import make_params
 
 
@@ -44,7 +43,7 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs | None = None,
         params: Mapping[str, jax.Array | np.ndarray] | None = None,
         execution: MoEExecution = DEFAULT_EXECUTION,
-        mesh: Mesh | LogicalMesh | None = None,
+        mesh: AnyMesh | None = None,
         mesh_axes: MeshAxes | None = None,
     ) -> None:
         """Make a layer with new weights or with given ones.
@@ -76,7 +75,7 @@ class MoE(nnx.Module):
         axes: Mapping[str, tuple[str, ...]],
         *,
         execution: MoEExecution = DEFAULT_EXECUTION,
-        mesh: Mesh | LogicalMesh | None = None,
+        mesh: AnyMesh | None = None,
         mesh_axes: MeshAxes | None = None,
     ) -> "MoE":
         """Make a layer with given weights; ``axes`` names each one's dimensions, as in ``config.param_specs()``."""

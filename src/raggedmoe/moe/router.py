@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from raggedmoe.kernels.arrays import accumulator, int32
 from raggedmoe.moe import balance
-from raggedmoe.moe.balance import Axes
 from raggedmoe.moe.config import RouterConfig
 from raggedmoe.moe.records import MoEParams, RouteOutput, StageSettings
 from raggedmoe.sharding.axes import TOKEN_AXES
@@ -155,7 +154,7 @@ def select_experts(
     key: jax.Array | None,
     token_ids: Integer[Array, " T"] | None,
     first_token: Int[Array, ""],
-    axes: Axes,
+    axes: tuple[str, ...],
 ) -> Int[Array, "T K"]:
     """K different experts for every token. No gradient flows through who is chosen."""
     num_tokens, num_experts = ranking.shape
@@ -183,10 +182,7 @@ def limit_to_groups(ranking: Float[Array, "T E"], config: RouterConfig) -> Float
     if config.num_groups == 1:
         return ranking
     groups = ranking.reshape(ranking.shape[0], config.num_groups, -1)
-    if config.group_score == "max":
-        group_scores = groups.max(-1)
-    else:
-        group_scores = lax.top_k(groups, 2)[0].sum(-1)
+    group_scores = groups.max(-1) if config.group_score == "max" else lax.top_k(groups, 2)[0].sum(-1)
     best = lax.top_k(group_scores, config.groups_per_token)[1]
     allowed = (jnp.arange(config.num_groups)[None, None, :] == best[:, :, None]).any(1)
     return jnp.where(allowed[:, :, None], groups, -jnp.inf).reshape(ranking.shape)
@@ -228,11 +224,7 @@ def check_replay(replay: jax.Array, num_tokens: int, experts_per_token: int, num
 
 
 def choose_tokens(
-    scores: Float[Array, "T E"],
-    params: MoEParams,
-    config: RouterConfig,
-    mask: Bool[Array, " T"],
-    capacity: int,
+    scores: Float[Array, "T E"], params: MoEParams, config: RouterConfig, mask: Bool[Array, " T"], capacity: int
 ) -> tuple[Int[Array, "E C"], Float[Array, "E C"], Int[Array, " E"]]:
     """The tokens that score highest with each expert, which takes them, their weights, and how many there are.
 

@@ -15,10 +15,9 @@ TOKEN_AXES = (DATA, FSDP, EXPERT)  # tokens are split over all of these; tensor 
 SPLITS = HIDDEN_TENSOR, WIDTH_TENSOR = "expert_dim", "model_dim"
 
 MeshAxes = Mapping[str, str | tuple[str, ...]]  # logical axis -> the axis of the mesh, or several, major first
-Entry = str | tuple[str, ...] | None
 
 
-def axes_of(entry: Entry) -> tuple[str, ...]:
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The axes of one dimension of a `PartitionSpec`, major first."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
@@ -42,11 +41,6 @@ class LogicalMesh:
     def size(self, *logical: str) -> int:
         """Devices along these logical axes together."""
         return math.prod(self.mesh.shape[name] for name in self.axes(*logical)) if self.mesh else 1
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Devices along each logical axis."""
-        return {axis: self.size(axis) for axis in AXES}
 
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
         """A partition over logical axes as one over the mesh's own."""
@@ -77,6 +71,9 @@ class LogicalMesh:
             return jax.shard_map(on_device, mesh=self.mesh, **options)(*args)
 
 
+AnyMesh = Mesh | AbstractMesh | LogicalMesh
+
+
 def shard_tokens(x: jax.Array, mesh: LogicalMesh | None) -> jax.Array:
     """Activations whose first dimension, tokens or sequences, is split over all axes that split tokens."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, mesh.sharding(PartitionSpec(TOKEN_AXES)))
@@ -93,9 +90,7 @@ def split_over(mesh: LogicalMesh | None, num: int, what: str, instead: str = "sm
     return num // shards
 
 
-def logical_mesh(
-    mesh: Mesh | AbstractMesh | LogicalMesh | None, mesh_axes: MeshAxes | None = None
-) -> LogicalMesh | None:
+def logical_mesh(mesh: AnyMesh | None, mesh_axes: MeshAxes | None = None) -> LogicalMesh | None:
     """A mesh by its logical axes; None stays None. Without ``mesh_axes`` its axes have our names."""
     if mesh is None or isinstance(mesh, LogicalMesh):
         if mesh_axes is not None:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from raggedmoe.params import Specs
 from raggedmoe.sharding.axes import FSDP, TENSOR, TOKEN_AXES, LogicalMesh, axes_of
-from raggedmoe.sharding.rules import WIDTH_AXES, is_routed, partition
+from raggedmoe.sharding.rules import WIDTH_AXES, partition
 from raggedmoe.sharding.stage import TOKENS, stage
 
 Weights = dict[str, Any]
@@ -30,10 +30,9 @@ def all_gather_dense_weights(weights: Weights, specs: Specs, mesh: LogicalMesh |
         return weights
     gathered = dict(weights)
     for name, spec in specs.items():
-        is_router = name.rpartition(".")[2].startswith("router_")
-        if name not in weights or spec.contracts is None or is_router or is_routed(name, spec):
+        if name not in weights or spec.contracts is None or "expert" in spec.axes:
             continue
-        stored = partition(name, spec, mesh.sizes)
+        stored = partition(name, spec, mesh)
         if any(stored):
             axes = [tuple(axis for axis in axes_of(entry) if axis not in WIDTH_AXES) for entry in stored]
             used = mesh.sharding(PartitionSpec(*axes))

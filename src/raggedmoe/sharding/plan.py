@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from raggedmoe.names import unknown
 from raggedmoe.params import ParamSpec, Specs, divisors
@@ -90,21 +90,14 @@ class Plan:
 
     def spec(self, name: str, spec: ParamSpec) -> PartitionSpec:
         """The partition of a parameter over the logical axes."""
-        return partition(name, spec, self.sizes, self.tensor_split)
+        mesh = AbstractMesh(tuple(self.sizes.values()), AXES)
+        return partition(name, spec, LogicalMesh(mesh, tensor_split=self.tensor_split))
 
     def shardings(self, mesh: Mesh, specs: Specs) -> dict[str, NamedSharding]:
         """The sharding of every parameter on the mesh that this plan made."""
-        return param_shardings(LogicalMesh(mesh), specs, self.tensor_split)
-
-    def tokens(self, mesh: Mesh) -> NamedSharding:
-        """The sharding of a batch: its first dimension is split over all axes that split tokens."""
-        return NamedSharding(mesh, PartitionSpec(TOKEN_AXES))
+        return param_shardings(LogicalMesh(mesh, tensor_split=self.tensor_split), specs)
 
     def device_elements(self, name: str, spec: ParamSpec) -> int:
         """Elements of a parameter on one device."""
         axes = [axis for entry in self.spec(name, spec) for axis in axes_of(entry)]
         return spec.num_elements // math.prod(self.sizes[axis] for axis in axes)
-
-    def device_bytes(self, specs: Specs) -> dict[str, int]:
-        """Bytes of each parameter on one device."""
-        return {name: self.device_elements(name, s) * np.dtype(s.dtype).itemsize for name, s in specs.items()}

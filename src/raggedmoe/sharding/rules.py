@@ -1,7 +1,6 @@
 """How every parameter is split over a mesh, from the names of its axes: the one rule that plans and layers read."""
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from raggedmoe.kernels.arrays import pvary_over
 from raggedmoe.params import ParamSpec, Specs, divisors, init_params
-from raggedmoe.sharding.axes import EXPERT, FSDP, HIDDEN_TENSOR, TENSOR, LogicalMesh, axes_of
+from raggedmoe.sharding.axes import EXPERT, FSDP, TENSOR, LogicalMesh, axes_of
 from raggedmoe.sharding.stage import stage
 
 # Of a parameter that all tokens use, the first width that it has is split over axes that otherwise split tokens only,
@@ -21,14 +20,14 @@ WIDTH_DIMS = ("model_dim", "q_latent", "kv_latent")
 TENSOR_DIMS = ("head", "kv_head", "mlp_dim", "shared_dim", "vocab")
 
 
-def partition(name: str, spec: ParamSpec, sizes: Mapping[str, int], tensor_split: str = HIDDEN_TENSOR) -> PartitionSpec:
-    """How a parameter is split over axes of these sizes.
+def partition(name: str, spec: ParamSpec, mesh: LogicalMesh) -> PartitionSpec:
+    """How a parameter is split over the logical axes of a mesh.
 
     What does not divide stays whole, but for routed experts: there it is an error, as they are nearly all of a model.
     """
     routed, splits = is_routed(name, spec), dict[str, tuple[str, ...]]()
     if routed:
-        splits = {"expert": (EXPERT,), tensor_split: (TENSOR,)}
+        splits = {"expert": (EXPERT,), mesh.tensor_split: (TENSOR,)}
         if "expert_dim" in spec.axes and "model_dim" in spec.axes:  # not the biases, which are small
             splits["model_dim"] = (*splits.get("model_dim", ()), FSDP)
     elif len([dim for dim in spec.axes if dim != "layer"]) > 1:  # not norms and biases: small, and whole everywhere
@@ -37,9 +36,9 @@ def partition(name: str, spec: ParamSpec, sizes: Mapping[str, int], tensor_split
     entries = []
     for dim, size in zip(spec.axes, spec.shape):
         axes = splits.get(dim, ())
-        while size % math.prod(sizes[axis] for axis in axes):
+        while size % mesh.size(*axes):
             if routed:
-                degrees = " × ".join(f"{axis}_parallelism={sizes[axis]}" for axis in axes if sizes[axis] > 1)
+                degrees = " × ".join(f"{axis}_parallelism={mesh.size(axis)}" for axis in axes if mesh.size(axis) > 1)
                 fitting = [n for n in divisors(size) if n <= 4096]
                 raise ValueError(
                     f"{name}: its {dim}={size} is not divisible by {degrees}; a product may be in {fitting}"
@@ -49,9 +48,9 @@ def partition(name: str, spec: ParamSpec, sizes: Mapping[str, int], tensor_split
     return PartitionSpec(*entries) if splits else PartitionSpec()
 
 
-def param_shardings(mesh: LogicalMesh, specs: Specs, tensor_split: str) -> dict[str, NamedSharding]:
+def param_shardings(mesh: LogicalMesh, specs: Specs) -> dict[str, NamedSharding]:
     """The sharding of every parameter on a mesh."""
-    return {name: mesh.sharding(partition(name, spec, mesh.sizes, tensor_split)) for name, spec in specs.items()}
+    return {name: mesh.sharding(partition(name, spec, mesh)) for name, spec in specs.items()}
 
 
 def all_gather_params(
@@ -63,7 +62,7 @@ def all_gather_params(
     """
     if mesh.mesh is None:
         return params
-    stored = {name: partition(name, specs[name], mesh.sizes, mesh.tensor_split) for name in params}
+    stored = {name: partition(name, specs[name], mesh) for name in params}
 
     @stage(parts=stored, result=result)
     def all_gather_weights(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -86,7 +85,7 @@ def make_params(
         raise ValueError("expected rngs for new parameters or params for given ones, got both or neither")
     if params is not None:
         return params
-    shardings = None if mesh is None else param_shardings(mesh, specs, tensor_split)
+    shardings = None if mesh is None else param_shardings(LogicalMesh(mesh.mesh, mesh.mesh_axes, tensor_split), specs)
     return jax.jit(functools.partial(init_params, specs), out_shardings=shardings)(rngs.params())
 
 

@@ -7,11 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from raggedmoe.params import Specs
-from raggedmoe.sharding.axes import TOKEN_AXES
+from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh
 from raggedmoe.sharding.plan import Plan
+from raggedmoe.sharding.rules import param_shardings
+from raggedmoe.sharding.stage import REPLICATED, TOKENS
 
 TRANSFER_BYTES = 2**28  # of a parameter at a time between hosts
 # [parts B S]: the rows of every micro-batch are split, so that none has to move when its turn comes.
@@ -20,17 +22,15 @@ PARTS_OF_TOKENS = PartitionSpec(None, TOKEN_AXES)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSharding:
-    """A plan and its mesh, and from them the sharding of a run's state and of its batches."""
+    """The mesh of a run, and on it the sharding of the run's state and of its batches."""
 
-    plan: Plan
-    mesh: Mesh | None  # None: all is on one device, wherever JAX puts it
+    mesh: LogicalMesh | None  # None: all is on one device, wherever JAX puts it
 
     def state(self, template: Any, specs: Specs) -> Any:
         """The shapes of a state, each with its place: the optimizer's moments lie where their parameters do."""
         if self.mesh is None:
             return template
-        shardings = self.plan.shardings(self.mesh, specs)
-        whole = NamedSharding(self.mesh, PartitionSpec())
+        shardings, whole = param_shardings(self.mesh, specs), self.mesh.sharding(REPLICATED)
 
         def with_sharding(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
@@ -42,7 +42,7 @@ class TrainSharding:
         """The shapes of a batch ``[B S]``, or in so many micro-batches ``[parts B/parts S]``, each with its place."""
         if self.mesh is None:
             return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), template)
-        sharding = self.plan.tokens(self.mesh) if parts is None else NamedSharding(self.mesh, PARTS_OF_TOKENS)
+        sharding = self.mesh.sharding(TOKENS if parts is None else PARTS_OF_TOKENS)
         shape = (lambda a: a.shape) if parts is None else (lambda a: in_micro_batches(a.shape, parts))
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(shape(a), a.dtype, sharding=sharding), template)
 
@@ -51,13 +51,20 @@ class TrainSharding:
         if self.mesh is None or jax.process_count() == 1:
             return None
         shape = in_micro_batches((num_rows,), parts)
-        indices = NamedSharding(self.mesh, PARTS_OF_TOKENS).addressable_devices_indices_map(shape).values()
+        indices = self.mesh.sharding(PARTS_OF_TOKENS).addressable_devices_indices_map(shape).values()
         rows = sorted({row for index in indices if index for row in range(shape[1])[index[1]]})
         return [part * shape[1] + row for part in range(parts) for row in rows]
 
     def put(self, arrays: Any, shapes: Any) -> Any:
         """Arrays on the devices: whole ones that every process has, or of a batch only its `local_rows`."""
-        return arrays if self.mesh is None else jax.tree.map(_put, arrays, shapes)
+
+        def put_array(array: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+            values = np.asarray(array)
+            if values.ndim < len(shape.shape):  # in micro-batches
+                values = values.reshape(shape.shape[0], -1, *values.shape[1:])
+            return jax.make_array_from_process_local_data(shape.sharding, values, shape.shape)
+
+        return arrays if self.mesh is None else jax.tree.map(put_array, arrays, shapes)
 
 
 def in_micro_batches(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
@@ -67,25 +74,20 @@ def in_micro_batches(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
     return (parts, shape[0] // parts, *shape[1:])
 
 
-def _put(array: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    values = np.asarray(array)
-    if values.ndim < len(shape.shape):  # in micro-batches
-        values = values.reshape(shape.shape[0], -1, *values.shape[1:])
-    return jax.make_array_from_process_local_data(shape.sharding, values, shape.shape)
-
-
 def train_sharding(plan: Plan, devices: Any = None) -> TrainSharding:
     """The sharding on these devices, or the first of those that there are. A plan for one device has no mesh."""
-    return TrainSharding(plan=plan, mesh=None if plan.num_devices == 1 else plan.mesh(devices))
+    mesh = None if plan.num_devices == 1 else LogicalMesh(plan.mesh(devices), tensor_split=plan.tensor_split)
+    return TrainSharding(mesh=mesh)
 
 
 def check_all_take_part(sharding: TrainSharding) -> None:
     """A process without a device of the mesh would wait for ever, or train a run of its own."""
-    used = {0} if sharding.mesh is None else {device.process_index for device in sharding.mesh.devices.flat}
+    devices = jax.devices()[:1] if sharding.mesh is None else sharding.mesh.sharding(REPLICATED).device_set
+    used = {device.process_index for device in devices}
     if len(used) < jax.process_count():
         raise ValueError(
             f"expected degrees that give each of {jax.process_count()} processes a device, got "
-            f"{sharding.plan.num_devices} of {jax.device_count()} devices, none of process "
+            f"{len(devices)} of {jax.device_count()} devices, none of process "
             f"{min(set(range(jax.process_count())) - used)}; use them all, fsdp_parallelism=-1 for example, or fewer "
             "processes"
         )

@@ -49,7 +49,7 @@ class TableSharding:
 
 def table_sharding(mesh: LogicalMesh, shape: tuple[int, ...]) -> TableSharding:
     """The sharding of a table of this shape, by the rules that split all parameters."""
-    logical = partition("table", ParamSpec(shape=shape, dtype=None, axes=("vocab", "model_dim")), mesh.sizes)
+    logical = partition("table", ParamSpec(shape=shape, dtype=None, axes=("vocab", "model_dim")), mesh)
     spec, num_entries = mesh.spec(logical), shape[0] // mesh.size(*axes_of(logical[0]))
     return TableSharding(mesh, spec, mesh.spec(TOKENS), num_entries, *map(axes_of, spec))
 

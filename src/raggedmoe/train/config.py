@@ -14,7 +14,6 @@ from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.models.presets import model_preset
 from raggedmoe.models.sizes import FIELDS, OTHERS, resize
-from raggedmoe.moe.backends import backend_named
 from raggedmoe.moe.config import RouterConfig, strategy_name
 from raggedmoe.moe.execution import ACROSS_RANKS, MoEExecution
 from raggedmoe.sharding.axes import AXES
@@ -388,7 +387,7 @@ def make_moe_execution(settings: Settings, plan: Plan) -> MoEExecution:
     """How the settings run the MoE layers on the plan's mesh."""
     v, given = settings.values, settings.given
     backend, factor = v["moe_backend"], v["capacity_factor"]
-    is_dense = backend_named(backend).strategy == "dense"
+    is_dense = MoEExecution(moe_backend=backend).backend.strategy == "dense"
     if v["sparse_matmul"] is not None and "moe_backend" in given and is_dense == v["sparse_matmul"]:
         raise ValueError(
             f"{given['sparse_matmul']} and {given['moe_backend']} contradict each other: moe_backend=dense is the one "

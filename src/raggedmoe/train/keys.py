@@ -11,7 +11,7 @@ from typing import Any
 from raggedmoe.interop.maxtext import FALSE, TRUE
 from raggedmoe.kernels.registry import BACKWARD, FORWARD
 from raggedmoe.models.execution import SAVED_NAMES
-from raggedmoe.moe.backends import BACKENDS
+from raggedmoe.moe.execution import BACKENDS
 from raggedmoe.sharding.axes import SPLITS
 
 SCHEDULES = ("cosine", "wsd", "constant")

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Integer
 
 from raggedmoe.kernels.arrays import accumulator, int32, matmul_precision, pvary_like
 from raggedmoe.models.matmul import wide_project
-from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh, logical_mesh
+from raggedmoe.sharding.axes import TOKEN_AXES, AnyMesh, logical_mesh
 from raggedmoe.sharding.vocabulary import TableSharding, table_sharding
 
 CHUNK_ELEMENTS = 2**24  # logits that exist at once: 64 MB in float32
@@ -36,7 +36,7 @@ def cross_entropy_sum(
     head: Float[Array, "V D"],
     targets: Integer[Array, " T"],
     weights: Float[Array, " T"],
-    mesh: Mesh | LogicalMesh | None = None,
+    mesh: AnyMesh | None = None,
 ) -> Float[Array, ""]:
     """Compute the weighted sum of the cross-entropy of all tokens.
 

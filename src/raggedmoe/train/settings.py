@@ -12,7 +12,7 @@ import yaml
 
 from raggedmoe.interop import maxtext
 from raggedmoe.interop.maxtext_defaults import is_same
-from raggedmoe.moe.backends import canonical_backend
+from raggedmoe.moe.execution import canonical_backend
 from raggedmoe.sharding.axes import AXES
 from raggedmoe.train.keys import BOOLS, KEYS, RECIPES
 

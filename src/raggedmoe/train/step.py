@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from raggedmoe.models.config import ModelConfig, check_execution
@@ -15,6 +14,7 @@ from raggedmoe.models.decoder import ExpertReport, Params, decode, mtp_forward, 
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.parameters import is_trained, param_specs
 from raggedmoe.moe.balance import load_entropy, max_violation, update_selection_bias
+from raggedmoe.sharding.axes import AnyMesh
 from raggedmoe.sharding.training import in_micro_batches
 from raggedmoe.train.loss import cross_entropy_sum
 from raggedmoe.train.optimizer import (
@@ -100,7 +100,7 @@ class MicroBatchWeights:
 
 
 def train_step(
-    state: TrainState, batch: Batch, config: StepConfig, mesh: Mesh | None = None
+    state: TrainState, batch: Batch, config: StepConfig, mesh: AnyMesh | None = None
 ) -> tuple[TrainState, StepReport]:
     """The next state. Where the loss or the gradient is not finite, the old one with the step counted as skipped.
 
@@ -163,7 +163,7 @@ def _updates_made(state: TrainState) -> Int[Array, ""]:
 
 
 def batch_gradients(
-    trained: Params, biases: Params, batch: Batch, config: StepConfig, key: jax.Array, mesh: Mesh | None = None
+    trained: Params, biases: Params, batch: Batch, config: StepConfig, key: jax.Array, mesh: AnyMesh | None = None
 ) -> tuple[Params, Losses]:
     """Gradients and losses of the whole batch, in float32 at least, however many micro-batches it is cut into.
 
@@ -203,7 +203,7 @@ def objective(
     weights: MicroBatchWeights,
     config: StepConfig,
     key: jax.Array,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
 ) -> tuple[Float[Array, ""], Losses]:
     """What a micro-batch adds to what is minimised, and its parts."""
     model, params = config.model, {**trained, **biases}
@@ -239,7 +239,7 @@ def objective(
 
 
 def held_out_loss(
-    params: Params, batch: Batch, config: ModelConfig, execution: ModelExecution, mesh: Mesh | None = None
+    params: Params, batch: Batch, config: ModelConfig, execution: ModelExecution, mesh: AnyMesh | None = None
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The sum of the cross-entropy of a batch, and the number of its targets."""
     out = decode(
@@ -262,7 +262,7 @@ def _cross_entropy(
     targets: jax.Array,
     weights: jax.Array,
     config: ModelConfig,
-    mesh: Mesh | None,
+    mesh: AnyMesh | None,
 ) -> Any:
     head = params["embedding" if config.tied_embeddings else "head"]
     rows = hidden.reshape(-1, hidden.shape[-1])
