@@ -10,7 +10,7 @@ import gc
 import importlib.metadata
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 QUICKLY = os.environ.get("QUICK_COMPILE") == "1"
@@ -184,3 +184,14 @@ def only_our_checks():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def without_native_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """As if the kernels in C++ were not built."""
+    from raggedmoe.kernels.native import library  # not before its annotations are to be checked
+
+    monkeypatch.setattr(library.building, "library_path", lambda: tmp_path / "none.so")
+    library.why_absent.cache_clear()
+    yield
+    library.why_absent.cache_clear()

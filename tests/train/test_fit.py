@@ -171,6 +171,7 @@ def test_visible_keys_are_those_of_a_loop_over_positions(length, window):
     assert mean_visible_keys(length, window) == pytest.approx(np.mean(seen))
 
 
+@pytest.mark.usefixtures("without_native_kernels")  # the compiler does not know what these multiply
 def test_operations_are_about_those_that_the_compiler_counts():
     # A model of dense layers only, with the scan's body run once, whose matmuls XLA counts as they are. It multiplies
     # all pairs of tokens, not only the visible ones, and counts norms and softmax too.

@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 from raggedmoe import attention
 from raggedmoe.kernels.catalog import operation
-from raggedmoe.kernels.native import library
 from raggedmoe.kernels.registry import record_selections
 from raggedmoe.kernels.value_and_gradients import value_and_gradients
 from tests.kernels.compare import on_cpu
@@ -40,14 +39,6 @@ def chosen(hardware, queries, slots, **options):
     with record_selections() as selections:
         jax.eval_shape(functools.partial(attention, hardware=hardware, **options), query, key, key, **positions)
     return {selection.chosen.name for selection in selections}
-
-
-@pytest.fixture
-def without_native_kernels(monkeypatch, tmp_path):
-    monkeypatch.setattr(library.building, "library_path", lambda: tmp_path / "none.so")
-    library.why_absent.cache_clear()
-    yield
-    library.why_absent.cache_clear()
 
 
 @pytest.mark.parametrize(
