@@ -70,6 +70,7 @@ def step_of(backend):
 
 
 @pytest.mark.ci
+@pytest.mark.usefixtures("without_native_kernels")  # whose products a lowered program does not show
 @pytest.mark.parametrize(
     ("backend", "kernel"),
     [

@@ -110,6 +110,7 @@ def test_on_the_host_a_call_is_lowered_and_its_products_are_counted(monkeypatch,
 
 
 @pytest.mark.ci
+@pytest.mark.usefixtures("without_native_kernels")  # whose products a lowered program does not show
 def test_on_the_host_a_tiny_training_step_is_lowered(monkeypatch, capsys):
     words = ("model", "mixtral-tiny", "per_device_batch_size=2", "max_target_length=32")
     code, out, _ = run(monkeypatch, capsys, *words, "--topology", "cpu", "--layers", "1", "--json")

@@ -57,6 +57,7 @@ def test_no_setting_of_how_a_model_runs_changes_a_saved_byte(tmp_path):
 
 
 @pytest.mark.ci
+@pytest.mark.usefixtures("without_native_kernels")  # they would fuse the experts
 def test_one_model_runs_in_two_ways_without_being_made_again():
     config = tiny("mixtral-tiny", num_layers=1)
     model, ids = Decoder(config, params=drawn_params(config), execution=EINSUM), drawn_ids(config, 1, 8)

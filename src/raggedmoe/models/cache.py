@@ -5,7 +5,7 @@ p stands in slot ``p % W``.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,8 @@ class Cache:
 
     # "stacks.<stack>.<position>.<what>" -> [layers of the stack, B, L, ...], or a tuple with an array for each of these
     # layers (`unstack_cache`). L is the cache's size, or the window where that is smaller.
-    memory: dict[str, jax.Array | tuple[jax.Array, ...]]
-    lengths: Int[Array, " B"]  # tokens that each sequence has in it
+    memory: dict[str, Any]
+    lengths: Int[Any, " B"]  # tokens that each sequence has in it
     size: int = field(metadata={"static": True})  # the most tokens that a sequence can have in it
 
 
@@ -43,7 +43,7 @@ def empty_cache(config: ModelConfig, num_sequences: int, size: int) -> Cache:
     shapes, dtype = mixer_of(config).memory_shapes(config.attention), jnp.dtype(config.dtype)
     if compat.SLICES_BF16_BY_WIDENING_ALL and dtype == jnp.bfloat16:
         dtype = jnp.dtype(jnp.uint16)  # its bits: to write to a part of a bfloat16 array widens or copies all of it
-    memory: dict[str, jax.Array | tuple[jax.Array, ...]] = {
+    memory: dict[str, Any] = {
         f"stacks.{s}.{p}.{what}": jnp.zeros(
             (stack.repeats, num_sequences, min(size, kind.window or size), *shape), dtype
         )

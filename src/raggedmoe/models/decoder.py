@@ -260,7 +260,7 @@ def unstack_params(params: Params) -> Params:
 EXPERT_WEIGHTS = tuple(f".moe.{name}" for name in ("wi_0", "wi_1", "wo", "bias_wi_0", "bias_wi_1", "bias_wo"))
 
 
-def reads_experts_in_place(config: ModelConfig, execution: MoEExecution, x: Float[Array, "B S D"]) -> bool:
+def reads_experts_in_place(config: ModelConfig, execution: MoEExecution, x: Float[Array, "..."]) -> bool:
     """Whether all layers' experts are given to the kernel, with rows for one layer's only, instead of a layer's slice.
 
     A scan copies what it slices: every expert of a layer, used or not, which is most of the time of decoding a token

@@ -182,7 +182,7 @@ class _Run:
     count: Int[Any, ""]  # how many, at most `MOST_TOKENS`; fewer if all texts have ended
     ended: Bool[Any, " B"]  # texts that have ended before
     stops: Int[Any, " _"]  # tokens that end a text
-    key: jax.Array
+    key: Any
 
 
 @functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("cache",))

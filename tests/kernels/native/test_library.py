@@ -60,6 +60,12 @@ def test_its_absence_is_said_once_for_all_operations(library_at, caplog):
     assert f"not built here: `{library.BUILD}` builds it" in said[0].getMessage()
 
 
+def test_a_library_can_be_switched_off(library_at, monkeypatch):
+    monkeypatch.setenv("RAGGEDMOE_NATIVE", "0")
+    library_at.write_bytes(b"")
+    assert library.why_absent() == "RAGGEDMOE_NATIVE=0 leaves it out"
+
+
 def test_a_kernel_that_is_named_and_absent_is_an_error(library_at):
     with pytest.raises(CannotRunError, match="cpu_native: its C\\+\\+ library is not built here"):
         grouped_matmul(jnp.ones((2, 4)), jnp.ones((1, 4, 3)), jnp.array([2]), implementation="cpu_native")

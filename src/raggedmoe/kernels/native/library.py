@@ -41,6 +41,8 @@ def why_absent() -> str | None:
     wanted = os.environ.get("RAGGEDMOE_CPU_ISA")
     if wanted and wanted not in INSTRUCTION_SETS:
         raise unknown("RAGGEDMOE_CPU_ISA", wanted, INSTRUCTION_SETS)
+    if os.environ.get("RAGGEDMOE_NATIVE") == "0":
+        return "RAGGEDMOE_NATIVE=0 leaves it out"
     path = building.library_path()
     if not path.exists():
         return f"its C++ library is not built here: {_how_to_build()}"
