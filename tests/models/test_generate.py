@@ -199,6 +199,6 @@ def test_a_token_copies_neither_dense_weights_nor_caches(dtype):
     numbers = 512 * attention.num_kv_heads * attention.head_dim
     limit = 2.5 * numbers * 4
     if dtype == "bfloat16" and compat.SLICES_BF16_BY_WIDENING_ALL and takes(dtype):
-        # There a cache is kept as bits, and the kernel in C++ reads each layer's keys and values from a copy in their type.
+        # There a cache is kept as bits, and the kernel in C++ reads a copy of each layer's keys and values.
         limit = 2.5 * config.num_layers * numbers * 4
     assert used < limit, used
