@@ -59,7 +59,11 @@ def planned(config, execution, plan):
     """Bytes by kind and number of devices."""
     step, found = Step(num_tokens=NUM_TOKENS, dtype="bfloat16", ragged=True), Counter()
     for each in layer_collectives(config, execution, plan, step):
-        found["all-reduce" if each.what in SUMMED else each.kind, each.num_devices] += each.num_bytes
+        num_bytes = each.num_bytes
+        if execution.strategy == "ring" and (each.what, each.kind) == ("routing weights", "all-reduce"):
+            # XLA cuts their gradients to a rank's own tokens before it sums them over the tensor ranks, not after.
+            num_bytes //= plan.expert
+        found["all-reduce" if each.what in SUMMED else each.kind, each.num_devices] += num_bytes
     return found
 
 
