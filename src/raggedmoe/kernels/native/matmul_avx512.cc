@@ -5,6 +5,8 @@
 #include "matmul_types.h"
 
 #ifdef __x86_64__
+#include <immintrin.h>
+
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"))), apply_to = function)
 #else
@@ -14,7 +16,9 @@
 
 namespace raggedmoe::avx512 {
 #define RAGGEDMOE_LANES 16
-#define RAGGEDMOE_MR 12
+#define RAGGEDMOE_MR 8
+#define RAGGEDMOE_STREAM(p, v) _mm512_stream_ps(p, (__m512)(v))
+#define RAGGEDMOE_FENCE _mm_sfence
 #include "matmul.inc"
 #include "activation.inc"
 }  // namespace raggedmoe::avx512

@@ -7,6 +7,8 @@
 namespace raggedmoe::baseline {
 #define RAGGEDMOE_LANES 4
 #define RAGGEDMOE_MR 4
+#define RAGGEDMOE_STREAM(p, v) store(p, v)
+#define RAGGEDMOE_FENCE() static_cast<void>(0)
 #include "matmul.inc"
 #include "activation.inc"
 }  // namespace raggedmoe::baseline

@@ -17,11 +17,12 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-constexpr int64_t KC = 256;             // the depth of a panel: with 32 columns 32 KiB, in the first cache
-constexpr int64_t MAX_TILE_ROWS = 256;  // of a tile: with that depth 256 KiB, in the second cache
-constexpr int64_t TILE_COLS = 256;
+constexpr int64_t MAX_KC = 320;          // the depth of a panel
+constexpr int64_t MAX_TILE_ROWS = 256;   // of a tile: with that depth 320 KiB, in the second cache
+constexpr int64_t TILE_COLS = 288;  // a multiple of every instruction set's panel
 constexpr int64_t STREAM_AHEAD = 512;  // numbers that are asked for before they are read
 constexpr int64_t GRADIENT_COLS = 1024;  // of a tile of a matrix's gradient, whose left rows are packed once for all
+constexpr int64_t STREAMED_RESULT = 1 << 17;  // numbers of a tile that does not stay in cache
 constexpr int64_t FEW_ROWS = 6;  // up to which a matrix is streamed, not packed
 
 // A matrix in memory: element (i, j) is at data[i * row + j * col].
