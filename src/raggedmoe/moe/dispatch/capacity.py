@@ -78,7 +78,7 @@ def prepare_token_choice(routing: RouteOutput, num_experts: int, capacity: int, 
     sequence = jnp.arange(num_tokens, dtype=jnp.int32)[:, None] // max(num_tokens // num_sequences, 1)
     num_groups = num_experts * num_sequences
     group = jnp.where(routed, routing.experts * num_sequences + sequence, num_groups)
-    _, places = sort_slots(group)
+    _, places = sort_slots(group, num_groups)
     counts = expert_counts(group, num_groups)
     firsts = jnp.cumsum(counts) - counts
     position = places - jnp.take(firsts, group, mode="clip")

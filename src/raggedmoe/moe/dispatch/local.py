@@ -8,17 +8,25 @@ from raggedmoe.moe.dispatch.strategy import combine_rows, gather_rows
 from raggedmoe.moe.records import RouteMetadata, RouteOutput, StageSettings
 
 
-def sort_slots(experts: Int[Array, "T K"]) -> tuple[Int[Array, " T*K"], Int[Array, "T K"]]:
-    """The slots in the order of their experts, ties in the order of the slots, and each slot's place in it."""
-    slots = jnp.argsort(experts.reshape(-1), stable=True).astype(jnp.int32)
-    places = jnp.zeros_like(slots).at[slots].set(jnp.arange(slots.shape[0], dtype=jnp.int32), unique_indices=True)
-    return slots, places.reshape(experts.shape)
+def sort_slots(groups: Int[Array, "T K"], num_groups: int) -> tuple[Int[Array, " T*K"], Int[Array, "T K"]]:
+    """The slots in the order of their groups, ties in the order of the slots, and each slot's place in it.
+
+    A slot of group ``num_groups`` is nowhere. Where a group and a slot fit in one number, one array is sorted, not two.
+    """
+    flat, num_slots = groups.reshape(-1), groups.size
+    if (num_groups + 1) * num_slots <= 2**32:
+        keys = flat.astype(jnp.uint32) * num_slots + jnp.arange(num_slots, dtype=jnp.uint32)
+        slots = (jnp.sort(keys, stable=False) % num_slots).astype(jnp.int32)
+    else:
+        slots = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    places = jnp.zeros_like(slots).at[slots].set(jnp.arange(num_slots, dtype=jnp.int32), unique_indices=True)
+    return slots, places.reshape(groups.shape)
 
 
 def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
     """Sort the slots by expert. Masked tokens are of expert E: their rows come last, past the valid ones."""
     assert routing.experts is not None
-    slots, places = sort_slots(routing.experts)
+    slots, places = sort_slots(routing.experts, settings.config.num_experts)
     group_sizes = expert_counts(routing.experts, settings.config.num_experts)
     return RouteMetadata(
         token_of_row=slots // routing.experts.shape[1],

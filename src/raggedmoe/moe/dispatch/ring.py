@@ -25,7 +25,7 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
     experts = lax.all_gather(routing.experts, axes, tiled=True)
     weights = lax.all_gather(routing.weights, axes, tiled=True)
     num_tokens, per_token = experts.shape
-    slots, places = sort_slots(experts)
+    slots, places = sort_slots(experts, num_experts)
     counts = expert_counts(experts, num_experts)
     wanted = lax.dynamic_slice_in_dim(counts, rank * held, held)
     first = jnp.where(jnp.arange(num_experts) < rank * held, counts, 0).sum(dtype=jnp.int32)
