@@ -13,8 +13,8 @@ import pytest
 from raggedmoe.cli import main as cli
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.models.presets import ALIASES, PRESETS
-from raggedmoe.train.config import make_config
-from raggedmoe.train.settings import parse_settings
+from raggedmoe.train.settings.config import make_config
+from raggedmoe.train.settings.settings import parse_settings
 from tests.models.drawn import GOLDEN
 
 ROOT = Path(__file__).parent.parent

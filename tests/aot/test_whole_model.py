@@ -10,7 +10,7 @@ from raggedmoe.aot.subjects import TrainingStep
 from raggedmoe.aot.whole_model import whole_model
 from raggedmoe.models.presets import model_preset
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.train.fit import state_bytes
+from raggedmoe.train.step.fit import state_bytes
 
 WORDS = ("deepseek-v3", "expert_parallelism=4", "fsdp_parallelism=128", "dtype=bfloat16")
 PLAN = Plan(fsdp=128, expert=4)

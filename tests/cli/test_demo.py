@@ -10,7 +10,7 @@ import pytest
 
 from raggedmoe.cli import demo
 from raggedmoe.cli import main as cli
-from raggedmoe.train.metrics import MetricsWriter
+from raggedmoe.train.loop.metrics import MetricsWriter
 
 
 @pytest.fixture

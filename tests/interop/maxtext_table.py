@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from raggedmoe.interop.maxtext import GROUP_OF, TRANSLATED, defaults, known_names, without_counterpart
-from raggedmoe.train.keys import KEYS
+from raggedmoe.train.settings.keys import KEYS
 
 # What a translated MoE setting is here, where its name does not say it.
 HERE = {

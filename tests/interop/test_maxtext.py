@@ -9,9 +9,9 @@ from raggedmoe.hardware import HARDWARE
 from raggedmoe.interop.maxtext import GROUP_OF, TRANSLATED, defaults, known_names, without_counterpart
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.config import strategy_name
-from raggedmoe.train.config import make_config
-from raggedmoe.train.keys import KEYS
-from raggedmoe.train.settings import assignments, parse_settings
+from raggedmoe.train.settings.config import make_config
+from raggedmoe.train.settings.keys import KEYS
+from raggedmoe.train.settings.settings import assignments, parse_settings
 from tests.interop.maxtext_table import page, status_of
 
 # MaxText's MoE and quantisation settings with their defaults, August 2026, and what each is here.

@@ -10,8 +10,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.train.config import make_config
-from raggedmoe.train.settings import parse_settings
+from raggedmoe.train.settings.config import make_config
+from raggedmoe.train.settings.settings import parse_settings
 
 KINDS = {"v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
 GATHER, REDUCE, DOTS = "ragged_gather", "ragged_gather_reduce", "ragged_row_dots"

@@ -28,13 +28,13 @@ from raggedmoe.moe.dispatch.strategy import buffer_rows
 from raggedmoe.moe.records import RouteOutput
 from raggedmoe.moe.router import combine_weights, route, select_experts
 from raggedmoe.params import ParamSpec
-from raggedmoe.train import step as step_module
-from raggedmoe.train.config import make_config
-from raggedmoe.train.keys import KEYS
-from raggedmoe.train.optimizer import learning_rate_schedule, make_optimizer, round_to_dtype
-from raggedmoe.train.rows import Batch
-from raggedmoe.train.settings import parse_settings
-from raggedmoe.train.step import micro_batch_weights, objective
+from raggedmoe.train.data.rows import Batch
+from raggedmoe.train.settings.config import make_config
+from raggedmoe.train.settings.keys import KEYS
+from raggedmoe.train.settings.settings import parse_settings
+from raggedmoe.train.step import step as step_module
+from raggedmoe.train.step.optimizer import learning_rate_schedule, make_optimizer, round_to_dtype
+from raggedmoe.train.step.step import micro_batch_weights, objective
 from tests.moe.examples import stage_settings
 
 B, S, D = 3, 5, 4  # sequences, their tokens, the model's width

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import jax
 
-from raggedmoe.train import loop, speed
-from raggedmoe.train.programs import compile_programs
+from raggedmoe.train.loop import loop, speed
+from raggedmoe.train.step.programs import compile_programs
 
 MAIN = "from raggedmoe.cli.main import main; main()"
 NOT_REPEATABLE = ("seconds", "tokens_per_second", "mfu")

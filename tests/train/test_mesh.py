@@ -12,17 +12,18 @@ from raggedmoe.cli.train import train
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.training import train_sharding
-from raggedmoe.train import begin, checkpoint
-from raggedmoe.train import programs as programs_module
-from raggedmoe.train.begin import check_processes_agree
-from raggedmoe.train.checkpoint import CheckpointConfig, Checkpoints
-from raggedmoe.train.config import make_config
-from raggedmoe.train.fit import state_bytes
-from raggedmoe.train.programs import ONE_DEVICE, compile_programs, make_init, state_template
-from raggedmoe.train.settings import parse_settings, plain
+from raggedmoe.train.checkpoint import checkpoints as checkpoint
+from raggedmoe.train.checkpoint.checkpoints import CheckpointConfig, Checkpoints
+from raggedmoe.train.loop import begin
+from raggedmoe.train.loop.begin import check_processes_agree
+from raggedmoe.train.settings.config import make_config
+from raggedmoe.train.settings.settings import parse_settings, plain
+from raggedmoe.train.step import programs as programs_module
+from raggedmoe.train.step.fit import state_bytes
+from raggedmoe.train.step.programs import ONE_DEVICE, compile_programs, make_init, state_template
 from tests.train.runs import TINY, curve, lines
 from tests.train.runs import train as train_in_process
-from tests.train.small_step import (
+from tests.train.step.small_step import (
     BATCH,
     EPS,
     WHOLE,

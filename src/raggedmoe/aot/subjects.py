@@ -36,9 +36,9 @@ from raggedmoe.sharding.stage import TOKENS
 
 if TYPE_CHECKING:
     from raggedmoe.sharding.training import TrainSharding
-    from raggedmoe.train.rows import Batch
-    from raggedmoe.train.state import TrainState
-    from raggedmoe.train.step import StepConfig
+    from raggedmoe.train.data.rows import Batch
+    from raggedmoe.train.step.state import TrainState
+    from raggedmoe.train.step.step import StepConfig
 
 
 def find_example(operation: str, call: str, dtype: str) -> Example:
@@ -156,8 +156,8 @@ def layer_on_devices(
     words: Sequence[str], devices: Sequence[Any], *, tokens: int, dtype: str = "bfloat16", forward: bool = False
 ) -> JitProgram:
     """Make the program of the MoE layer of `raggedmoe train WORDS`, on a sequence of so many tokens of each device."""
-    from raggedmoe.train.config import make_config
-    from raggedmoe.train.settings import parse_settings
+    from raggedmoe.train.settings.config import make_config
+    from raggedmoe.train.settings.settings import parse_settings
 
     made = make_config(parse_settings(words), target_hardware(), len(devices))
     config, plan = replace(made.step.model.moe, param_dtype=jnp.dtype(dtype)), made.plan
@@ -199,8 +199,8 @@ class TrainingStep:
     def program(self) -> JitProgram:
         """Make the step's program."""
         run = _describe_run(self.words, self.num_layers, self.topology)
-        from raggedmoe.train.programs import places_of
-        from raggedmoe.train.step import train_step
+        from raggedmoe.train.step.programs import places_of
+        from raggedmoe.train.step.step import train_step
 
         step, sharding, template = run.step, run.sharding, run.template
 
@@ -254,10 +254,10 @@ class _RunDescription:
 def _describe_run(words: Sequence[str], num_layers: int | None, topology: str | None) -> _RunDescription:
     try:
         from raggedmoe.sharding.training import train_sharding
-        from raggedmoe.train.config import make_config
-        from raggedmoe.train.programs import state_template
-        from raggedmoe.train.rows import Batch
-        from raggedmoe.train.settings import parse_settings
+        from raggedmoe.train.data.rows import Batch
+        from raggedmoe.train.settings.config import make_config
+        from raggedmoe.train.settings.settings import parse_settings
+        from raggedmoe.train.step.programs import state_template
     except ImportError as error:
         raise ValueError(f"a whole model needs more packages ({error}): pip install 'raggedmoe[train]'") from None
     devices = None if topology is None else find_topology(topology).devices

@@ -15,7 +15,7 @@ from raggedmoe.aot.topology import find_chip
 from raggedmoe.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from raggedmoe.train.config import TrainConfig
+    from raggedmoe.train.settings.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class WholeModel:
 def config_on(words: Sequence[str], topology: str) -> "TrainConfig":
     """Make the configuration of `raggedmoe train WORDS` on a topology's devices, without its compiler."""
     try:
-        from raggedmoe.train.config import make_config
-        from raggedmoe.train.settings import in_keys, parse_settings
+        from raggedmoe.train.settings.config import make_config
+        from raggedmoe.train.settings.settings import in_keys, parse_settings
     except ImportError as error:
         raise ValueError(f"a whole model needs more packages ({error}): pip install 'raggedmoe[train]'") from None
     chip = find_chip(topology)
@@ -71,7 +71,7 @@ def whole_model(outcomes: Sequence[CompileOutcome]) -> WholeModel | None:
     larger, smaller = (outcome.compiled for outcome in outcomes)
     if larger is None or smaller is None or outcomes[0].available is None:
         return None
-    from raggedmoe.train.fit import state_bytes
+    from raggedmoe.train.step.fit import state_bytes
 
     config = config_on(steps[0].words, outcomes[0].case.topology)
     whole, cut = (

@@ -44,8 +44,8 @@ DECODED = replace(
 def train_config(dtype: str) -> Any:
     """The demo's run, with 2048 tokens a step. transformers moves no selection biases, so here they stay."""
     from raggedmoe.hardware import target_hardware
-    from raggedmoe.train.config import make_config
-    from raggedmoe.train.settings import parse_settings
+    from raggedmoe.train.settings.config import make_config
+    from raggedmoe.train.settings.settings import parse_settings
 
     config = make_config(parse_settings(("demo", "per_device_batch_size=8", f"dtype={dtype}")), target_hardware())
     return replace(config, step=replace(config.step, bias_update_rate=0.0))
@@ -89,7 +89,7 @@ def measure_models(
 
 def write_train_case(folder: Path, dtype: str) -> Case:
     """Export the demo's starting weights, and store one batch of its data."""
-    from raggedmoe.train.data import open_data  # grain is an extra
+    from raggedmoe.train.data.batches import open_data  # grain is an extra
 
     config = train_config(dtype)
     model, data = config.step.model, config.data

@@ -22,10 +22,10 @@ def train_timings(dtype: str, rounds: int = 5, only: str = "") -> Iterator[list[
 
 
 def _train_timings(case: str, words: tuple[str, ...], dtype: str, rounds: int) -> list[Timing]:
-    from raggedmoe.train.config import make_config  # grain and optax are extras
-    from raggedmoe.train.data import open_data
-    from raggedmoe.train.programs import compile_programs
-    from raggedmoe.train.settings import parse_settings
+    from raggedmoe.train.data.batches import open_data
+    from raggedmoe.train.settings.config import make_config  # grain and optax are extras
+    from raggedmoe.train.settings.settings import parse_settings
+    from raggedmoe.train.step.programs import compile_programs
 
     config = make_config(parse_settings(words), target_hardware())
     batches = open_data(config.data, config.step.model.vocab_size).train_batches()

@@ -32,7 +32,7 @@ from raggedmoe.models.presets import ALIASES
 from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.names import unknown
 from raggedmoe.sharding.axes import AXES
-from raggedmoe.train.settings import in_keys, parse_settings
+from raggedmoe.train.settings.settings import in_keys, parse_settings
 
 PEERED = (*SHAPED, *MODEL_SUBJECTS)  # what has peers in processes of their own, on a CPU
 SUBJECTS = (*OPERATIONS, "layer", "sweep", *MODEL_SUBJECTS)

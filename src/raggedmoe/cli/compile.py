@@ -50,7 +50,7 @@ from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.moe.execution import canonical_backend
 from raggedmoe.names import unknown
 from raggedmoe.sharding.axes import AXES
-from raggedmoe.train.settings import parse_settings
+from raggedmoe.train.settings.settings import parse_settings
 
 DIRECTIONS = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
 SHORT_DTYPES = {"bf16": "bfloat16", "f32": "float32", "f16": "float16"}

@@ -29,8 +29,8 @@ def demo(
         return outcome.code
     if jax.process_index() != 0:
         return 0
-    from raggedmoe.train.report import write_report
-    from raggedmoe.train.run_folder import MODEL
+    from raggedmoe.train.loop.run_folder import MODEL
+    from raggedmoe.train.report.build import write_report
 
     folder = config.run.folder
     page = write_report(folder)
@@ -42,7 +42,7 @@ def demo(
 
 def summary(folder: Path, model: Path, page: Path) -> str:
     """Say what a newcomer has now, and which commands to try next."""
-    from raggedmoe.train.record import read_run, series
+    from raggedmoe.train.loop.record import read_run, series
 
     record, command, path = read_run(folder), command_name(), shlex.quote(str(model))
     losses = series(record.held_out, "loss").values

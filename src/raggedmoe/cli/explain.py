@@ -100,8 +100,8 @@ def explain(
 def settings_model(words: tuple[str, ...], chip: Hardware) -> tuple[ModelConfig, MoEExecution]:
     """The model that the words of `raggedmoe train` describe, and how its MoE layers run, on that chip."""
     try:
-        from raggedmoe.train.config import make_execution, make_model, make_plan
-        from raggedmoe.train.settings import in_keys, parse_settings
+        from raggedmoe.train.settings.config import make_execution, make_model, make_plan
+        from raggedmoe.train.settings.settings import in_keys, parse_settings
     except ImportError as error:
         raise ValueError(f"settings are read by more packages ({error}): pip install 'raggedmoe[train]'") from None
     try:

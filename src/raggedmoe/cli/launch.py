@@ -16,7 +16,7 @@ from raggedmoe.launch.slices import parse_slice
 from raggedmoe.names import unknown
 from raggedmoe.sharding.axes import AXES
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.train.settings import in_keys, parse_settings
+from raggedmoe.train.settings.settings import in_keys, parse_settings
 
 COMMANDS = ("train",)  # those that join the other processes
 RENDER_FORMATS = ("jobset",)
@@ -144,7 +144,7 @@ def _devices_each(words: tuple[str, ...], num_processes: int) -> int | None:
 def _check_cluster_run(run: ClusterRun) -> list[str]:
     """Refuse settings that cannot run on these slices, as the pods would. Return notes for the user."""
     try:
-        from raggedmoe.train.config import make_config
+        from raggedmoe.train.settings.config import make_config
     except ImportError as error:
         raise ValueError(
             f"the settings are checked with more packages ({error}): pip install 'raggedmoe[train]'"

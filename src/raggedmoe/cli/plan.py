@@ -32,7 +32,7 @@ from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.rules import is_routed
 
 if TYPE_CHECKING:  # it needs the packages of training
-    from raggedmoe.train.step import StepConfig
+    from raggedmoe.train.step.step import StepConfig
 
 
 def plan(
@@ -54,9 +54,9 @@ def plan(
         json: print JSON instead of tables.
     """
     try:
-        from raggedmoe.train.config import make_config
-        from raggedmoe.train.fit import state_bytes
-        from raggedmoe.train.settings import in_keys, parse_settings
+        from raggedmoe.train.settings.config import make_config
+        from raggedmoe.train.settings.settings import in_keys, parse_settings
+        from raggedmoe.train.step.fit import state_bytes
     except ImportError as error:
         raise ValueError(
             f"a plan reads a run's settings, for which: pip install 'raggedmoe[train]' ({error})"

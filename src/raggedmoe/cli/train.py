@@ -16,11 +16,11 @@ from rich.text import Text
 from raggedmoe.hardware import target_hardware
 from raggedmoe.launch import processes
 from raggedmoe.sharding.axes import AXES
-from raggedmoe.train.keys import KEYS, RECIPES, SECTIONS, Key
+from raggedmoe.train.settings.keys import KEYS, RECIPES, SECTIONS, Key
 
 if TYPE_CHECKING:
-    from raggedmoe.train.config import TrainConfig
-    from raggedmoe.train.loop import RunOutcome
+    from raggedmoe.train.loop.loop import RunOutcome
+    from raggedmoe.train.settings.config import TrainConfig
 
 INTRODUCTION = """usage: raggedmoe train [MODEL] [KEY=VALUE ...]
 
@@ -92,10 +92,10 @@ def run_training(words: tuple[str, ...]) -> "tuple[TrainConfig, RunOutcome]":
     try:
         import grain  # noqa: F401
 
-        from raggedmoe.train.config import make_config
-        from raggedmoe.train.loop import train as run
-        from raggedmoe.train.screen import Screen
-        from raggedmoe.train.settings import in_keys, parse_settings
+        from raggedmoe.train.loop.loop import train as run
+        from raggedmoe.train.loop.screen import Screen
+        from raggedmoe.train.settings.config import make_config
+        from raggedmoe.train.settings.settings import in_keys, parse_settings
     except ImportError as error:
         raise ValueError(f"training needs more packages ({error}): pip install 'raggedmoe[train]'") from None
     _silence_orbax()

@@ -1,0 +1,255 @@
+"""The start of a run: what its folder holds from earlier, the checkpoint to resume from, and the initial state."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from raggedmoe import compat, interop
+from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, KernelChoice
+from raggedmoe.launch.processes import broadcast_from_first
+from raggedmoe.models.count import count_params
+from raggedmoe.models.decoder import Params
+from raggedmoe.models.flops import train_flops
+from raggedmoe.models.parameters import param_specs
+from raggedmoe.sharding.training import TrainSharding
+from raggedmoe.train.checkpoint.checkpoints import Checkpoints, RestoredCheckpoint
+from raggedmoe.train.data.batches import Data
+from raggedmoe.train.data.rows import Batch
+from raggedmoe.train.loop import run_folder
+from raggedmoe.train.loop.metrics import MetricsWriter, NoMetrics
+from raggedmoe.train.loop.run import Run
+from raggedmoe.train.loop.screen import Screen
+from raggedmoe.train.loop.speed import peak_flops
+from raggedmoe.train.settings.config import TrainConfig
+from raggedmoe.train.settings.settings import list_changes, plain
+from raggedmoe.train.step.optimizer import make_optimizer
+from raggedmoe.train.step.programs import Programs, places_of, state_template
+from raggedmoe.train.step.state import TrainState, state_from_params
+from raggedmoe.version import __version__
+
+
+def startup_summary(config: TrainConfig, data: Data, hardware: Hardware) -> str:
+    """Summarize the run that is about to start, for the screen."""
+    model, count = config.step.model, count_params(config.step.model)
+    degrees = ", ".join(f"{axis} {size}" for axis, size in config.plan.sizes.items() if size > 1)
+    devices = f"{hardware.name} × {config.plan.num_devices} ({degrees})" if degrees else hardware.name
+    return (
+        f"{config.settings.values['model_name']}: {count.total / 1e6:.2f}M parameters, {count.active / 1e6:.2f}M active"
+        f", {model.moe.experts_per_token} of {model.moe.num_experts} experts in {len(model.moe_layers)} of "
+        f"{model.num_layers} layers; {np.dtype(model.dtype).name} on {devices}, JAX {compat.JAX_VERSION}\n"
+        f"{data.describe()}; {config.data.batch_size} × {config.data.sequence_length} tokens a step, "
+        f"{config.run.steps} steps into {config.run.folder}"
+    )
+
+
+def kernel_summary(kernels: list[dict[str, Any]], choices: KernelChoice) -> list[str]:
+    """List the kernels that were chosen, forward / backward, and why a kernel that the user named was not."""
+    taken: dict[str, dict[str, None]] = {}
+    for kernel in kernels:
+        taken.setdefault(f"{kernel['operation']} {kernel['direction']}", {})[kernel["chosen"]] = None
+    parts = []
+    for operation in dict.fromkeys(kernel["operation"] for kernel in kernels):
+        both = [", ".join(taken.get(f"{operation} {direction}", {"none": None})) for direction in (FORWARD, BACKWARD)]
+        parts.append(f"{operation} {both[0]} / {both[1]}")
+    lines = [f"kernels, forward / backward: {'; '.join(parts)}"] if parts else []
+    skipped = {
+        f"  {kernel['operation']} ({kernel['direction']}): not {other['name']}: {other['reason']}": None
+        for kernel in kernels
+        if _is_named(getattr(choices, kernel["operation"], "auto"), kernel["direction"])
+        for other in kernel["others"]
+        if not other["reason"].startswith("could run")
+    }
+    return [*lines, *skipped]
+
+
+def _is_named(choice: Choice, direction: str) -> bool:
+    return (getattr(choice, direction) if isinstance(choice, Directions) else choice) != "auto"
+
+
+def check_resumable(config: TrainConfig, data: Data, earlier: Mapping[str, Any], where: str) -> None:
+    """Refuse to resume a run with other data, or with other values of settings that may not change."""
+    differences = [
+        *list_changes(earlier.get("settings", {}), plain(config.settings.values)),
+        *_batch_size_changes(config, earlier),
+    ]
+    if differences:
+        raise ValueError(
+            f"{where} is of a run with other settings: {'; '.join(differences)}. Use those to resume it, or another "
+            "run_name to begin anew"
+        )
+    if earlier.get("data_fingerprint") != data.fingerprint:
+        raise ValueError(
+            f"{where} is of a run on other data than {data.describe()!r}; restore the files, or use another "
+            "run_name to begin anew"
+        )
+
+
+def _batch_size_changes(config: TrainConfig, earlier: Mapping[str, Any]) -> list[str]:
+    """Say if the micro-batch changed. A run may resume on another mesh, with as many sequences in a micro-batch."""
+    old = earlier.get("settings", {}).get("per_device_batch_size", 0) * earlier.get("devices", 1)
+    new, num = config.run.micro_batch_size, config.plan.num_devices
+    if old in (0, new):
+        return []
+    use = f"per_device_batch_size={old // num}" if old % num == 0 else f"a number of devices that divides {old}"
+    return [f"per_device_batch_size × devices={old} is now {new}: on {num} use {use}"]
+
+
+def open_checkpoints(config: TrainConfig) -> Any:
+    """Open the run's checkpoints as a context, which gives None if checkpointing is off."""
+    return contextlib.nullcontext() if config.checkpoints is None else Checkpoints(config.checkpoints)
+
+
+def check_processes_agree(config: TrainConfig, fingerprint: str) -> None:
+    """Require that all processes have the settings and data of process 0; others would train another model."""
+    settings = {**plain(config.settings.values), "the data": fingerprint}
+    process_0 = broadcast_from_first(settings)
+    differences = [
+        f"{name}={value} here and {process_0.get(name)} there"
+        for name, value in settings.items()
+        if process_0[name] != value
+    ]
+    if differences:
+        raise ValueError(
+            f"process {jax.process_index()} differs from process 0: {'; '.join(differences)}; "
+            "expected all processes to be started with the same words, and to find the same data"
+        )
+
+
+def restore_state(
+    config: TrainConfig, data: Data, checkpoints: Checkpoints | None, sharding: TrainSharding
+) -> RestoredCheckpoint | None:
+    """Restore the newest good checkpoint, and require that it is this run's; None if there is none."""
+    if checkpoints is None or not broadcast_from_first(checkpoints.steps()):
+        return None
+    folder = config.run.folder
+    earlier = run_folder.read_description(folder)
+    if earlier is not None:  # before its arrays are read, whose shapes may differ
+        check_resumable(config, data, earlier, f"{folder / run_folder.RUN}")
+    restored = checkpoints.restore(state_template(config.step, sharding))
+    assert restored is not None
+    check_resumable(config, data, restored.extra, str(restored.path))
+    steps = config.run.steps
+    if restored.step > steps:
+        raise ValueError(f"steps={steps} is less than the {restored.step} that {restored.path} has done; use as many")
+    return restored
+
+
+def open_metrics(config: TrainConfig, restored: RestoredCheckpoint | None, screen: Screen) -> MetricsWriter | NoMetrics:
+    """Open the metrics files to continue. Results that the run does not resume from are moved aside, not lost."""
+    if jax.process_index() != 0:
+        return NoMetrics()
+    folder = config.run.folder
+    if restored is None:
+        aside = run_folder.set_aside(folder, checkpoints=config.checkpoints is None)
+    else:
+        aside = run_folder.set_aside_finished(folder, restored.step)
+    if aside is not None:
+        screen.say(f"the results of an earlier run are now in {aside}")
+    step = None if restored is None else restored.step
+    return MetricsWriter(folder, resume_step=step, tensorboard=config.run.tensorboard)
+
+
+def make_run(
+    config: TrainConfig,
+    data: Data,
+    held_out: list[Batch],
+    programs: Programs,
+    metrics: MetricsWriter | NoMetrics,
+    checkpoints: Checkpoints | None,
+    screen: Screen,
+    hardware: Hardware,
+    sharding: TrainSharding,
+    memory: int | None,
+) -> Run:
+    """Put the parts of a run together, and write its description to run.json."""
+    model, mtp_layers = config.step.model, config.step.mtp_layers
+    layers = [*model.moe_layers, *range(model.num_layers, model.num_layers + mtp_layers)]
+    run = Run(
+        config=config,
+        data=data,
+        held_out=held_out,
+        programs=programs,
+        metrics=metrics,
+        checkpoints=checkpoints,
+        screen=screen,
+        sharding=sharding,
+        memory=memory,
+        batches=data.train_batches(sharding.local_rows(config.data.batch_size, config.step.micro_batches)),
+        flops_per_token=train_flops(model, config.data.sequence_length, mtp_layers=mtp_layers),
+        peak_flops=peak_flops(hardware, jnp.dtype(model.dtype), config.plan.num_devices),
+        load=np.zeros((len(layers), model.moe.num_experts), np.int64),
+    )
+    count = count_params(model)
+    description = {
+        "name": config.run.folder.name,
+        "raggedmoe": __version__,
+        "jax": compat.JAX_VERSION,
+        "hardware": hardware.name,
+        "devices": config.plan.num_devices,
+        "degrees": config.plan.sizes,
+        "model": {
+            "name": config.settings.values["model_name"],
+            "total": count.total,
+            "active": count.active,
+            "moe_layers": layers,
+            "num_experts": model.moe.num_experts,
+            "experts_per_token": model.moe.experts_per_token,
+        },
+        "settings": plain(config.settings.values),
+        "notes": list(config.notes),
+        "data": data.describe(),
+        "data_fingerprint": data.fingerprint,
+        "kernels": programs.kernels,
+        "flops_per_token": run.flops_per_token,
+        "peak_flops": run.peak_flops,
+    }
+    if jax.process_index() == 0:
+        run_folder.write_description(config.run.folder, description)
+    return run
+
+
+def initial_state(
+    run: Run, restored: RestoredCheckpoint | None, initial_params: Params | None, sharding: TrainSharding
+) -> TrainState:
+    """Make the state to train from: restored with the data's position, from loaded parameters, or new."""
+    if restored is not None:
+        run.batches.set_state(restored.extra["data"])
+        run.load = np.asarray(restored.extra["load"], np.int64).reshape(run.load.shape)
+        run.screen.say(f"resumed after step {restored.step} from {restored.path}")
+        run.metrics.event(restored.step, "resumed", restored.path.name)
+        return restored.state
+    key = jax.random.key(run.config.run.seed)
+    if initial_params is None:
+        return run.programs.init(key)
+    optimizer = make_optimizer(run.config.step.optimizer, param_specs(run.config.step.model))
+    template = state_template(run.config.step, sharding)
+    begin = jax.jit(
+        lambda params: state_from_params(params, optimizer, jax.random.split(key)[1]), out_shardings=places_of(template)
+    )
+    return begin(sharding.put(initial_params, template.params))
+
+
+def load_initial_params(config: TrainConfig) -> Params | None:
+    """Load the parameters of `load_parameters_path`, which must be this model's; None if it is not set."""
+    path, model = config.run.load_parameters_path, config.step.model
+    if path is None:
+        return None
+    params = interop.load(path, dtype=model.dtype, param_dtype=model.param_dtype, progress=True).params
+    specs = param_specs(model)
+    wrong = [
+        f"{name}: expected {specs[name].shape if name in specs else 'none'}, "
+        f"found {params[name].shape if name in params else 'none'}"
+        for name in sorted(specs.keys() | params.keys())
+        if name not in specs or name not in params or specs[name].shape != params[name].shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"{path} is no checkpoint of model_name={config.settings.values['model_name']} as it is set; "
+            f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}"
+        )
+    return params
