@@ -24,10 +24,10 @@ from raggedmoe.bench.report import as_json, case_reasons, case_table, insert_mar
 from raggedmoe.bench.report import markdown as as_markdown
 from raggedmoe.bench.run import Result
 from raggedmoe.bench.subjects import SHAPED, case_names, measure_shapes
-from raggedmoe.cli.train import start_with_cpu_devices
 from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.registry import OPERATIONS
+from raggedmoe.launch.host_devices import make_cpu_devices
 from raggedmoe.models.presets import ALIASES
 from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.names import unknown
@@ -247,7 +247,7 @@ def _devices(config: TrainConfig, wanted: int | None) -> Sequence[jax.Device]:
     if wanted is not None and (wanted < 1 or used not in (None, wanted)):
         raise ValueError(f"expected degrees that use all of --devices {wanted}, got {used}; set one to -1")
     number = wanted or used or 1
-    start_with_cpu_devices(number)
+    make_cpu_devices(number)
     if jax.device_count() < number:
         raise ValueError(f"expected {number} devices, found {jax.device_count()} of {target_hardware().name}")
     return jax.devices()[:number]

@@ -23,7 +23,7 @@ def demo(
     It does what `raggedmoe train demo`, `raggedmoe report` and `raggedmoe generate` do, and says what to try next. It
     takes the settings of `raggedmoe train` and has its exit codes.
     """
-    config, outcome = run_training(("demo", *words))
+    outcome = run_training(("demo", *words))
     if outcome.code:
         print(outcome.text, file=sys.stderr)
         return outcome.code
@@ -32,7 +32,7 @@ def demo(
     from raggedmoe.train.loop.run_folder import MODEL
     from raggedmoe.train.report.build import write_report
 
-    folder = config.folder
+    folder = outcome.folder
     page = write_report(folder)
     print(f"\nA sample, which continues {PROMPT!r}:\n\n{PROMPT}", end="", flush=True)
     generate(folder / MODEL, PROMPT, max_new_tokens=NEW_TOKENS, temperature=TEMPERATURE)

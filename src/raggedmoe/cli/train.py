@@ -1,8 +1,6 @@
 """`raggedmoe train`, which trains a model."""
 
 import logging
-import math
-import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,11 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raggedmoe.hardware import target_hardware
 from raggedmoe.launch import processes
 from raggedmoe.train.settings.config import SETTINGS
 from raggedmoe.train.settings.fields import Setting
-from raggedmoe.train.settings.resolve import ResolvedConfig, resolve
 from raggedmoe.train.settings.sections import RECIPES
 from raggedmoe.train.settings.words import read_words
 
@@ -89,53 +85,24 @@ def train(
     words: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL] [KEY=VALUE ...]")] = (),
 ) -> int:
     """Train a model, configured by key=value settings, which `raggedmoe train --help` lists."""
-    _, outcome = run_training(words)
+    outcome = run_training(words)
     if jax.process_index() == 0:
         print(outcome.text, file=sys.stderr if outcome.code else sys.stdout)
     return outcome.code
 
 
-def run_training(words: tuple[str, ...]) -> tuple[ResolvedConfig, "RunOutcome"]:
-    """Train as the words say. Return what they mean, and how it ended."""
+def run_training(words: tuple[str, ...]) -> "RunOutcome":
+    """Train as the words say, and return how it ended."""
     try:
         import grain  # noqa: F401
 
         from raggedmoe.train.loop.loop import train as run
-        from raggedmoe.train.loop.screen import Screen
     except ImportError as error:
         raise ValueError(f"training needs more packages ({error}): pip install 'raggedmoe[train]'") from None
     _silence_orbax()
-    asked = read_words(words)
+    config = read_words(words)
     processes.join()
-    num_made = make_cpu_devices(asked.mesh.num_devices, processes.process_count())
-    hardware = target_hardware()
-    config = resolve(asked, hardware, jax.device_count())
-    console = None if jax.process_index() == 0 else Console(quiet=True)  # only process 0 prints
-    screen = Screen(config.run.steps, config.run.steps_between_lines, console)
-    if num_made and hardware.platform == "cpu":
-        where = "in each process, " if jax.process_count() > 1 else ""
-        screen.say(f"made {num_made} host devices of this CPU, {where}as the degrees ask for so many")
-    return config, run(config, hardware, screen)
-
-
-def make_cpu_devices(num_devices: int, num_processes: int = 1) -> int:
-    """Make so many CPU devices, or a process's share of them, if the CPU backend has not started.
-
-    Return how many were made, or 0 if their number was set before. Other backends are not changed.
-    """
-    return start_with_cpu_devices(math.ceil(num_devices / num_processes))
-
-
-def start_with_cpu_devices(num_devices: int) -> int:
-    """Make so many CPU devices, if the CPU backend has not started. Return how many were made, or 0."""
-    set_by_flags = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if num_devices == 1 or set_by_flags or jax.config.values["jax_num_cpu_devices"] > 0:
-        return 0
-    try:
-        jax.config.update("jax_num_cpu_devices", num_devices)
-    except RuntimeError:  # it has started
-        return 0
-    return num_devices
+    return run(config)
 
 
 def _silence_orbax() -> None:

@@ -20,6 +20,8 @@ from raggedmoe.cli.train import train
 from raggedmoe.launch import stop_signals
 from raggedmoe.models.generate import generate
 from raggedmoe.train.loop import loop
+from raggedmoe.train.loop.log import RunLog
+from raggedmoe.train.loop.run import Run
 from raggedmoe.train.loop.run_folder import lock_folder
 from raggedmoe.train.report.build import write_report
 from tests.train.runs import TINY, curve, lines, share_programs
@@ -59,14 +61,14 @@ def whole(tmp_path_factory):
 
 def disturb(monkeypatch, at, act):
     """Call something when the report of a step is about to be written."""
-    plain = loop.log_step
+    plain = RunLog.step
 
-    def logged(run, step, *rest):
+    def logged(log, step, report):
         if step == at:
             act()
-        plain(run, step, *rest)
+        plain(log, step, report)
 
-    monkeypatch.setattr(loop, "log_step", logged)
+    monkeypatch.setattr(RunLog, "step", logged)
 
 
 def test_a_run_leaves_its_curve_description_and_model(whole):
@@ -205,7 +207,7 @@ def test_too_many_in_a_row_before_the_first_checkpoint_say_so(run, monkeypatch, 
 
 
 def test_a_disk_that_cannot_be_written_to_ends_the_run_with_its_own_code(run, tmp_path, monkeypatch, capsys):
-    plain = loop.save
+    plain = Run.save
 
     def save(run, state, step, metric):
         if step == 8:
@@ -213,7 +215,7 @@ def test_a_disk_that_cannot_be_written_to_ends_the_run_with_its_own_code(run, tm
         plain(run, state, step, metric)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "save", save)
+        patch.setattr(Run, "save", save)
         assert run() == loop.CANNOT_WRITE
     assert "No space left on device" in capsys.readouterr().err
     assert run() == 0

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from raggedmoe import compat, interop
@@ -15,24 +14,17 @@ from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, Ke
 from raggedmoe.launch.processes import broadcast_from_first
 from raggedmoe.models.count import count_params
 from raggedmoe.models.decoder import Params
-from raggedmoe.models.flops import train_flops
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.sharding.training import TrainSharding
 from raggedmoe.train.checkpoint.checkpoints import CheckpointConfig as CheckpointFolder
 from raggedmoe.train.checkpoint.checkpoints import Checkpoints, RestoredCheckpoint
 from raggedmoe.train.data.batches import Data
-from raggedmoe.train.data.rows import Batch
 from raggedmoe.train.loop import run_folder
 from raggedmoe.train.loop.metrics import MetricsWriter, NoMetrics
-from raggedmoe.train.loop.run import Run
 from raggedmoe.train.loop.screen import Screen
-from raggedmoe.train.loop.speed import peak_flops
 from raggedmoe.train.settings.config import list_changes
 from raggedmoe.train.settings.resolve import ResolvedConfig
-from raggedmoe.train.step.optimizer import make_optimizer
-from raggedmoe.train.step.programs import Programs, places_of, state_template
-from raggedmoe.train.step.state import TrainState, state_from_params
-from raggedmoe.version import __version__
+from raggedmoe.train.step.programs import state_template
 
 
 def startup_summary(config: ResolvedConfig, data: Data, hardware: Hardware) -> str:
@@ -165,86 +157,6 @@ def open_metrics(
         screen.say(f"the results of an earlier run are now in {aside}")
     step = None if restored is None else restored.step
     return MetricsWriter(folder, resume_step=step, tensorboard=config.run.tensorboard)
-
-
-def make_run(
-    config: ResolvedConfig,
-    data: Data,
-    held_out: list[Batch],
-    programs: Programs,
-    metrics: MetricsWriter | NoMetrics,
-    checkpoints: Checkpoints | None,
-    screen: Screen,
-    hardware: Hardware,
-    sharding: TrainSharding,
-    memory: int | None,
-) -> Run:
-    """Put the parts of a run together, and write its description to run.json."""
-    model, mtp_layers = config.step.model, config.step.mtp_layers
-    layers = [*model.moe_layers, *range(model.num_layers, model.num_layers + mtp_layers)]
-    run = Run(
-        config=config,
-        data=data,
-        held_out=held_out,
-        programs=programs,
-        metrics=metrics,
-        checkpoints=checkpoints,
-        screen=screen,
-        sharding=sharding,
-        memory=memory,
-        batches=data.train_batches(sharding.local_rows(config.batch_size, config.step.micro_batches)),
-        flops_per_token=train_flops(model, config.data.max_target_length, mtp_layers=mtp_layers),
-        peak_flops=peak_flops(hardware, jnp.dtype(model.dtype), config.plan.num_devices),
-        load=np.zeros((len(layers), model.moe.num_experts), np.int64),
-    )
-    count = count_params(model)
-    description = {
-        "name": config.folder.name,
-        "raggedmoe": __version__,
-        "jax": compat.JAX_VERSION,
-        "hardware": hardware.name,
-        "devices": config.plan.num_devices,
-        "degrees": config.plan.sizes,
-        "model": {
-            "name": config.asked.model,
-            "total": count.total,
-            "active": count.active,
-            "moe_layers": layers,
-            "num_experts": model.moe.num_experts,
-            "experts_per_token": model.moe.experts_per_token,
-        },
-        "settings": config.asked.values(),
-        "notes": list(config.notes),
-        "data": data.describe(),
-        "data_fingerprint": data.fingerprint,
-        "kernels": programs.kernels,
-        "flops_per_token": run.flops_per_token,
-        "peak_flops": run.peak_flops,
-    }
-    if jax.process_index() == 0:
-        run_folder.write_description(config.folder, description)
-    return run
-
-
-def initial_state(
-    run: Run, restored: RestoredCheckpoint | None, initial_params: Params | None, sharding: TrainSharding
-) -> TrainState:
-    """Make the state to train from: restored with the data's position, from loaded parameters, or new."""
-    if restored is not None:
-        run.batches.set_state(restored.extra["data"])
-        run.load = np.asarray(restored.extra["load"], np.int64).reshape(run.load.shape)
-        run.screen.say(f"resumed after step {restored.step} from {restored.path}")
-        run.metrics.event(restored.step, "resumed", restored.path.name)
-        return restored.state
-    key = jax.random.key(run.config.run.seed)
-    if initial_params is None:
-        return run.programs.init(key)
-    optimizer = make_optimizer(run.config.step.optimizer, param_specs(run.config.step.model))
-    template = state_template(run.config.step, sharding)
-    begin = jax.jit(
-        lambda params: state_from_params(params, optimizer, jax.random.split(key)[1]), out_shardings=places_of(template)
-    )
-    return begin(sharding.put(initial_params, template.params))
 
 
 def load_initial_params(config: ResolvedConfig) -> Params | None:

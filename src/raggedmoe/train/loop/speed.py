@@ -1,6 +1,7 @@
 """The peak FLOP/s, of which model FLOP utilisation (MFU) is a share."""
 
 import time
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,18 @@ import jax.numpy as jnp
 from raggedmoe.hardware import Hardware
 
 MATMUL_SIZE, NUM_REPEATS = 1536, 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What a run's speed is measured by."""
+
+    flops_per_token: float
+    peak_flops: float  # per second, of all devices together
+
+    def mfu(self, tokens_per_second: float) -> float:
+        """Return the model FLOP utilisation at that speed."""
+        return tokens_per_second * self.flops_per_token / self.peak_flops
 
 
 def peak_flops(hardware: Hardware, dtype: jnp.dtype, num_devices: int = 1) -> float:

@@ -1,9 +1,9 @@
-"""`raggedmoe train` before it trains: the devices of a process."""
+"""The devices that a CPU makes for a run."""
 
 import jax
 import pytest
 
-from raggedmoe.cli.train import make_cpu_devices
+from raggedmoe.launch.host_devices import make_cpu_devices
 from raggedmoe.train.settings.sections import MeshSettings
 
 
