@@ -7,7 +7,7 @@ READY_DEMO := $(VENV)/.ready-demo
 READY_TPU := $(VENV)/.ready-tpu
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable
 
-IMPORTED := import raggedmoe.cli.main, grain, raggedmoe.train.loop, raggedmoe.train.report, matplotlib.figure, tokenizers
+IMPORTED := import raggedmoe.cli.main, grain, raggedmoe.train.loop.loop, raggedmoe.train.report.build, matplotlib.figure, tokenizers
 
 # What is once compiled to bytecode is read by the next run, and by the processes that a test starts.
 export PYTHONDONTWRITEBYTECODE :=

@@ -27,10 +27,39 @@ from raggedmoe.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from raggedmoe import interop as interop
+    from raggedmoe.train.loop.loop import RunOutcome as RunOutcome
+    from raggedmoe.train.loop.loop import train as train
+    from raggedmoe.train.settings.config import TrainConfig as TrainConfig
+    from raggedmoe.train.settings.sections import CheckpointConfig as CheckpointConfig
+    from raggedmoe.train.settings.sections import DataConfig as DataConfig
+    from raggedmoe.train.settings.sections import ExecutionSettings as ExecutionSettings
+    from raggedmoe.train.settings.sections import MeshSettings as MeshSettings
+    from raggedmoe.train.settings.sections import ModelOverrides as ModelOverrides
+    from raggedmoe.train.settings.sections import OptimizerConfig as OptimizerConfig
+    from raggedmoe.train.settings.sections import RunConfig as RunConfig
+    from raggedmoe.train.settings.sections import StepSettings as StepSettings
+
+# Parts that take long to import, or need the packages of an extra, and the modules that have them.
+_SECTIONS = "raggedmoe.train.settings.sections"
+_LAZY = {
+    "RunOutcome": "raggedmoe.train.loop.loop",
+    "TrainConfig": "raggedmoe.train.settings.config",
+    "CheckpointConfig": _SECTIONS,
+    "DataConfig": _SECTIONS,
+    "ExecutionSettings": _SECTIONS,
+    "MeshSettings": _SECTIONS,
+    "ModelOverrides": _SECTIONS,
+    "OptimizerConfig": _SECTIONS,
+    "RunConfig": _SECTIONS,
+    "StepSettings": _SECTIONS,
+}
+_LAZY_PACKAGES = ("interop", "train")  # the second can be called
 
 
 def __getattr__(name: str) -> object:
-    """Import `raggedmoe.interop` when it is first used: it is a quarter of what importing this package takes."""
-    if name != "interop":
-        raise AttributeError(f"module 'raggedmoe' has no attribute {name!r}")
-    return importlib.import_module("raggedmoe.interop")
+    """Import a part when it is first used."""
+    if name in _LAZY_PACKAGES:
+        return importlib.import_module(f"raggedmoe.{name}")
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'raggedmoe' has no attribute {name!r}")

@@ -10,7 +10,7 @@ import pytest
 
 from raggedmoe.cli import demo
 from raggedmoe.cli import main as cli
-from raggedmoe.train.metrics import MetricsWriter
+from raggedmoe.train.loop.metrics import MetricsWriter
 
 
 @pytest.fixture
@@ -21,9 +21,8 @@ def trained(tmp_path, monkeypatch):
         metrics.held_out(0, {"loss": 6.0, "targets": 8})
         metrics.train(1, {"loss": 2.0, "tokens_per_second": 20000.4})
         metrics.held_out(1, {"loss": 1.5, "targets": 8})
-    config = SimpleNamespace(run=SimpleNamespace(folder=folder))
-    outcome = SimpleNamespace(code=0, text="finished")
-    monkeypatch.setattr(demo, "run_training", lambda words: (config, outcome))
+    outcome = SimpleNamespace(code=0, text="finished", folder=folder)
+    monkeypatch.setattr(demo, "run_training", lambda words: outcome)
     monkeypatch.setattr(demo, "generate", lambda *_, **__: print(", text):"))
     return folder, outcome
 

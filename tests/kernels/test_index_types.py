@@ -17,7 +17,7 @@ from raggedmoe.kernels.grouped_matmul.api import group_bounds
 from raggedmoe.kernels.registry import OPERATIONS
 from raggedmoe.kernels.value_and_gradients import value_and_gradients
 from raggedmoe.moe.router import check_replay
-from raggedmoe.train.loss import cross_entropy_sum
+from raggedmoe.train.step.loss import cross_entropy_sum
 from tests.kernels import numpy_oracle
 from tests.kernels.compare import on_cpu
 

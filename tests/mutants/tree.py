@@ -18,7 +18,13 @@ from tests.mutants.plugin import RESULTS, TESTS
 from tests.mutants.rules import Mutant, mutants_of
 
 # Data of the examples that tests and benchmarks run, and what is only looked at.
-NOT_MUTATED = ("kernels/*/specs.py", "kernels/example.py", "train/report/*", "train/screen.py", "interop/progress.py")
+NOT_MUTATED = (
+    "kernels/*/specs.py",
+    "kernels/example.py",
+    "train/report/*",
+    "train/loop/screen.py",
+    "interop/progress.py",
+)
 COPIED = ("src", "tests", "docs", "pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile", ".ci")
 FOREIGN = ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "TEST_SHARE")  # of tests that run this, and of .ci/run
 # What `make test` runs: the Makefile says it once.

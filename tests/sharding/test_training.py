@@ -7,8 +7,8 @@ from raggedmoe.models.parameters import param_specs
 from raggedmoe.sharding import training
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.training import check_all_take_part, train_sharding, transfer_slices
-from raggedmoe.train.programs import ONE_DEVICE, state_template
-from tests.train.small_step import WHOLE, assert_same_bits, drawn_params
+from raggedmoe.train.step.programs import ONE_DEVICE, state_template
+from tests.train.step.small_step import WHOLE, assert_same_bits, drawn_params
 
 SPLIT = train_sharding(Plan(data=2, fsdp=2, tensor=2))
 

@@ -18,7 +18,7 @@ warnings.simplefilter("ignore")  # about forks: there is no other thread yet
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from raggedmoe.train.checkpoint import CheckpointConfig, Checkpoints  # noqa: E402
+from raggedmoe.train.checkpoint.checkpoints import CheckpointConfig, Checkpoints  # noqa: E402
 
 ROWS = 50_000
 

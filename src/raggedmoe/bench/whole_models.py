@@ -24,10 +24,10 @@ def train_ours(case: Case) -> Prepared:
     from raggedmoe import interop
     from raggedmoe.bench.model_cases import train_config
     from raggedmoe.models.parameters import param_specs
-    from raggedmoe.train.optimizer import make_optimizer
-    from raggedmoe.train.programs import compile_programs
-    from raggedmoe.train.rows import Batch
-    from raggedmoe.train.state import state_from_params
+    from raggedmoe.train.data.rows import Batch
+    from raggedmoe.train.step.optimizer import make_optimizer
+    from raggedmoe.train.step.programs import compile_programs
+    from raggedmoe.train.step.state import state_from_params
 
     config = train_config(case.dtype).step
     ids = np.load(case.place / "ids.npy").astype(np.int32)

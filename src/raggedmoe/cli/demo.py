@@ -23,16 +23,16 @@ def demo(
     It does what `raggedmoe train demo`, `raggedmoe report` and `raggedmoe generate` do, and says what to try next. It
     takes the settings of `raggedmoe train` and has its exit codes.
     """
-    config, outcome = run_training(("demo", *words))
+    outcome = run_training(("demo", *words))
     if outcome.code:
         print(outcome.text, file=sys.stderr)
         return outcome.code
     if jax.process_index() != 0:
         return 0
-    from raggedmoe.train.report import write_report
-    from raggedmoe.train.run_folder import MODEL
+    from raggedmoe.train.loop.run_folder import MODEL
+    from raggedmoe.train.report.build import write_report
 
-    folder = config.run.folder
+    folder = outcome.folder
     page = write_report(folder)
     print(f"\nA sample, which continues {PROMPT!r}:\n\n{PROMPT}", end="", flush=True)
     generate(folder / MODEL, PROMPT, max_new_tokens=NEW_TOKENS, temperature=TEMPERATURE)
@@ -42,7 +42,7 @@ def demo(
 
 def summary(folder: Path, model: Path, page: Path) -> str:
     """Say what a newcomer has now, and which commands to try next."""
-    from raggedmoe.train.record import read_run, series
+    from raggedmoe.train.loop.record import read_run, series
 
     record, command, path = read_run(folder), command_name(), shlex.quote(str(model))
     losses = series(record.held_out, "loss").values

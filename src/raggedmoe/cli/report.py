@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from raggedmoe.train.report import write_report
+from raggedmoe.train.report.build import write_report
 
 
 def report(run: tyro.conf.Positional[Path], out: Path | None = None, open: bool = False) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from raggedmoe.train.metrics import METRICS, MetricsWriter
+from raggedmoe.train.loop.metrics import METRICS, MetricsWriter
 
 SKIPPED = (120, 287)
 RESUMED = 200

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from raggedmoe.cli.report import report
-from raggedmoe.train.metrics import LOAD, METRICS, MetricsWriter, read_jsonl
-from raggedmoe.train.record import RUN, LoadHistory, Series
-from raggedmoe.train.report import write_report
+from raggedmoe.train.loop.metrics import LOAD, METRICS, MetricsWriter, read_jsonl
+from raggedmoe.train.loop.record import RUN, LoadHistory, Series
+from raggedmoe.train.report.build import write_report
 from raggedmoe.train.report.figures import MAX_BINS, Curve, curves_svg, short
 from raggedmoe.train.report.page import compact, duration
 from tests.train.report.browser import CHROMIUM, Browser

@@ -5,8 +5,8 @@ from html import escape
 from pathlib import Path
 
 from raggedmoe.disk import replace_file
-from raggedmoe.train.metrics import LOAD, METRICS
-from raggedmoe.train.record import DEAD_LINES, REPORT, RUN, RunRecord, get_typed, is_number, read_run, series
+from raggedmoe.train.loop.metrics import LOAD, METRICS
+from raggedmoe.train.loop.record import DEAD_LINES, REPORT, RUN, RunRecord, get_typed, is_number, read_run, series
 from raggedmoe.train.report import page as html
 from raggedmoe.train.report.curves import drops_section, loss_section, smoothing_window, speed_section, why_no_mfu
 from raggedmoe.train.report.figures import require_matplotlib

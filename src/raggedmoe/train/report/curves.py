@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from raggedmoe.train.metrics import METRICS
-from raggedmoe.train.record import RunRecord, Series, series
+from raggedmoe.train.loop.metrics import METRICS
+from raggedmoe.train.loop.record import RunRecord, Series, series
 from raggedmoe.train.report import page as html
 from raggedmoe.train.report.figures import Curve, Marks, curves_svg
 from raggedmoe.train.report.page import duration, percent, whole

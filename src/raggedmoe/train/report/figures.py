@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raggedmoe.train.record import BinnedLoad, Series
+from raggedmoe.train.loop.record import BinnedLoad, Series
 
 # 360 points wide: on a phone of 390 pixels a point of the figure is a pixel, on a desktop about one and a half.
 WIDTH = 5.0

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from raggedmoe.train.metrics import LOAD
-from raggedmoe.train.record import DEAD_LINES, LoadHistory, RunRecord, is_number
+from raggedmoe.train.loop.metrics import LOAD
+from raggedmoe.train.loop.record import DEAD_LINES, LoadHistory, RunRecord, is_number
 from raggedmoe.train.report import page as html
 from raggedmoe.train.report.curves import smoothed_curves
 from raggedmoe.train.report.figures import (

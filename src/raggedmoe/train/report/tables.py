@@ -4,7 +4,7 @@ import json
 from html import escape
 from typing import Any
 
-from raggedmoe.train.record import RunRecord, get_typed
+from raggedmoe.train.loop.record import RunRecord, get_typed
 from raggedmoe.train.report import page as html
 
 

@@ -1,0 +1,320 @@
+"""Checkpoints of a run, which may be killed at any moment.
+
+One checkpoint is one folder, ``step_00000123``: orbax writes the arrays to ``state``, the manifest has all the rest and
+a checksum of every file. It is written as ``step_00000123.partial``, flushed to disk and renamed, so that a folder with
+the final name is complete. A checkpoint that is damaged later is recognised by its checksums; it is named in a warning,
+passed over and never deleted.
+
+In a run of several processes each writes its own parts of the arrays, into a folder that all of them see. Process 0
+does all the rest.
+"""
+
+import logging
+import math
+import re
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from raggedmoe.disk import sync, sync_tree
+from raggedmoe.launch.processes import broadcast_from_first, wait_for_all
+from raggedmoe.train.checkpoint.manifest import (
+    STATE,
+    DamagedCheckpointError,
+    Manifest,
+    hash_files,
+    plain_json,
+    read_manifest,
+    verify_checkpoint,
+    write_manifest,
+)
+from raggedmoe.train.checkpoint.stored_arrays import describe_leaf, leaves_by_name, read_state, start_writing
+
+logger = logging.getLogger("raggedmoe")
+
+VISIBLE_SECONDS = 30.0  # until a folder that another host made is seen: some file systems take a while
+_PARTIAL = re.compile(r"step_\d{8,}\.partial")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where checkpoints are written, and which of them are kept."""
+
+    folder: Path
+    keep_last: int = 2  # the newest ones
+    keep_best: bool = True  # and the one with the lowest metric
+    asynchronous: bool = True  # write while the next steps run
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise ValueError(
+                f"keep_last={self.keep_last}: expected at least 1; there is nothing to resume from without"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoredCheckpoint:
+    """A checkpoint that was restored: the state, and what was saved beside it."""
+
+    step: int
+    state: Any  # with the structure, shapes, types and shardings of the template
+    extra: dict[str, Any]
+    path: Path
+
+
+class Checkpoints:
+    """The checkpoints of one run. Only one run may write to the folder at a time, with all its processes.
+
+    Use it in a ``with``, or call ``wait`` at the end: orbax cannot finish a save while Python shuts down.
+    """
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        self._config = config
+        self._folder = config.folder.absolute()  # orbax wants it so
+        self._damaged: set[int] = set()  # steps of damaged checkpoints that still have their name
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._is_first = jax.process_index() == 0
+        if self._is_first:
+            self._make_folder()
+        self._check_all_see_it()
+
+    def _make_folder(self) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self._folder).close()
+        except OSError as error:
+            raise OSError(
+                f"{self._folder}: expected a folder for checkpoints that can be written, got: {error}; name another"
+            ) from error
+        self._remove_leftovers()
+
+    def _check_all_see_it(self) -> None:
+        """Require that all processes see one folder: on disks of their own, each would have a part of a checkpoint."""
+        if jax.process_count() == 1:
+            return
+        mark = self._folder / f"step_{secrets.randbelow(10**12):012}.partial"
+        if self._is_first:
+            mark.mkdir()
+        mark = mark.with_name(broadcast_from_first(mark.name))
+        until = time.monotonic() + VISIBLE_SECONDS
+        while not mark.is_dir():
+            if time.monotonic() > until:
+                raise OSError(
+                    f"{self._folder}: expected a folder that all processes see, but {mark.name}, which process 0 made "
+                    f"there, is not seen by process {jax.process_index()}; name one on shared storage"
+                )
+            time.sleep(0.05)
+        wait_for_all("checkpoint folder")
+        if self._is_first:
+            _remove(mark)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.wait()
+        elif not isinstance(error, KeyboardInterrupt):  # which waits for nothing: the save stays partial, or ends
+            self._join()
+            if self._failure is not None and self._failure is not error:  # the error that is under way counts
+                logger.error("a checkpoint was not saved: %s", self._failure)
+
+    def save(self, step: int, state: Any, extra: dict[str, Any], *, metric: float | None = None) -> None:
+        """Save a state. When this returns, the state has been copied and its buffers may be donated.
+
+        It waits for an earlier save first, and raises what went wrong there. All processes must call it.
+
+        Args:
+          step: the number of the step, greater than that of every good checkpoint in the folder.
+          state: a pytree of JAX arrays, which may include typed random keys.
+          extra: a JSON object, such as the position in the data and counters.
+          metric: the metric of `keep_best`, the lower the better; without one, or if it is not finite, this checkpoint
+            cannot be the best.
+        """
+        self.wait()
+        if self._is_first:
+            self._check_is_next(step)
+        wait_for_all("save")  # process 0 may have waited for long
+        leaves = leaves_by_name(state)
+        manifest = Manifest(
+            step=step,
+            metric=None if metric is None else float(metric),
+            extra=plain_json(extra),
+            leaves={name: describe_leaf(name, leaf) for name, leaf in leaves.items()},
+            files={},
+        )
+        partial = self._path(step).with_name(f"{self._path(step).name}.partial")
+        if self._is_first:
+            self._remove_leftovers()  # orbax may go on writing for a moment after it has failed
+            partial.mkdir()
+        try:
+            writing = start_writing(partial / STATE, leaves)  # where the others wait for process 0's folder
+        except BaseException:
+            self._discard(partial)
+            raise
+        if self._config.asynchronous:
+            self._thread = threading.Thread(
+                target=self._finish_in_background, args=(partial, manifest, writing), name="raggedmoe-checkpoint"
+            )
+            self._thread.start()
+        else:
+            self._finish(partial, manifest, writing)
+
+    def wait(self) -> None:
+        """Wait until nothing is being written, and raise what went wrong in the background."""
+        self._join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def restore(self, template: Any) -> RestoredCheckpoint | None:
+        """Restore the newest checkpoint that is not damaged; None if there are no checkpoints.
+
+        Damaged ones are named in a warning and stay where they are. It is an error if all are damaged, or if the state
+        does not have the template's shapes: nobody should start anew, or from an older step, without having been told.
+
+        Args:
+          template: the state's structure: arrays, or ``jax.ShapeDtypeStruct``. Each array goes to the devices of its
+            template; where that is not committed to any, neither is the array.
+        """
+        self.wait()
+        step = broadcast_from_first(self._newest_good() if self._is_first else None)  # after it has read all of it
+        if step is None:
+            return None
+        path = self._path(step)
+        manifest = read_manifest(path)
+        state = read_state(path / STATE, template, manifest.leaves)
+        return RestoredCheckpoint(step=step, state=state, extra=manifest.extra, path=path)
+
+    def _newest_good(self) -> int | None:
+        """Find the step of the newest checkpoint that is not damaged; None if there are no checkpoints."""
+        problems = []
+        for step in reversed(self._steps_on_disk()):
+            path = self._path(step)
+            try:
+                verify_checkpoint(path)
+            except DamagedCheckpointError as damage:
+                self._damaged.add(step)
+                problems.append(f"{path}: {damage}")
+                logger.warning("%s is damaged; it stays there but is not used: %s", path, damage)
+                continue
+            self._damaged.discard(step)
+            return step
+        if problems:
+            raise ValueError(
+                f"{self._folder}: expected a checkpoint to resume from, but all {len(problems)} are damaged; put a "
+                "copy in their place, or name another folder to start anew:\n  " + "\n  ".join(problems)
+            )
+        return None
+
+    def steps(self) -> list[int]:
+        """List the steps of complete checkpoints, ascending, without those known to be damaged."""
+        return [step for step in self._steps_on_disk() if step not in self._damaged]
+
+    def _steps_on_disk(self) -> list[int]:
+        numbers = (path.name.removeprefix("step_") for path in self._folder.glob("step_*"))
+        steps = {int(number) for number in numbers if number.isdecimal()}
+        return sorted(step for step in steps if self._path(step).is_dir())
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step_{step:08}"
+
+    def _check_is_next(self, step: int) -> None:
+        newest = max(self.steps(), default=-1)
+        if step <= newest:
+            raise ValueError(
+                f"step={step}: expected one after {newest}, the newest checkpoint in {self._folder}; "
+                "resume from that, or name another folder"
+            )
+
+    def _remove_leftovers(self) -> None:
+        """Remove partial folders that killed runs left while they saved or deleted a checkpoint."""
+        for leftover in self._folder.iterdir():
+            if _PARTIAL.fullmatch(leftover.name):
+                _remove(leftover)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _finish_in_background(self, partial: Path, manifest: Manifest, writing: ocp.AsyncCheckpointer | None) -> None:
+        try:
+            self._finish(partial, manifest, writing)
+        except BaseException as error:
+            self._failure = error  # the next call raises it
+
+    def _finish(self, partial: Path, manifest: Manifest, writing: ocp.AsyncCheckpointer | None) -> None:
+        """Do all that follows the copy to the host; the rename at the end makes the folder a checkpoint."""
+        path = self._path(manifest.step)
+        try:
+            if writing is not None:
+                with writing:
+                    writing.wait_until_finished()  # for all processes' parts
+            if not self._is_first:
+                return
+            write_manifest(partial, replace(manifest, files=hash_files(partial / STATE)))
+            sync_tree(partial)
+            if path.exists():
+                self._set_aside(manifest.step)
+            partial.rename(path)
+            sync(self._folder)
+        except ValueError as error:  # what orbax's storage says when it cannot write
+            self._discard(partial)
+            raise OSError(f"{path}: could not be saved: {error}") from error
+        except BaseException as error:
+            self._discard(partial)
+            error.add_note(f"raggedmoe was saving {path}")
+            raise
+        self._prune()
+
+    def _discard(self, partial: Path) -> None:
+        if self._is_first:
+            _remove(partial)
+
+    def _set_aside(self, step: int) -> None:
+        """Rename a damaged checkpoint whose step is saved again, so that it is kept."""
+        path = self._path(step)
+        aside, number = path.with_name(f"{path.name}.damaged"), 1
+        while aside.exists():
+            number += 1
+            aside = path.with_name(f"{path.name}.damaged.{number}")
+        path.rename(aside)
+        self._damaged.discard(step)
+        logger.warning("%s is damaged and its step is saved again: it is now %s", path, aside)
+
+    def _prune(self) -> None:
+        """Delete all checkpoints but the newest and the best. Damaged ones neither count nor are deleted."""
+        metrics = {}
+        for step in self.steps():
+            try:
+                metrics[step] = read_manifest(self._path(step)).metric
+            except DamagedCheckpointError as damage:
+                self._damaged.add(step)
+                logger.warning("%s is damaged; it stays there but is not used: %s", self._path(step), damage)
+        keep = set(sorted(metrics)[-self._config.keep_last :])
+        by_metric = [(metric, step) for step, metric in metrics.items() if metric is not None and math.isfinite(metric)]
+        if self._config.keep_best and by_metric:
+            keep.add(min(by_metric)[1])  # the earliest, if several are equal
+        for step in metrics.keys() - keep:
+            path = self._path(step)
+            _remove(path.rename(path.with_name(f"{path.name}.partial")))
+
+
+def _remove(partial: Path) -> None:
+    """Delete a partial folder; a warning names one that cannot be deleted."""
+    shutil.rmtree(partial, ignore_errors=True)
+    if partial.exists():
+        logger.warning("%s could not be deleted; delete it by hand", partial)

@@ -1,0 +1,121 @@
+"""The arrays of a checkpoint: their names and types, and how orbax writes and reads them."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from raggedmoe.train.checkpoint.manifest import StoredLeaf
+
+
+def leaves_by_name(tree: Any) -> dict[str, Any]:
+    """Name the arrays of a tree by their paths."""
+    pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
+    leaves: dict[str, Any] = {}
+    for path, leaf in pairs:
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "state"  # a bare array has no path
+        if name in leaves:
+            raise ValueError(f"{name}: expected one array of that name, got two; rename a key that has a slash in it")
+        if not hasattr(leaf, "dtype"):
+            raise ValueError(
+                f"{name}: expected an array in the state, got {type(leaf).__name__}; put it into extra, or make it one "
+                "with jnp.asarray and a dtype"
+            )
+        leaves[name] = leaf
+    return leaves
+
+
+def describe_leaf(name: str, leaf: Any) -> StoredLeaf:
+    """Describe an array for the manifest, and refuse one that would not be restored as it was."""
+    if not isinstance(leaf, jax.Array):
+        raise ValueError(
+            f"{name}: expected a JAX array in the state, got {type(leaf).__name__}; make it one with jnp.asarray"
+        )
+    if not _is_key(leaf) and leaf.weak_type:
+        raise ValueError(
+            f"{name}: expected an array with a type of its own, got a weakly typed {leaf.dtype}, which would come back "
+            f"strong and promote otherwise; make it with jnp.asarray(…, jnp.{leaf.dtype})"
+        )
+    impl = str(jax.random.key_impl(leaf)) if _is_key(leaf) else None
+    return StoredLeaf(shape=leaf.shape, dtype=str(leaf.dtype), key_impl=impl)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _stored_form(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and type on disk: those of the array, or of a random key's data."""
+    if _is_key(leaf):
+        return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    # Weights hardly compress: zstd made 96 MB of 104, and reading them several times slower.
+    return ocp.PyTreeCheckpointHandler(use_compression=False)
+
+
+def start_writing(folder: Path, leaves: dict[str, jax.Array]) -> ocp.AsyncCheckpointer | None:
+    """Copy the arrays to the host and begin to write them; return None if there is nothing to write."""
+    # A flat table of names: orbax joins the keys of nested ones with dots, and ours have dots in them.
+    # It refuses arrays without elements, so these are left out: the manifest has their shape.
+    non_empty = {name: leaf for name, leaf in leaves.items() if leaf.size}
+    if not non_empty:
+        folder.mkdir()
+        return None
+    data = {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in non_empty.items()}
+    writing = ocp.AsyncCheckpointer(_handler())
+    writing.save(folder, args=ocp.args.PyTreeSave(data))
+    return writing
+
+
+def read_state(folder: Path, template: Any, stored_leaves: dict[str, StoredLeaf]) -> Any:
+    """Read the stored arrays into a tree like the template. Raise an error that lists those that differ from it."""
+    leaves = leaves_by_name(template)
+    _check_same_leaves(folder, leaves, stored_leaves)
+    shardings = {name: _template_sharding(leaf) for name, leaf in leaves.items()}
+    stored = {name: _stored_form(leaf) for name, leaf in leaves.items()}
+    non_empty = {name: array for name, array in stored.items() if array.size}
+    arrays: dict[str, Any] = {}
+    if non_empty:
+        restore_args = {
+            name: ocp.RestoreArgs(restore_type=np.ndarray)
+            if shardings[name] is None
+            else ocp.ArrayRestoreArgs(sharding=shardings[name])
+            for name in non_empty
+        }
+        with ocp.Checkpointer(_handler()) as reading:
+            arrays = reading.restore(folder, args=ocp.args.PyTreeRestore(item=non_empty, restore_args=restore_args))
+    restored = []
+    for name, array in stored.items():
+        read = arrays.pop(name) if name in non_empty else np.zeros(array.shape, array.dtype)
+        if not isinstance(read, jax.Array):
+            read = jnp.asarray(read) if shardings[name] is None else jax.device_put(read, shardings[name])
+        impl = stored_leaves[name].key_impl
+        restored.append(read if impl is None else jax.random.wrap_key_data(read, impl=impl))
+    return jax.tree.unflatten(jax.tree.structure(template), restored)
+
+
+def _template_sharding(leaf: Any) -> jax.sharding.Sharding | None:
+    """Return the sharding of a template's leaf; None if it is uncommitted, as the array then must be."""
+    return None if isinstance(leaf, jax.Array) and not leaf.committed else getattr(leaf, "sharding", None)
+
+
+def _check_same_leaves(folder: Path, template: dict[str, Any], stored: dict[str, StoredLeaf]) -> None:
+    """Refuse a state of other arrays, which is no damage but another model, and say how it differs."""
+    lines = []
+    for name in sorted(template.keys() | stored.keys()):
+        expected = f"{template[name].dtype}{list(template[name].shape)}" if name in template else "nothing"
+        actual = f"{stored[name].dtype}{list(stored[name].shape)}" if name in stored else "nothing"
+        if expected != actual:
+            lines.append(f"{name}: expected {expected}, found {actual}")
+    if lines:
+        more = [f"and {len(lines) - 20} more"] if len(lines) > 20 else []
+        raise ValueError(
+            f"{folder}: this state is not that of this run; resume with the model and the optimizer that wrote it, or "
+            "name another folder to start anew:\n  " + "\n  ".join(lines[:20] + more)
+        )

@@ -1,0 +1,180 @@
+"""The start of a run: what its folder holds from earlier, the checkpoint to resume from, and the initial state."""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from raggedmoe import compat, interop
+from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, KernelChoice
+from raggedmoe.launch.processes import broadcast_from_first
+from raggedmoe.models.count import count_params
+from raggedmoe.models.decoder import Params
+from raggedmoe.models.parameters import param_specs
+from raggedmoe.sharding.training import TrainSharding
+from raggedmoe.train.checkpoint.checkpoints import CheckpointConfig as CheckpointFolder
+from raggedmoe.train.checkpoint.checkpoints import Checkpoints, RestoredCheckpoint
+from raggedmoe.train.data.batches import Data
+from raggedmoe.train.loop import run_folder
+from raggedmoe.train.loop.metrics import MetricsWriter, NoMetrics
+from raggedmoe.train.loop.screen import Screen
+from raggedmoe.train.settings.config import list_changes
+from raggedmoe.train.settings.resolve import ResolvedConfig
+from raggedmoe.train.step.programs import state_template
+
+
+def startup_summary(config: ResolvedConfig, data: Data, hardware: Hardware) -> str:
+    """Summarize the run that is about to start, for the screen."""
+    model, count = config.step.model, count_params(config.step.model)
+    degrees = ", ".join(f"{axis} {size}" for axis, size in config.plan.sizes.items() if size > 1)
+    devices = f"{hardware.name} × {config.plan.num_devices} ({degrees})" if degrees else hardware.name
+    return (
+        f"{config.asked.model}: {count.total / 1e6:.2f}M parameters, {count.active / 1e6:.2f}M active"
+        f", {model.moe.experts_per_token} of {model.moe.num_experts} experts in {len(model.moe_layers)} of "
+        f"{model.num_layers} layers; {np.dtype(model.dtype).name} on {devices}, JAX {compat.JAX_VERSION}\n"
+        f"{data.describe()}; {config.batch_size} × {config.data.max_target_length} tokens a step, "
+        f"{config.run.steps} steps into {config.folder}"
+    )
+
+
+def kernel_summary(kernels: list[dict[str, Any]], choices: KernelChoice) -> list[str]:
+    """List the kernels that were chosen, forward / backward, and why a kernel that the user named was not."""
+    taken: dict[str, dict[str, None]] = {}
+    for kernel in kernels:
+        taken.setdefault(f"{kernel['operation']} {kernel['direction']}", {})[kernel["chosen"]] = None
+    parts = []
+    for operation in dict.fromkeys(kernel["operation"] for kernel in kernels):
+        both = [", ".join(taken.get(f"{operation} {direction}", {"none": None})) for direction in (FORWARD, BACKWARD)]
+        parts.append(f"{operation} {both[0]} / {both[1]}")
+    lines = [f"kernels, forward / backward: {'; '.join(parts)}"] if parts else []
+    skipped = {
+        f"  {kernel['operation']} ({kernel['direction']}): not {other['name']}: {other['reason']}": None
+        for kernel in kernels
+        if _is_named(getattr(choices, kernel["operation"], "auto"), kernel["direction"])
+        for other in kernel["others"]
+        if not other["reason"].startswith("could run")
+    }
+    return [*lines, *skipped]
+
+
+def _is_named(choice: Choice, direction: str) -> bool:
+    return (getattr(choice, direction) if isinstance(choice, Directions) else choice) != "auto"
+
+
+def check_resumable(config: ResolvedConfig, data: Data, earlier: Mapping[str, Any], where: str) -> None:
+    """Refuse to resume a run with other data, or with other values of settings that may not change."""
+    differences = [
+        *list_changes(earlier.get("settings", {}), config.asked.values()),
+        *_batch_size_changes(config, earlier),
+    ]
+    if differences:
+        raise ValueError(
+            f"{where} is of a run with other settings: {'; '.join(differences)}. Use those to resume it, or another "
+            "run_name to begin anew"
+        )
+    if earlier.get("data_fingerprint") != data.fingerprint:
+        raise ValueError(
+            f"{where} is of a run on other data than {data.describe()!r}; restore the files, or use another "
+            "run_name to begin anew"
+        )
+
+
+def _batch_size_changes(config: ResolvedConfig, earlier: Mapping[str, Any]) -> list[str]:
+    """Say if the micro-batch changed. A run may resume on another mesh, with as many sequences in a micro-batch."""
+    old = earlier.get("settings", {}).get("per_device_batch_size", 0) * earlier.get("devices", 1)
+    new, num = config.micro_batch_size, config.plan.num_devices
+    if old in (0, new):
+        return []
+    use = f"per_device_batch_size={old // num}" if old % num == 0 else f"a number of devices that divides {old}"
+    return [f"per_device_batch_size × devices={old} is now {new}: on {num} use {use}"]
+
+
+def open_checkpoints(config: ResolvedConfig) -> Any:
+    """Open the run's checkpoints as a context, which gives None if checkpointing is off."""
+    kept = config.checkpoints
+    if not kept.enable_checkpointing:
+        return contextlib.nullcontext()
+    folder = CheckpointFolder(
+        folder=config.folder / run_folder.CHECKPOINTS,
+        keep_last=kept.keep_last,
+        keep_best=kept.keep_best,
+        asynchronous=kept.async_checkpointing,
+    )
+    return Checkpoints(folder)
+
+
+def check_processes_agree(config: ResolvedConfig, fingerprint: str) -> None:
+    """Require that all processes have the settings and data of process 0; others would train another model."""
+    settings = {**config.asked.values(), "the data": fingerprint}
+    process_0 = broadcast_from_first(settings)
+    differences = [
+        f"{name}={value} here and {process_0.get(name)} there"
+        for name, value in settings.items()
+        if process_0[name] != value
+    ]
+    if differences:
+        raise ValueError(
+            f"process {jax.process_index()} differs from process 0: {'; '.join(differences)}; "
+            "expected all processes to be started with the same words, and to find the same data"
+        )
+
+
+def restore_state(
+    config: ResolvedConfig, data: Data, checkpoints: Checkpoints | None, sharding: TrainSharding
+) -> RestoredCheckpoint | None:
+    """Restore the newest good checkpoint, and require that it is this run's; None if there is none."""
+    if checkpoints is None or not broadcast_from_first(checkpoints.steps()):
+        return None
+    folder = config.folder
+    earlier = run_folder.read_description(folder)
+    if earlier is not None:  # before its arrays are read, whose shapes may differ
+        check_resumable(config, data, earlier, f"{folder / run_folder.RUN}")
+    restored = checkpoints.restore(state_template(config.step, sharding))
+    assert restored is not None
+    check_resumable(config, data, restored.extra, str(restored.path))
+    steps = config.run.steps
+    if restored.step > steps:
+        raise ValueError(f"steps={steps} is less than the {restored.step} that {restored.path} has done; use as many")
+    return restored
+
+
+def open_metrics(
+    config: ResolvedConfig, restored: RestoredCheckpoint | None, screen: Screen
+) -> MetricsWriter | NoMetrics:
+    """Open the metrics files to continue. Results that the run does not resume from are moved aside, not lost."""
+    if jax.process_index() != 0:
+        return NoMetrics()
+    folder = config.folder
+    if restored is None:
+        aside = run_folder.set_aside(folder, checkpoints=not config.checkpoints.enable_checkpointing)
+    else:
+        aside = run_folder.set_aside_finished(folder, restored.step)
+    if aside is not None:
+        screen.say(f"the results of an earlier run are now in {aside}")
+    step = None if restored is None else restored.step
+    return MetricsWriter(folder, resume_step=step, tensorboard=config.run.tensorboard)
+
+
+def load_initial_params(config: ResolvedConfig) -> Params | None:
+    """Load the parameters of `load_parameters_path`, which must be this model's; None if it is not set."""
+    path, model = config.run.load_parameters_path, config.step.model
+    if path is None:
+        return None
+    params = interop.load(Path(path), dtype=model.dtype, param_dtype=model.param_dtype, progress=True).params
+    specs = param_specs(model)
+    wrong = [
+        f"{name}: expected {specs[name].shape if name in specs else 'none'}, "
+        f"found {params[name].shape if name in params else 'none'}"
+        for name in sorted(specs.keys() | params.keys())
+        if name not in specs or name not in params or specs[name].shape != params[name].shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"{path} is no checkpoint of model_name={config.asked.model} as it is set; "
+            f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}"
+        )
+    return params

@@ -1,0 +1,187 @@
+"""A run under way, and what is done with it beside its steps: held-out loss, checkpoints, the trained model."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from raggedmoe import compat
+from raggedmoe.hardware import Hardware
+from raggedmoe.models.count import count_params
+from raggedmoe.models.decoder import Params
+from raggedmoe.models.module import Decoder
+from raggedmoe.models.parameters import param_specs
+from raggedmoe.sharding.training import TrainSharding, on_first_host
+from raggedmoe.train.checkpoint.checkpoints import Checkpoints, RestoredCheckpoint
+from raggedmoe.train.data.batches import Batches, Data
+from raggedmoe.train.data.rows import Batch
+from raggedmoe.train.loop import run_folder
+from raggedmoe.train.loop.log import RunLog, moe_layers
+from raggedmoe.train.loop.record import read_run
+from raggedmoe.train.loop.speed import Speed
+from raggedmoe.train.settings.resolve import ResolvedConfig
+from raggedmoe.train.step.fit import check_compiled_fit
+from raggedmoe.train.step.optimizer import make_optimizer
+from raggedmoe.train.step.programs import Programs, compile_programs, places_of, state_template
+from raggedmoe.train.step.state import TrainState, state_from_params
+from raggedmoe.version import __version__
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The devices of a run, and how its arrays lie on them."""
+
+    hardware: Hardware
+    sharding: TrainSharding
+    memory: int | None  # of each device, in bytes; None: nobody says
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A run under way: its configuration, machine, data and programs, where it writes, and where it is in the data."""
+
+    config: ResolvedConfig
+    machine: Machine
+    data: Data
+    held_out: list[Batch]
+    programs: Programs
+    checkpoints: Checkpoints | None
+    log: RunLog
+    batches: Batches = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows = self.machine.sharding.local_rows(self.config.batch_size, self.config.step.micro_batches)
+        self.batches = self.data.train_batches(rows)
+
+    def describe(self, speed: Speed) -> None:
+        """Write run.json, which says what runs, on what and with which settings."""
+        if jax.process_index() != 0:
+            return
+        config, model = self.config, self.config.step.model
+        count = count_params(model)
+        description = {
+            "name": config.folder.name,
+            "raggedmoe": __version__,
+            "jax": compat.JAX_VERSION,
+            "hardware": self.machine.hardware.name,
+            "devices": config.plan.num_devices,
+            "degrees": config.plan.sizes,
+            "model": {
+                "name": config.asked.model,
+                "total": count.total,
+                "active": count.active,
+                "moe_layers": moe_layers(config),
+                "num_experts": model.moe.num_experts,
+                "experts_per_token": model.moe.experts_per_token,
+            },
+            "settings": config.asked.values(),
+            "notes": list(config.notes),
+            "data": self.data.describe(),
+            "data_fingerprint": self.data.fingerprint,
+            "kernels": self.programs.kernels,
+            "flops_per_token": speed.flops_per_token,
+            "peak_flops": speed.peak_flops,
+        }
+        run_folder.write_description(config.folder, description)
+
+    def initial_state(self, restored: RestoredCheckpoint | None, params: Params | None) -> TrainState:
+        """Make the state to train from: restored with the data's position, from loaded parameters, or new."""
+        if restored is not None:
+            self.batches.set_state(restored.extra["data"])
+            self.log.load = np.asarray(restored.extra["load"], np.int64).reshape(self.log.load.shape)
+            self.log.say(f"resumed after step {restored.step} from {restored.path}")
+            self.log.event(restored.step, "resumed", restored.path.name)
+            return restored.state
+        key, config, sharding = jax.random.key(self.config.run.seed), self.config.step, self.machine.sharding
+        if params is None:
+            return self.programs.init(key)
+        optimizer = make_optimizer(config.optimizer, param_specs(config.model))
+        template = state_template(config, sharding)
+        begin = jax.jit(
+            lambda params: state_from_params(params, optimizer, jax.random.split(key)[1]),
+            out_shardings=places_of(template),
+        )
+        return begin(sharding.put(params, template.params))
+
+    def step(self, state: TrainState, number: int) -> tuple[TrainState, Any]:
+        """Start the next step. Where it drops rows and is to be run again, wait for it and give it more room."""
+        batch = next(self.batches)
+        state, report = self.programs.step(state, batch)
+        while self.config.step.rerun_on_overflow and int(report.losses.dropped) > 0:
+            self._make_more_room(number, int(report.losses.dropped))
+            state, report = self.programs.step(state, batch)
+        return state, report
+
+    def _make_more_room(self, step: int, dropped: int) -> None:
+        """Give the steps a larger buffer from here on: the one that dropped rows is run again, and left no trace."""
+        config = self.config.step
+        before = config.execution.moe.ragged_buffer_factor
+        factor = larger_buffer_factor(before, self.config.plan.expert)
+        moe = replace(config.execution.moe, ragged_buffer_factor=factor)
+        execution = replace(config.execution, moe=moe)
+        larger = replace(config, execution=execution, rerun_on_overflow=factor is not None)
+        text = f"{dropped} rows dropped with ragged_buffer_factor={before}: run again with {factor or 'room for all'}"
+        self.log.event(step, "rerun", text)
+        self.log.say(f"step {step}: {text}")
+        programs = compile_programs(larger, next(self.data.train_batches()), None, self.machine.sharding)
+        check_compiled_fit(programs.bytes_needed, self.machine.memory, self.config.plan)
+        self.config = replace(self.config, step=larger)
+        self.programs = replace(programs, held_out=self.programs.held_out)
+
+    def evaluate(self, state: TrainState, step: int) -> float | None:
+        """Return the held-out loss in nats per target, written down; None: nothing is held out."""
+        if self.programs.held_out is None:
+            return None
+        sums_and_counts = [self.programs.held_out(state.params, batch) for batch in self.held_out]
+        sums = np.asarray(jax.device_get(sums_and_counts), np.float64).sum(0)
+        loss = float(sums[0] / sums[1])
+        self.log.held_out(step, loss, int(sums[1]))
+        return loss
+
+    def save(self, state: TrainState, step: int, metric: float | None) -> None:
+        """Write a checkpoint, with all that the run needs to go on exactly."""
+        if self.checkpoints is None:
+            return
+        self.log.event(step, "checkpoint", "" if metric is None else f"held-out loss {metric:.4f}")
+        self.log.flush()  # what the checkpoint covers is on disk before it is
+        extra = {
+            "data": self.batches.get_state(),
+            "load": self.log.load.tolist(),
+            "settings": self.config.asked.values(),
+            "data_fingerprint": self.data.fingerprint,
+            "devices": self.config.plan.num_devices,
+        }
+        self.checkpoints.save(step, state, extra, metric=metric)
+        self.log.restart_clock()
+
+    def finish(self, state: TrainState) -> tuple[Decoder | None, str]:
+        """Write the trained model, and return it with how it went. Process 0 does; all take part."""
+        params = on_first_host(state.params)
+        if params is None:
+            return None, ""
+        model = Decoder(self.config.step.model, params=params)
+        folder = run_folder.save_model(self.config.folder, model, self.data.tokenizer_json())
+        self.log.flush()
+        record = read_run(self.config.folder)
+        lines = [f"finished: the model is in {folder}"]
+        losses = [line["loss"] for line in record.held_out]
+        if losses:
+            first, last = ("not finite" if loss is None else f"{loss:.4f}" for loss in (losses[0], losses[-1]))
+            lines.append(f"held-out loss {last} nats per target, from {first}")
+        if record.load is not None:
+            num_dead, since = len(record.load.dead_experts), record.load.dead_since
+            dead = f"dead experts: {num_dead} of {self.log.load.size} (no token since step {since})"
+            dropped = record.total("dropped")  # not known where somebody moved metrics.jsonl away
+            lines.append(f"{dead}; dropped slots: {dropped:.0f}" if math.isfinite(dropped) else dead)
+        if record.skipped_steps:
+            lines.append(f"skipped steps, not finite: {len(record.skipped_steps)}")
+        lines.append(f"raggedmoe report {self.config.folder} makes a page of it")
+        return model, "\n".join(lines)
+
+
+def larger_buffer_factor(factor: float | None, expert_parallelism: int) -> float | None:
+    """Return twice the room for rows, or None for all of them where no rank can be sent more than that."""
+    assert factor is not None
+    return None if 2 * factor >= expert_parallelism else 2 * factor

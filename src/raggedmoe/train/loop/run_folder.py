@@ -1,0 +1,147 @@
+"""The folder of a run: its lock, the results of earlier runs, the description in run.json, and the trained model.
+
+``run.json`` describes the run, ``metrics.jsonl`` and ``load.jsonl`` its steps, ``checkpoints`` are to resume from,
+``model`` is the trained model, ``profile`` a trace, ``tensorboard`` events.
+"""
+
+import contextlib
+import fcntl
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from raggedmoe.disk import replace_file, sync
+from raggedmoe.interop.json_file import read_json_object
+from raggedmoe.interop.native import save
+from raggedmoe.models.module import Decoder
+from raggedmoe.train.loop.metrics import LOAD, METRICS, TENSORBOARD, last_step
+from raggedmoe.train.loop.record import REPORT, RUN
+
+MODEL, PROFILE, CHECKPOINTS = "model", "profile", "checkpoints"
+NEW_MODEL, OLD_MODEL = f"{MODEL}.new", f"{MODEL}.old"  # while one replaces the other
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Make the folder if needed, and lock it against other runs. The lock ends with the process.
+
+    In a run of several processes the first holds the lock. A model that a killed run left half replaced is recovered.
+    """
+    if jax.process_index() != 0:
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a")
+    except OSError as error:
+        raise OSError(f"{folder}: expected a folder that can be written to, got: {error}; name another") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise BlockingIOError(
+                f"{folder}: another process trains into it; wait for it, or use another run_name"
+            ) from None
+        _recover_model(folder)
+        yield
+
+
+def read_description(folder: Path) -> dict[str, Any] | None:
+    """Read run.json, the description of an earlier run; None if there was none."""
+    return read_json_object(folder / RUN) if (folder / RUN).is_file() else None
+
+
+def write_description(folder: Path, run: Mapping[str, Any]) -> None:
+    """Write run.json, the description of the run, atomically."""
+    replace_file(folder / RUN, (json.dumps(run, indent=1) + "\n").encode())
+
+
+def set_aside(folder: Path, *, checkpoints: bool) -> Path | None:
+    """Move an earlier run's files into a folder of their own, and return it; None if that run has no results.
+
+    Checkpoints are moved first, so that a kill in between leaves none to resume without their description.
+    """
+    results = (PROFILE, REPORT, LOAD, MODEL, METRICS)
+    names = (*((CHECKPOINTS,) if checkpoints else ()), RUN, TENSORBOARD, *results)
+    present = {name: folder / name for name in names if _has_content(folder / name)}
+    if not present.keys() & {CHECKPOINTS, *results}:
+        return None
+    aside = _new_folder_aside(folder)
+    for path in present.values():
+        path.rename(aside / path.name)
+    return aside
+
+
+def set_aside_finished(folder: Path, step: int) -> Path | None:
+    """Keep the results of a finished run that resumes from a checkpoint before its end, and return their folder.
+
+    Files that the run continues are copied, and the model is moved. None if the run was not finished, or ends there.
+    """
+    if not (folder / MODEL).exists() or not (folder / METRICS).exists():
+        return None
+    earlier, last = read_description(folder) or {}, last_step(folder / METRICS)
+    if last <= step or last != earlier.get("settings", {}).get("steps"):
+        return None
+    aside = _new_folder_aside(folder)
+    for path in (folder / name for name in (RUN, LOAD, METRICS)):
+        if path.exists():
+            shutil.copy2(path, aside / path.name)
+    for path in (folder / name for name in (REPORT, MODEL)):
+        if path.exists():
+            path.rename(aside / path.name)
+    return aside
+
+
+def _has_content(path: Path) -> bool:
+    if path.is_dir():
+        return any(path.iterdir())
+    return path.exists() and path.stat().st_size > 0
+
+
+def _new_folder_aside(folder: Path) -> Path:
+    number = 1
+    while (folder / f"earlier-{number}").exists():
+        number += 1
+    aside = folder / f"earlier-{number}"
+    aside.mkdir()
+    return aside
+
+
+def save_model(folder: Path, model: Decoder, tokenizer: str | None) -> Path:
+    """Write the trained model, with its tokenizer, as `raggedmoe generate` and `export` read it; replace an older one.
+
+    If there was one, then at every moment one of the folders model, model.new and model.old is whole, and the next run
+    begins with it in its place.
+    """
+    target, new, old = (folder / name for name in (MODEL, NEW_MODEL, OLD_MODEL))
+    with tempfile.TemporaryDirectory(prefix="raggedmoe-") as companions:
+        if tokenizer is not None:
+            (Path(companions) / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+        save(model, new, companions=Path(companions))
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    sync(folder)
+    _remove(old)
+    return target
+
+
+def _recover_model(folder: Path) -> None:
+    """Put the newest complete model in its place after a kill in `save_model`, and remove what is left of others."""
+    target, new, old = (folder / name for name in (MODEL, NEW_MODEL, OLD_MODEL))
+    for whole in (new, old):
+        if whole.exists() and not target.exists():
+            whole.rename(target)
+    sync(folder)
+    for leftover in (new, old, *folder.glob(f".{NEW_MODEL}.*.partial")):
+        _remove(leftover)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)

@@ -1,0 +1,137 @@
+"""`TrainConfig`, a whole run as a user describes it, and the table of all its settings."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raggedmoe.train.settings.fields import Section, Setting, section, section_settings, setting, with_defaults
+from raggedmoe.train.settings.sections import (
+    RECIPES,
+    CheckpointConfig,
+    DataConfig,
+    ExecutionSettings,
+    MeshSettings,
+    ModelOverrides,
+    OptimizerConfig,
+    RunConfig,
+    StepSettings,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The words and files that a configuration was read from; empty if it was made in Python."""
+
+    words: Mapping[str, str] = field(default_factory=dict)  # the word that set a setting, by the setting's name
+    typed: frozenset[str] = frozenset()  # settings that a word on the command line set, and not a file
+    notes: tuple[str, ...] = ()  # words that change nothing here, or something else than in MaxText, and why
+
+
+@section
+class TrainConfig(Section):
+    """A run: what is trained, on what, how, and where it is written.
+
+    A model's recipe (`RECIPES`) fills in what is not given. What depends on the machine is not here: `resolve` adds it.
+    """
+
+    model: str = setting(
+        default="demo", help="Model to train: a name that `raggedmoe models` lists, or demo", name="model_name"
+    )
+    overrides: ModelOverrides = field(default_factory=ModelOverrides)
+    execution: ExecutionSettings = field(default_factory=ExecutionSettings)
+    mesh: MeshSettings = field(default_factory=MeshSettings)
+    data: DataConfig = field(default_factory=DataConfig)
+    step: StepSettings = field(default_factory=StepSettings)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    source: Source = field(default_factory=Source, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, defaults in _by_section(RECIPES.get(self.model, {})).items():
+            object.__setattr__(self, name, with_defaults(getattr(self, name), defaults))
+
+    def get(self, name: str) -> Any:
+        """Return the value of a setting by the name that a user types."""
+        declared = SETTINGS[name]
+        return getattr(self._holder(declared), declared.field)
+
+    def changes(self) -> dict[str, Any]:
+        """Return the settings that differ from those of the demo, as JSON holds them: `config_of` makes it of them."""
+        default = TrainConfig().values()
+        return {name: value for name, value in self.values().items() if value != default[name]}
+
+    def values(self) -> dict[str, Any]:
+        """Return all settings by name, as JSON holds them."""
+        values = {name: self.get(name) for name in SETTINGS}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def is_given(self, name: str) -> bool:
+        """Whether a setting was chosen: by a word, or by a value in a file or in Python that is not the default."""
+        if name in self.source.typed:
+            return True
+        declared = SETTINGS[name]
+        return declared.field in self._holder(declared).given and self.get(name) != declared.default
+
+    def is_typed(self, name: str) -> bool:
+        """Whether a setting was chosen, and not by a file, which sets many that a run does not read."""
+        return self.is_given(name) and (name not in self.source.words or name in self.source.typed)
+
+    def shown(self, name: str) -> str:
+        """Return the word that set a setting, for what is said about it; in Python, `name=value`."""
+        return self.source.words.get(name, f"{name}={self.get(name)}")
+
+    def _holder(self, declared: Setting) -> Section:
+        return getattr(self, declared.section) if declared.section else self
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": TrainConfig,
+    "overrides": ModelOverrides,
+    "execution": ExecutionSettings,
+    "mesh": MeshSettings,
+    "data": DataConfig,
+    "step": StepSettings,
+    "optimizer": OptimizerConfig,
+    "run": RunConfig,
+    "checkpoints": CheckpointConfig,
+}
+
+
+def _settings() -> Iterator[Setting]:
+    cls: Any
+    for title, cls in SECTIONS.items():
+        yield from section_settings(cls, "" if cls is TrainConfig else title)
+
+
+SETTINGS: dict[str, Setting] = {declared.name: declared for declared in _settings()}
+
+
+def config_of(values: Mapping[str, Any], source: Source | None = None) -> TrainConfig:
+    """Make a configuration of values by the names that a user types, as they are or as JSON holds them."""
+    source = Source() if source is None else source
+    of_section = _by_section(
+        {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    )
+    sections: dict[str, Any] = {
+        title: cls(**of_section.get(title, {})) for title, cls in SECTIONS.items() if cls is not TrainConfig
+    }
+    return TrainConfig(**of_section.get("", {}), **sections, source=source)
+
+
+def _by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Sort values by the section of their settings, and there by field."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        sections.setdefault(SETTINGS[name].section, {})[SETTINGS[name].field] = value
+    return sections
+
+
+def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """List the settings of a run, as JSON holds them, that differ and that a resumed run must not change."""
+    return [
+        f"{name}={old[name]} is now {new.get(name)}"
+        for name, declared in SETTINGS.items()
+        if not declared.may_change and name in old and old[name] != new.get(name)
+    ]

@@ -1,0 +1,107 @@
+"""The compiled programs of a run, and which kernels are in them."""
+
+import functools
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from raggedmoe.kernels.chosen import describe_choices
+from raggedmoe.kernels.registry import record_selections
+from raggedmoe.models.parameters import param_specs
+from raggedmoe.sharding.plan import Plan
+from raggedmoe.sharding.training import TrainSharding, train_sharding
+from raggedmoe.train.data.rows import Batch
+from raggedmoe.train.settings.step import StepConfig
+from raggedmoe.train.step.optimizer import make_optimizer
+from raggedmoe.train.step.state import TrainState, init_state
+from raggedmoe.train.step.step import held_out_loss, train_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Programs:
+    """What a run calls. Compiled before the first step, so that no step's time holds a compilation."""
+
+    init: Callable[[jax.Array], TrainState]
+    step: Callable[[TrainState, Batch], Any]
+    held_out: Callable[[Any, Batch], Any] | None  # None: nothing is held out
+    kernels: list[dict[str, Any]]  # what was chosen for each operation, and why not the others, for run.json
+    bytes_needed: int | None  # at the fullest of a step or an evaluation; None: the compiler does not say
+
+
+ONE_DEVICE = train_sharding(Plan())
+
+
+def state_template(config: StepConfig, sharding: TrainSharding = ONE_DEVICE) -> TrainState:
+    """The shapes of a run's state, and where each part is."""
+    return sharding.state(jax.eval_shape(_init(config), jax.random.key(0)), param_specs(config.model))
+
+
+def make_init(config: StepConfig, sharding: TrainSharding = ONE_DEVICE) -> Callable[[jax.Array], TrainState]:
+    """The start of a run from its key, each part of it made where it belongs, and none whole on one device."""
+    return jax.jit(_init(config), out_shardings=places_of(state_template(config, sharding)))
+
+
+def _init(config: StepConfig) -> Callable[[jax.Array], TrainState]:
+    optimizer = make_optimizer(config.optimizer, param_specs(config.model))
+    return lambda key: init_state(config.model, optimizer, key)
+
+
+def places_of(template: TrainState) -> Any:
+    """What `jax.jit` takes as out_shardings; None: one device."""
+    return None if template.step.sharding is None else jax.tree.map(lambda leaf: leaf.sharding, template)
+
+
+def compile_programs(
+    config: StepConfig, batch: Batch, held_out_batch: Batch | None, sharding: TrainSharding = ONE_DEVICE
+) -> Programs:
+    """Trace and compile for batches like these; without one that is held out, nothing is evaluated.
+
+    The step is given a batch, or of several processes' each its own rows of it, and puts it where it belongs.
+    """
+    template, shapes = state_template(config, sharding), sharding.batch(batch, config.micro_batches)
+    step = functools.partial(train_step, config=config, mesh=sharding.mesh)
+    with record_selections() as selections:
+        lowered = {
+            "step": jax.jit(step, donate_argnums=0, out_shardings=(places_of(template), None)).lower(template, shapes)
+        }
+    if held_out_batch is not None:
+        held_out_shapes = sharding.batch(held_out_batch)
+        # The loss of the model, whatever room its training has.
+        execution = replace(config.execution, moe=replace(config.execution.moe, ragged_buffer_factor=None))
+        evaluate = functools.partial(held_out_loss, config=config.model, execution=execution, mesh=sharding.mesh)
+        lowered["held_out"] = jax.jit(evaluate).lower(template.params, held_out_shapes)
+    with ThreadPoolExecutor() as threads:  # parts of a compilation use one core only
+        compiled = dict(zip(lowered, threads.map(lambda program: program.compile(), lowered.values())))
+    held_out, needed = None, [_bytes_needed(compiled["step"])]
+    if "held_out" in compiled:
+        held_out = lambda params, batch: compiled["held_out"](params, sharding.put(batch, held_out_shapes))  # noqa: E731
+        # With room for all rows it can need more than a step; the rest of the state is there meanwhile.
+        needed.append(_bytes_needed(compiled["held_out"], beside=_device_bytes(template.optimizer)))
+    return Programs(
+        init=make_init(config, sharding),
+        step=lambda state, batch: compiled["step"](state, sharding.put(batch, shapes)),
+        held_out=held_out,
+        kernels=describe_choices(selections),
+        bytes_needed=max((each for each in needed if each is not None), default=None),
+    )
+
+
+def _device_bytes(template: Any) -> int:
+    """The bytes of a tree of shapes that one device holds."""
+    return sum(
+        leaf.dtype.itemsize * math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(template)
+    )
+
+
+def _bytes_needed(compiled: Any, beside: int = 0) -> int | None:
+    """What a program holds at its fullest, by the compiler, and what is there beside it; None: it does not say."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return None
+    shared = memory.alias_size_in_bytes  # the new state lies where the old one was
+    return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes - shared + beside

@@ -1,0 +1,309 @@
+"""One training step, as a pure function: loss, gradients over micro-batches, AdamW, and the routers' bias rule."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.decoder import ExpertReport, Params, decode, mtp_forward, mtp_mask
+from raggedmoe.models.execution import ModelExecution
+from raggedmoe.models.parameters import is_trained, param_specs
+from raggedmoe.moe.balance import load_entropy, max_violation, update_selection_bias
+from raggedmoe.sharding.axes import AnyMesh
+from raggedmoe.sharding.training import in_micro_batches
+from raggedmoe.train.data.rows import Batch
+from raggedmoe.train.settings.step import StepConfig
+from raggedmoe.train.step.loss import cross_entropy_sum
+from raggedmoe.train.step.optimizer import (
+    learning_rate_schedule,
+    make_optimizer,
+    round_to_dtype,
+    widen_to_float32,
+)
+from raggedmoe.train.step.state import TrainState
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """The parts of what is minimised, each as it enters the sum, and what the MoE layers saw.
+
+    Of any array's type, as the sum over micro-batches begins from their shapes.
+    """
+
+    loss: Float[Any, ""]  # cross-entropy, in nats per target
+    mtp_loss: Float[Any, ""]  # times its weight
+    aux_loss: Float[Any, ""]
+    z_loss: Float[Any, ""]
+    load: Int[Any, "layers E"]  # routed slots, MTP's layers last
+    dropped: Int[Any, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """The figures of a step: its losses, the gradient's norm, how even the load was, and whether it was skipped."""
+
+    losses: Losses
+    grad_norm: Float[Array, ""]  # before clipping
+    learning_rate: Float[Array, ""]
+    entropy: Float[Array, ""]  # of the load, mean over the layers, in nats
+    max_violation: Float[Array, ""]  # of the worst layer
+    tokens: Int[Array, ""]  # that are no padding
+    targets: Float[Array, ""]  # that were learned from
+    finite: Bool[Array, ""]  # otherwise the step was skipped: nothing moved
+    skipped_in_a_row: Int[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchWeights:
+    """What one micro-batch's means count for in the batch's: its part of the tokens and of the sequences.
+
+    Index 0 is the model, m + 1 is module m of multi-token prediction.
+    """
+
+    per_target: Float[Array, "*parts M"]  # one over the targets of the whole batch; of the modules, over those of all
+    of_tokens: Float[Array, "*parts M"]
+    of_sequences: Float[Array, "*parts M"]
+
+
+def train_step(
+    state: TrainState, batch: Batch, config: StepConfig, mesh: AnyMesh | None = None
+) -> tuple[TrainState, StepReport]:
+    """The next state. Where the loss or the gradient is not finite, the old one with the step counted as skipped.
+
+    Where rows were dropped and it is to be run again, the old one as it was, whatever the loss.
+    The batch is ``[B S]``, or ``[parts B/parts S]`` with the micro-batches apart, as they must be on a mesh.
+    """
+    key = jax.random.fold_in(state.key, state.step)
+    trained = {name: value for name, value in state.params.items() if is_trained(name)}
+    biases = {name: value for name, value in state.params.items() if not is_trained(name)}
+    gradients, losses = batch_gradients(trained, biases, batch, config, key, mesh)
+    gradients = {name: round_to_dtype(gradient, config.optimizer.grad_dtype) for name, gradient in gradients.items()}
+    norm = optax.tree.norm(gradients)
+
+    with jax.named_scope("optimizer"):
+        optimizer = make_optimizer(config.optimizer, param_specs(config.model))
+        master = {name: widen_to_float32(value) for name, value in trained.items()}
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, master)
+        moved = {name: (master[name] + updates[name]).astype(trained[name].dtype) for name in trained}
+        moved |= update_biases(biases, losses.load, config)
+        if not config.mtp_layers:  # they have no gradient, but would decay
+            moved |= {name: value for name, value in trained.items() if name.startswith("mtp.")}
+
+    # An update can overflow where the gradient does not: then the parameters must not take it.
+    total = losses.loss + losses.mtp_loss + losses.aux_loss + losses.z_loss
+    finite = jnp.isfinite(norm) & jnp.isfinite(total) & jnp.isfinite(optax.tree.norm(updates))
+
+    counts = losses.dropped == 0 if config.rerun_on_overflow else jnp.ones((), bool)
+
+    def if_good(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda new, old: jnp.where(finite & counts, new, old), new, old)
+
+    bad = (~finite).astype(jnp.int32)
+    next_state = replace(
+        state,
+        step=state.step + counts.astype(jnp.int32),
+        params=if_good(moved, state.params),
+        optimizer=if_good(optimizer_state, state.optimizer),
+        skipped=jnp.where(counts, state.skipped + bad, state.skipped),
+        skipped_in_a_row=jnp.where(counts, (state.skipped_in_a_row + bad) * bad, state.skipped_in_a_row),
+    )
+    has_experts = losses.load.shape[0] > 0
+    none = jnp.zeros((), jnp.float32)
+    report = StepReport(
+        losses=losses,
+        grad_norm=norm,
+        learning_rate=jnp.asarray(learning_rate_schedule(config.optimizer)(_updates_made(state)), jnp.float32),
+        entropy=jax.vmap(load_entropy)(losses.load).mean() if has_experts else none,
+        max_violation=jax.vmap(max_violation)(losses.load).max() if has_experts else none,
+        tokens=(batch.segments >= 0).sum(dtype=jnp.int32),
+        targets=batch.weights.sum(),
+        finite=finite,
+        skipped_in_a_row=next_state.skipped_in_a_row,
+    )
+    return next_state, report
+
+
+def _updates_made(state: TrainState) -> Int[Array, ""]:
+    """The optimizer's own count, by which its schedule goes: a skipped step is none."""
+    return state.step - state.skipped
+
+
+def batch_gradients(
+    trained: Params, biases: Params, batch: Batch, config: StepConfig, key: jax.Array, mesh: AnyMesh | None = None
+) -> tuple[Params, Losses]:
+    """Gradients and losses of the whole batch, in float32 at least, however many micro-batches it is cut into.
+
+    Cross-entropy, z-loss and the sequence-wise auxiliary loss are sums over tokens or sequences, so the result does not
+    depend on the cut. The batch-wise auxiliary loss is not additive: its mean over the micro-batches is taken.
+    """
+    parts = config.micro_batches
+    micro = batch
+    if batch.ids.ndim == 2:
+        micro = jax.tree.map(lambda array: array.reshape(in_micro_batches(array.shape, parts)), batch)
+    weights = micro_batch_weights(micro, config)
+    take = jax.value_and_grad(objective, has_aux=True)
+
+    def body(number: Any, batch: Batch, weights: MicroBatchWeights) -> tuple[Params, Losses]:
+        own_key = jax.random.fold_in(key, number)
+        (_, losses), gradients = take(trained, biases, batch, weights, config, own_key, mesh)
+        return {name: widen_to_float32(gradient) for name, gradient in gradients.items()}, losses
+
+    if parts == 1:
+        return body(0, *jax.tree.map(lambda a: a[0], (micro, weights)))
+    zeros = jax.tree.map(
+        lambda a: jnp.zeros(a.shape, a.dtype),
+        jax.eval_shape(lambda: body(0, *jax.tree.map(lambda a: a[0], (micro, weights)))),
+    )
+    total, _ = lax.scan(
+        lambda total, part: (jax.tree.map(jnp.add, total, body(*part)), None),
+        zeros,
+        (jnp.arange(parts), micro, weights),
+    )
+    return total
+
+
+def objective(
+    trained: Params,
+    biases: Params,
+    batch: Batch,
+    weights: MicroBatchWeights,
+    config: StepConfig,
+    key: jax.Array,
+    mesh: AnyMesh | None = None,
+) -> tuple[Float[Array, ""], Losses]:
+    """What a micro-batch adds to what is minimised, and its parts."""
+    model, params = config.model, {**trained, **biases}
+    given: dict[str, Any] = {
+        "mask": batch.segments >= 0,
+        "segments": batch.segments,
+        "positions": batch.positions,
+        "mesh": mesh,
+    }
+    out = decode(params, batch.ids, model, config.execution, **given, key=key)
+    reports = [] if out.experts is None else [out.experts]
+    loss = _cross_entropy(params, out.hidden, batch.targets, batch.weights, model, mesh) * weights.per_target[0]
+    aux, z = _router_losses(out.experts, weights, 0)
+    mtp_loss = jnp.zeros_like(loss)
+    if config.mtp_layers:
+        further, more = mtp_forward(params, out.hidden, batch.ids, model, config.execution, **given, key=key)
+        reports += more
+        for m, hidden in enumerate(further):
+            targets, learned = jnp.roll(batch.targets, -(m + 1), axis=1), mtp_weights(batch, m)
+            share = weights.per_target[m + 1] * config.losses.mtp_loss_weight
+            mtp_loss += _cross_entropy(params, hidden, targets, learned, model, mesh) * share
+            more_aux, more_z = _router_losses(more[m], weights, m + 1)
+            aux, z = aux + more_aux, z + more_z
+    losses = Losses(
+        loss=loss,
+        mtp_loss=mtp_loss,
+        aux_loss=aux,
+        z_loss=z,
+        load=jnp.concatenate([report.load for report in reports]) if reports else jnp.zeros((0, 1), jnp.int32),
+        dropped=sum((report.dropped.sum() for report in reports), jnp.zeros((), jnp.int32)),
+    )
+    return loss + mtp_loss + aux + z, losses
+
+
+def held_out_loss(
+    params: Params, batch: Batch, config: ModelConfig, execution: ModelExecution, mesh: AnyMesh | None = None
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The sum of the cross-entropy of a batch, and the number of its targets."""
+    out = decode(
+        params,
+        batch.ids,
+        config,
+        execution,
+        mask=batch.segments >= 0,
+        segments=batch.segments,
+        positions=batch.positions,
+        key=jax.random.key(0) if config.moe.router.selection == "random" else None,
+        mesh=mesh,
+    )
+    return _cross_entropy(params, out.hidden, batch.targets, batch.weights, config, mesh), batch.weights.sum()
+
+
+def _cross_entropy(
+    params: Params,
+    hidden: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    config: ModelConfig,
+    mesh: AnyMesh | None,
+) -> Any:
+    head = params["embedding" if config.tied_embeddings else "head"]
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    with jax.named_scope("cross_entropy"):
+        return cross_entropy_sum(rows, head, targets.reshape(-1), weights.reshape(-1), mesh)
+
+
+def _router_losses(report: ExpertReport | None, weights: MicroBatchWeights, index: int) -> tuple[jax.Array, jax.Array]:
+    """The auxiliary and the z-loss of a micro-batch's layers, as parts of the batch's."""
+    if report is None:
+        return jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    return report.aux_loss.sum() * weights.of_sequences[index], report.z_loss.sum() * weights.of_tokens[index]
+
+
+def mtp_weights(batch: Batch, module: int) -> Float[Array, "B S"]:
+    """Where a module has a target: it knows the token that it joins, and there is one after that."""
+    ahead = jnp.roll(batch.weights, -(module + 1), axis=1)
+    return jnp.where(mtp_mask(batch.segments, module), ahead, 0)
+
+
+def micro_batch_weights(micro: Batch, config: StepConfig) -> MicroBatchWeights:
+    """What each micro-batch, in the leading dimension, counts for in the batch."""
+    masks = [micro.segments >= 0]
+    targets = [micro.weights]
+    for m in range(config.mtp_layers):
+        masks.append(jax.vmap(lambda segments, m=m: mtp_mask(segments, m))(micro.segments))
+        targets.append(jax.vmap(lambda part, m=m: mtp_weights(part, m))(micro))
+
+    def share(counts: jax.Array) -> jax.Array:
+        return counts / jnp.maximum(counts.sum(), 1)
+
+    further = sum((weights.sum() for weights in targets[1:]), jnp.zeros(()))
+    totals = [micro.weights.sum(), *[further] * config.mtp_layers]
+    per_target = jnp.stack([1 / jnp.maximum(total, 1) for total in totals])
+    return MicroBatchWeights(
+        per_target=jnp.broadcast_to(per_target, (config.micro_batches, len(targets))),
+        of_tokens=jnp.stack([share(mask.sum((1, 2)).astype(jnp.float32)) for mask in masks], axis=1),
+        of_sequences=jnp.stack([share(mask.any(2).sum(1).astype(jnp.float32)) for mask in masks], axis=1),
+    )
+
+
+def update_biases(biases: Params, load: Int[Array, "layers E"], config: StepConfig) -> Params:
+    """The selection biases moved once, by the load of the whole batch."""
+    if not config.losses.bias_update_rate:
+        return biases
+    rule = jax.vmap(lambda bias, load: update_selection_bias(bias, load, config.losses.bias_update_rate))
+    moved = dict(biases)
+    for name, rows in layers_of_biases(config).items():
+        if name in biases:
+            layer_loads = load[jnp.asarray(rows)]
+            moved[name] = (
+                rule(biases[name], layer_loads)
+                if name.startswith("stacks.")
+                else rule(biases[name][None], layer_loads)[0]
+            )
+    return moved
+
+
+def layers_of_biases(config: StepConfig) -> dict[str, list[int]]:
+    """The rows of `Losses.load` that are of each selection bias's layers, by the bias's name."""
+    rows_of_biases, first = {}, 0
+    for s, stack in enumerate(config.model.stacks):
+        with_experts = [p for p, kind in enumerate(stack.kinds) if kind.moe]
+        for place, p in enumerate(with_experts):
+            rows = [first + repeat * len(with_experts) + place for repeat in range(stack.repeats)]
+            rows_of_biases[f"stacks.{s}.{p}.moe.router_selection_bias"] = rows
+        first += stack.repeats * len(with_experts)
+    for m in range(config.mtp_layers):
+        rows_of_biases[f"mtp.{m}.moe.router_selection_bias"] = [first + m]
+    return rows_of_biases

@@ -1,0 +1,363 @@
+"""The split, the order, resuming, held-out batches and settings, from files of distinct content."""
+
+import dataclasses
+import itertools
+import json
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+from raggedmoe.train.data.batches import Batches, open_data, split_documents
+from raggedmoe.train.data.corpus import Document
+from raggedmoe.train.data.rows import Batch
+from raggedmoe.train.settings.sections import DataConfig
+
+SIZES = (0, 1, 2, 7, 8, 9, 16, 17, 30, 41, 5, 64, 23, 12, 50, 3)  # of the files, for rows of 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Files of random bytes: any five in a row occur once."""
+    root = tmp_path_factory.mktemp("text")
+    generator = np.random.default_rng(7)
+    for number, size in enumerate(SIZES):
+        (root / f"{number:02}.txt").write_bytes(generator.bytes(size))
+    return root
+
+
+def config(folder, **changes):
+    settings = {"max_target_length": 8, "held_out": 0.2, **changes}
+    return DataConfig(dataset_type="text", dataset_path=(str(folder),), **settings)
+
+
+def of_dataset(folder, dataset):
+    """The settings of `config` for another dataset; "text" alone reads files."""
+    paths = (str(folder),) if dataset == "text" else ()
+    return dataclasses.replace(config(folder), dataset_type=dataset, dataset_path=paths)
+
+
+def opened(folder, vocab_size=256, batch_size=4, **changes):
+    return open_data(config(folder, **changes), vocab_size, batch_size)
+
+
+def taken(batches, num):
+    return list(itertools.islice(batches, num))
+
+
+def same(first, second):
+    """Whether two lists of batches are equal, in all arrays."""
+    leaves = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    return len(first) == len(second) and all(np.array_equal(a, b) for a, b in leaves)
+
+
+def row_list(batches):
+    """Each row as bytes that tell it from all others."""
+    return [row.tobytes() for batch in batches for row in np.stack(jax.tree.leaves(batch), axis=1)]
+
+
+def fives(batches):
+    """Five tokens of a document in a row, wherever they stand."""
+    found = set()
+    for batch in batches:
+        for ids, segments in zip(batch.ids, batch.segments):
+            for start in range(len(ids) - 4):
+                if segments[start] == segments[start + 4] >= 0:
+                    found.add(bytes(ids[start : start + 5].tolist()))
+    return found
+
+
+def epoch(data):
+    """All rows of an epoch in the order of their numbers, in one batch."""
+    return data.train.batch(range(data.train.num_rows))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_an_epoch_holds_every_row_once(folder, packing):
+    data = opened(folder, packing=packing, batch_size=1)
+    seen = row_list(taken(data.train_batches(), data.train.num_rows))
+    assert sorted(seen) == sorted(row_list([epoch(data)]))
+
+
+def test_the_second_epoch_has_the_same_rows_in_another_order(folder):
+    data = opened(folder, batch_size=1)
+    batches = data.train_batches()
+    first, second = (row_list(taken(batches, data.train.num_rows)) for _ in range(2))
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
+def test_a_batch_goes_on_into_the_next_epoch(folder):
+    data = opened(folder, batch_size=5)
+    num = data.train.num_rows
+    assert num % 5
+    assert sorted(row_list(taken(data.train_batches(), num))) == sorted(5 * row_list([epoch(data)]))
+
+
+@pytest.mark.parametrize("dataset", ["text", "synthetic"])
+def test_the_same_settings_give_the_same_batches_and_another_seed_others(folder, dataset):
+    settings = of_dataset(folder, dataset)
+    first, second = (taken(open_data(settings, 300, 4).train_batches(), 5) for _ in range(2))
+    other = taken(open_data(dataclasses.replace(settings, data_seed=1), 300, 4).train_batches(), 5)
+    assert same(first, second)
+    assert not same(first, other)
+
+
+def test_the_first_epoch_of_the_next_seed_is_not_the_second_of_this(folder):
+    # One document, so that the rows are the same; grain alone adds the epoch's number to the seed.
+    data, other = (opened(folder / "11.txt", batch_size=1, held_out=0.0, data_seed=seed) for seed in (0, 1))
+    num = data.train.num_rows
+    second = row_list(taken(data.train_batches(), 2 * num)[num:])
+    assert row_list(taken(other.train_batches(), num)) != second
+
+
+@pytest.mark.parametrize("dataset", ["text", "synthetic"])
+@pytest.mark.parametrize("done", [0, 3, 40])
+def test_a_new_iterator_goes_on_where_the_state_was_taken(folder, dataset, done):
+    settings = of_dataset(folder, dataset)
+    batches = open_data(settings, 300, 4).train_batches()
+    taken(batches, done)
+    state = json.dumps(batches.get_state())
+    resumed = open_data(settings, 300, 4).train_batches()
+    resumed.set_state(json.loads(state))
+    assert same(taken(batches, 15), taken(resumed, 15))
+    assert len(state) < 100
+
+
+def test_setting_the_state_of_an_iterator_in_use_drops_what_it_had_prepared(folder):
+    batches = opened(folder).train_batches()
+    state = batches.get_state()
+    first = taken(batches, 5)
+    batches.set_state(state)
+    assert same(first, taken(batches, 5))
+
+
+def test_fewer_rows_than_a_batch_are_repeated_with_a_warning(folder, caplog):
+    with caplog.at_level(logging.WARNING):
+        data = opened(folder / "09.txt", batch_size=16, held_out=0.0)
+    batch = next(data.train_batches())
+    assert batch.ids.shape == (16, 8)
+    assert set(row_list([batch])) == set(row_list([epoch(data)]))
+    assert "a batch of 16 sequences is more than the 5 rows" in caplog.text
+
+
+def test_batches_are_arrays_of_one_shape_and_the_types_that_a_step_expects(folder):
+    for data in (opened(folder), open_data(DataConfig(dataset_type="synthetic", max_target_length=8), 300, 4)):
+        batch = next(data.train_batches())
+        types = {name: (type(values), values.shape, values.dtype.name) for name, values in vars(batch).items()}
+        whole = dict.fromkeys(("ids", "targets", "segments", "positions"), (np.ndarray, (4, 8), "int32"))
+        assert types == whole | {"weights": (np.ndarray, (4, 8), "float32")}
+
+
+def test_a_batch_is_a_tree(folder):
+    batch = next(opened(folder).train_batches())
+    doubled = jax.tree.map(lambda values: 2 * values, batch)
+    assert isinstance(doubled, Batch)
+    np.testing.assert_array_equal(doubled.ids, 2 * batch.ids)
+
+
+def test_the_iterator_keeps_its_protocol(folder):
+    assert isinstance(opened(folder).train_batches(), Batches)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_training_sees_nothing_of_what_is_held_out(folder, packing, seed):
+    data = opened(folder, packing=packing, data_seed=seed)
+    held_out = fives(data.held_out_batches(100))
+    assert held_out
+    assert not held_out & fives([epoch(data)])
+
+
+def test_together_both_sides_have_every_byte(folder):
+    data = opened(folder)
+    assert data.num_tokens + len(data.held_out.tokens) == sum(SIZES)
+
+
+def test_held_out_batches_are_the_same_in_every_run(folder):
+    assert same(opened(folder).held_out_batches(3), opened(folder).held_out_batches(3))
+
+
+def test_held_out_batches_are_no_more_than_the_rows_fill_and_hold_each_row_once(folder):
+    data = opened(folder, batch_size=4)
+    batches = data.held_out_batches(100)
+    rows = data.held_out.num_rows
+    assert rows % 4
+    assert len(batches) == -(-rows // 4)
+    learned = sum(batch.weights.sum() for batch in batches)
+    assert learned == data.held_out.batch(range(rows)).weights.sum()
+
+
+def test_the_last_held_out_batch_is_filled_up_with_padding(folder):
+    data = opened(folder, batch_size=4)
+    last = data.held_out_batches(100)[-1]
+    full = data.held_out.num_rows % 4
+    empty = slice(full, None)
+    assert full
+    assert last.ids.shape == (4, 8)
+    assert (last.segments[empty] == -1).all()
+    assert not last.weights[empty].any()
+
+
+def test_few_held_out_batches_are_spread_over_all_rows(folder):
+    data = opened(folder, batch_size=2, held_out=0.5)
+    rows = row_list([data.held_out.batch(range(data.held_out.num_rows))])
+    chosen = [rows.index(row) for row in row_list(data.held_out_batches(2))]
+    assert chosen == sorted(set(chosen))
+    assert max(chosen) >= len(rows) * 3 // 4
+    assert max(np.diff(chosen)) <= -(-len(rows) // 4)
+
+
+@pytest.mark.parametrize("dataset", ["stdlib", "synthetic"])
+def test_nothing_held_out_gives_no_held_out_batches(dataset):
+    assert open_data(DataConfig(dataset_type=dataset, held_out=0.0), 256, 16).held_out_batches(3) == []
+
+
+def test_synthetic_rows_held_out_are_not_those_to_train_on():
+    data = open_data(DataConfig(dataset_type="synthetic", max_target_length=256), 300, 16)
+    train, held_out = ({row.tobytes() for row in rows.batch(range(500)).ids} for rows in (data.train, data.held_out))
+    assert not train & held_out
+
+
+def documents_of(*sizes):
+    return [Document(name=f"{n}", tokens=np.full(size, n, np.uint8)) for n, size in enumerate(sizes)]
+
+
+def num_tokens(documents):
+    return sum(len(document.tokens) for document in documents)
+
+
+def test_many_documents_are_split_near_the_share():
+    train, held_out = split_documents(documents_of(*[10] * 200), share=0.1, seed=0)
+    assert (len(train), len(held_out)) == (180, 20)
+
+
+def test_the_split_does_not_depend_on_the_order_of_reading():
+    documents = documents_of(*range(1, 50))
+    names = [[d.name for d in side] for side in split_documents(documents, share=0.1, seed=0)]
+    assert [[d.name for d in side] for side in split_documents(documents[::-1], share=0.1, seed=0)] == names
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_document_that_is_most_of_the_data_is_trained_on(seed):
+    train, held_out = split_documents(documents_of(1000, *[10] * 9), share=0.05, seed=seed)
+    assert "0" in {document.name for document in train}
+    assert 0 < num_tokens(held_out) <= 90
+
+
+@pytest.mark.parametrize("sizes", [(100,), (60, 50), (90, 1)])
+def test_the_end_of_the_longest_is_held_out_where_no_document_is_small_enough(sizes):
+    documents = [Document(name=f"{n}", tokens=np.arange(size, dtype=np.uint8)) for n, size in enumerate(sizes)]
+    train, held_out = split_documents(documents, share=0.1, seed=0)
+    kept = next(document for document in train if document.name == "0")
+    assert [document.name for document in held_out] == ["0"]
+    assert len(held_out[0].tokens) == round(sum(sizes) * 0.1)
+    np.testing.assert_array_equal(np.concatenate([kept.tokens, held_out[0].tokens]), documents[0].tokens)
+
+
+def test_the_fingerprint_is_the_same_for_the_same_content_elsewhere(folder, tmp_path):
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert opened(folder).fingerprint == opened(tmp_path).fingerprint
+
+
+def test_the_fingerprint_changes_with_one_byte_of_a_file(folder, tmp_path):
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    changed = bytearray((tmp_path / "09.txt").read_bytes())
+    changed[20] ^= 1
+    (tmp_path / "09.txt").write_bytes(changed)
+    assert opened(folder).fingerprint != opened(tmp_path).fingerprint
+
+
+def test_the_fingerprint_changes_with_every_setting_that_the_order_depends_on(folder):
+    changes = ({}, {"data_seed": 1}, {"max_target_length": 9}, {"batch_size": 5}, {"packing": False}, {"held_out": 0.3})
+    assert len({opened(folder, **change).fingerprint for change in changes}) == len(changes)
+
+
+def test_the_fingerprint_of_synthetic_data_changes_with_the_vocabulary():
+    settings = DataConfig(dataset_type="synthetic")
+    assert open_data(settings, 300, 4).fingerprint != open_data(settings, 301, 4).fingerprint
+
+
+def test_the_description_counts_files_bytes_and_both_sides(folder):
+    data = opened(folder)
+    held_out = len(SIZES) - 1 - data.num_documents
+    assert data.describe() == f"text: 15 files, 288 bytes; {data.num_documents} to train on, {held_out} held out"
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "line"),
+    [
+        ("11.txt", 0.25, "text: 1 file, 64 bytes; the last 16 bytes of 11.txt held out"),
+        ("11.txt", 0.0, "text: 1 file, 64 bytes; all to train on"),
+    ],
+)
+def test_the_description_of_a_single_file_says_what_is_held_out(folder, name, share, line):
+    assert opened(folder / name, held_out=share).describe() == line
+
+
+def test_the_description_of_synthetic_data_has_the_vocabulary():
+    described = open_data(DataConfig(dataset_type="synthetic"), 129280, 16).describe()
+    assert described == "synthetic: endless rows, a vocabulary of 129,280"
+
+
+def test_bytes_are_stored_with_a_tokenizer_and_synthetic_tokens_with_none(folder):
+    assert json.loads(opened(folder).tokenizer_json())["model"]["type"] == "BPE"
+    assert open_data(DataConfig(dataset_type="synthetic"), 300, 16).tokenizer_json() is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dataset_type": "stdlb"}, "dataset_type: expected one of stdlib, text, synthetic, got 'stdlb'"),
+        ({"dataset_type": "text"}, "dataset_type=text: expected dataset_path with files or folders, got none"),
+        ({"dataset_path": ("a",)}, "dataset_type=stdlib reads no dataset_path=a; .*use dataset_type=text"),
+        ({"dataset_type": "synthetic", "tokenizer_path": "t.json"}, "synthetic reads no tokenizer_path=t.json"),
+        ({"dataset_suffixes": ("txt",)}, r"expected dataset_suffixes such as \.txt, got txt"),
+        ({"max_target_length": 1}, "expected max_target_length >= 2, got 1"),
+        ({"per_device_batch_size": 0}, "expected per_device_batch_size >= 1, got 0"),
+        ({"held_out": -0.1}, "expected 0 <= held_out <= 0.5, got -0.1"),
+        ({"held_out": 0.6}, "expected 0 <= held_out <= 0.5, got 0.6"),
+        ({"held_out": float("nan")}, "held_out: expected a finite number, got nan"),
+    ],
+)
+def test_a_bad_setting_is_refused_when_it_is_made(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**settings)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_sequence_longer_than_the_data_is_an_error_with_the_longest_possible(folder, packing):
+    with pytest.raises(ValueError, match="max_target_length=65 is more than the 64 bytes to train on; use at most 64"):
+        opened(folder / "11.txt", held_out=0.0, max_target_length=65, packing=packing)
+
+
+def test_a_sequence_as_long_as_the_data_is_one_row(folder):
+    data = opened(folder / "11.txt", held_out=0.0, max_target_length=64, batch_size=1)
+    assert bytes(next(data.train_batches()).ids[0].tolist()) == (folder / "11.txt").read_bytes()
+
+
+def test_files_of_one_byte_are_an_error(folder):
+    with pytest.raises(ValueError, match="expected files of two bytes or more, got 1 with one each"):
+        opened(folder / "01.txt", held_out=0.0)
+
+
+def test_too_little_to_hold_anything_out_is_an_error(folder):
+    with pytest.raises(
+        ValueError, match="expected enough to hold out 20%, got 3 tokens in 1 documents; set held_out=0"
+    ):
+        opened(folder / "15.txt")
+
+
+@pytest.mark.parametrize("dataset", ["stdlib", "text"])
+def test_a_model_without_room_for_bytes_is_refused(folder, dataset):
+    settings = of_dataset(folder, dataset)
+    with pytest.raises(ValueError, match="vocabulary of 256 or more for bytes, got 255"):
+        open_data(settings, 255, 4)
+
+
+def test_a_model_without_two_tokens_is_refused_for_synthetic_data():
+    with pytest.raises(ValueError, match="vocabulary of 2 or more, got 1"):
+        open_data(DataConfig(dataset_type="synthetic"), 1, 16)
