@@ -13,8 +13,8 @@ import pytest
 from raggedmoe.cli import main as cli
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.models.presets import ALIASES, PRESETS
-from raggedmoe.train.settings.config import make_config
-from raggedmoe.train.settings.settings import parse_settings
+from raggedmoe.train.settings.resolve import resolve
+from raggedmoe.train.settings.words import read_words
 from tests.models.drawn import GOLDEN
 
 ROOT = Path(__file__).parent.parent
@@ -92,5 +92,5 @@ def test_commands_have_words_that_they_take(words, monkeypatch):
     if words[1] == "train" or any("=" in word for word in typed):
         typed = [word for word in typed if word in (*PRESETS, *ALIASES) or "=" in word]
         typed = [word for word in typed if not word.startswith(("dataset_", "tokenizer_"))]
-        settings = parse_settings([*typed, "dataset_type=synthetic"])
-        make_config(settings, HARDWARE["cpu"], max(8, settings.num_devices))
+        settings = read_words([*typed, "dataset_type=synthetic"])
+        resolve(settings, HARDWARE["cpu"], max(8, settings.mesh.num_devices))

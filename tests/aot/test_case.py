@@ -20,6 +20,7 @@ from raggedmoe.aot.subjects import MoELayerOnMesh, OperationCall, TrainingStep
 from raggedmoe.aot.tuning import TiledCall
 from raggedmoe.aot.worker import first_error
 from raggedmoe.kernels.chosen import ChosenKernel
+from raggedmoe.train.settings.words import read_words
 from tests.aot.programs import Matmul
 
 CASE = Case(title="one", subject=Matmul(), topology="v6e:2x2", trips={"3": 4})
@@ -44,8 +45,8 @@ def test_an_outcome_survives_json():
     "subject",
     [
         OperationCall(operation="attention", call="decode", gradient="key", without_guard=True),
-        MoELayerOnMesh(words=("olmoe-tiny", "expert_parallelism=4"), tokens=64, topology=None),
-        TrainingStep(words=("olmoe-tiny",), num_layers=2, topology="v6e:2x2"),
+        MoELayerOnMesh(config=read_words(("olmoe-tiny", "expert_parallelism=4")), tokens=64, topology=None),
+        TrainingStep(config=read_words(("olmoe-tiny",)), num_layers=2, topology="v6e:2x2"),
         BaselineCall(baseline="dense", call="even"),
         TiledCall(call="even", dtype="float32", rows=256, step=64, out=128, inner=128, paired=True),
     ],

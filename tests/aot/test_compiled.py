@@ -11,6 +11,7 @@ from raggedmoe.aot.subjects import OperationCall, TrainingStep
 from raggedmoe.aot.topology import find_topology
 from raggedmoe.aot.worker import compile_cases, schedule
 from raggedmoe.kernels.proof import libtpu_version
+from raggedmoe.train.settings.words import read_words
 from tests.aot.marks import NEEDS_LIBTPU
 from tests.aot.programs import Abort, Broken, Matmul, Sleep, TooLarge
 
@@ -135,7 +136,7 @@ def test_a_guard_is_lifted_for_one_case_only():
 
 @pytest.mark.slow
 def test_a_tiny_models_training_step_fits_a_v6e():
-    step = TrainingStep(words=("deepseek-v3-tiny", "per_device_batch_size=2"))
+    step = TrainingStep(config=read_words(("deepseek-v3-tiny", "per_device_batch_size=2")))
     (found,) = outcomes(case(step), timeout=1800.0)
     assert found.passed, found.error
     assert 0 < found.needed < found.available == 32 * 10**9

@@ -9,6 +9,7 @@ from raggedmoe.aot.case import Case
 from raggedmoe.aot.lowered import Products, count_products, lower_here
 from raggedmoe.aot.subjects import TrainingStep
 from raggedmoe.models.presets import model_preset
+from raggedmoe.train.settings.words import read_words
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 W = jax.ShapeDtypeStruct((16, 16), jnp.float32)
@@ -64,7 +65,7 @@ def step_of(backend):
     ]
     return Case(
         title=backend,
-        subject=TrainingStep(words=(*words, "dtype=bfloat16"), num_layers=2),
+        subject=TrainingStep(config=read_words((*words, "dtype=bfloat16")), num_layers=2),
         topology="cpu",
     )
 

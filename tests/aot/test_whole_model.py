@@ -10,6 +10,7 @@ from raggedmoe.aot.subjects import TrainingStep
 from raggedmoe.aot.whole_model import whole_model
 from raggedmoe.models.presets import model_preset
 from raggedmoe.sharding.plan import Plan
+from raggedmoe.train.settings.words import read_words
 from raggedmoe.train.step.fit import state_bytes
 
 WORDS = ("deepseek-v3", "expert_parallelism=4", "fsdp_parallelism=128", "dtype=bfloat16")
@@ -28,7 +29,7 @@ def outcome(layers, temporaries, arguments=1000):
     )
     case = Case(
         title="",
-        subject=TrainingStep(words=WORDS, num_layers=layers),
+        subject=TrainingStep(config=read_words(WORDS), num_layers=layers),
         topology="tpu7x:4x8x8",
     )
     return CompileOutcome(case=case, verdict=PASSED, compiled=compiled, needed=memory.total, available=10**12)

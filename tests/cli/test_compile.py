@@ -13,6 +13,7 @@ from raggedmoe.aot.subjects import ModelForward, TrainingStep, layer_config
 from raggedmoe.cli import compile
 from raggedmoe.cli.compile_report import outcome_lines
 from raggedmoe.cli.main import main
+from raggedmoe.train.settings.words import read_words
 from tests.aot.marks import NEEDS_LIBTPU
 
 
@@ -212,10 +213,11 @@ def test_a_forward_pass_tells_nothing_of_a_whole_training_step():
 def test_a_model_by_its_bare_name_is_a_training_step_on_all_devices_of_the_topology():
     (case,) = cases_of("deepseek2-16b", "remat=full")
     assert case == cases_of("model", "deepseek2-16b", "remat=full")[0]
-    assert case.subject.words[:3] == ("deepseek2-16b", "remat=full", "fsdp_parallelism=-1")
+    config = case.subject.config
+    assert (config.model, config.execution.remat, config.mesh.fsdp_parallelism) == ("deepseek2-16b", ("full",), -1)
     assert case.subject.topology == "v6e:4x4"
     (split,) = cases_of("deepseek2-16b", "ici_expert_parallelism=16")
-    assert "fsdp_parallelism=-1" not in split.subject.words
+    assert split.subject.config.mesh.fsdp_parallelism == 1
 
 
 def test_a_few_layers_are_compiled_with_one_fewer_as_well():
@@ -224,14 +226,13 @@ def test_a_few_layers_are_compiled_with_one_fewer_as_well():
 
 
 def test_a_layer_with_settings_keeps_the_backend_that_was_asked_for():
-    def words_of(*settings, backend):
+    def backend_of(*settings, backend):
         words = ("layer", "olmoe-tiny", *settings)
         (case,) = compile._cases(words, "v6e:2x2", "bfloat16", None, "auto", "both", backend, 64, None, ())
-        return case.subject.words
+        return case.subject.config.execution.moe_backend
 
-    assert "moe_backend=expert_ffn" in words_of("expert_parallelism=4", backend="expert_ffn")
-    given = words_of("expert_parallelism=4", "moe_backend=ragged_dot", backend="auto")
-    assert [word for word in given if "moe_backend" in word] == ["moe_backend=ragged_dot"]
+    assert backend_of("expert_parallelism=4", backend="expert_ffn") == "expert_ffn"
+    assert backend_of("expert_parallelism=4", "moe_backend=ragged_dot", backend="auto") == "ragged_dot"
 
 
 @pytest.mark.parametrize(("model", "fewest"), [("deepseek-v3", 4), ("mixtral-8x7b", 3), ("olmoe-1b-7b", 3)])
@@ -325,7 +326,7 @@ class TestWithTheCompiler:
 
 
 def test_a_model_that_does_not_fit_is_told_what_would_help():
-    case = Case(title="a step", subject=TrainingStep(words=("demo",)), topology="v6e:2x2")
+    case = Case(title="a step", subject=TrainingStep(config=read_words(("demo",))), topology="v6e:2x2")
     outcome = CompileOutcome(case=case, verdict=NO_FIT, error="too large", needed=60 * 10**9, available=32 * 10**9)
     text = "\n".join(outcome_lines([outcome]))
     assert "does not fit" in text

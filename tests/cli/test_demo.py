@@ -21,7 +21,7 @@ def trained(tmp_path, monkeypatch):
         metrics.held_out(0, {"loss": 6.0, "targets": 8})
         metrics.train(1, {"loss": 2.0, "tokens_per_second": 20000.4})
         metrics.held_out(1, {"loss": 1.5, "targets": 8})
-    config = SimpleNamespace(run=SimpleNamespace(folder=folder))
+    config = SimpleNamespace(folder=folder)
     outcome = SimpleNamespace(code=0, text="finished")
     monkeypatch.setattr(demo, "run_training", lambda words: (config, outcome))
     monkeypatch.setattr(demo, "generate", lambda *_, **__: print(", text):"))

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from raggedmoe.cli.train import make_cpu_devices
+from raggedmoe.train.settings.sections import MeshSettings
 
 
 @pytest.mark.parametrize(("num_processes", "made"), [(1, 8), (2, 4), (3, 3)])
@@ -11,6 +12,6 @@ def test_each_process_makes_its_share_of_the_host_devices(monkeypatch, num_proce
     asked = []
     monkeypatch.delenv("XLA_FLAGS")
     monkeypatch.setattr(jax.config, "update", lambda name, value: asked.append((name, value)))
-    values = {"data_parallelism": 2, "fsdp_parallelism": -1, "expert_parallelism": 4, "tensor_parallelism": 1}
-    assert make_cpu_devices(values, num_processes) == made
+    mesh = MeshSettings(data_parallelism=2, fsdp_parallelism=-1, expert_parallelism=4)
+    assert make_cpu_devices(mesh.num_devices, num_processes) == made
     assert asked == [("jax_num_cpu_devices", made)]

@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 from raggedmoe.interop.maxtext import GROUP_OF, TRANSLATED, defaults, known_names, without_counterpart
-from raggedmoe.train.settings.keys import KEYS
+from raggedmoe.models.sizes import FIELDS, OTHERS
+from raggedmoe.train.settings.config import SETTINGS
 
 # What a translated MoE setting is here, where its name does not say it.
 HERE = {
@@ -79,7 +80,7 @@ def page(moe_keys: list[str]) -> str:
         text = HERE[name] if status == "translated" else without_counterpart()[name][1]
         default = defaults()[name]
         lines.append(f"| `{name}` | {f'`{default}`' if default else 'none'} | {status} | {text} |")
-    sizes = ", ".join(f"`{key.name}`" for key in KEYS.values() if key.section == "sizes")
+    sizes = ", ".join(f"`{name}`" for name in SETTINGS if name in (*FIELDS, *OTHERS) and name != "num_layers")
     lines += ["", "## Sizes", "", f"`num_layers` (`base_num_decoder_layers`), {sizes}.", ""]
     return "\n".join(lines)
 

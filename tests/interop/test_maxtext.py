@@ -9,9 +9,9 @@ from raggedmoe.hardware import HARDWARE
 from raggedmoe.interop.maxtext import GROUP_OF, TRANSLATED, defaults, known_names, without_counterpart
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.config import strategy_name
-from raggedmoe.train.settings.config import make_config
-from raggedmoe.train.settings.keys import KEYS
-from raggedmoe.train.settings.settings import assignments, parse_settings
+from raggedmoe.train.settings.config import SETTINGS
+from raggedmoe.train.settings.resolve import resolve
+from raggedmoe.train.settings.words import assignments, read_words
 from tests.interop.maxtext_table import page, status_of
 
 # MaxText's MoE and quantisation settings with their defaults, August 2026, and what each is here.
@@ -71,7 +71,7 @@ def test_the_docs_have_the_tables_as_they_are():
 def test_every_name_has_one_meaning():
     ours = set(TRANSLATED) | set(GROUP_OF)
     assert not ours & set(without_counterpart())
-    assert not (set(without_counterpart()) & set(KEYS))
+    assert not (set(without_counterpart()) & set(SETTINGS))
     assert set(defaults()) <= set(known_names())
 
 
@@ -79,9 +79,9 @@ def test_every_key_at_its_default_is_taken_without_a_word():
     """But for the sizes of no model, and the data, of which MaxText's default is another than ours."""
     skipped = {"num_experts", "num_experts_per_tok", "base_moe_mlp_dim", "routed_score_func"}
     words = [word for name, (_, word) in PINNED.items() if name not in skipped]
-    settings = parse_settings(["mixtral-tiny", *words, "megablox=True"])
-    assert settings.notes == ()
-    step = make_config(settings, CPU).step
+    settings = read_words(["mixtral-tiny", *words, "megablox=True"])
+    assert settings.source.notes == ()
+    step = resolve(settings, CPU).step
     assert (step.model.moe.num_experts, step.model.moe.capacity_factor) == (8, None)
     assert (strategy_name(step.model.moe, step.execution.moe), step.execution.moe.width_chunks) == ("local", 1)
 
@@ -91,15 +91,15 @@ def test_another_value_has_a_reason(name):
     words = [f"{name}=77"]
     if PINNED[name][0] == "refused":
         with pytest.raises(ValueError, match=f"{name}=77: .+"):
-            parse_settings(words)
+            read_words(words)
     else:
-        (note,) = parse_settings(words).notes
+        (note,) = read_words(words).source.notes
         assert note.startswith(f"{name}=77: ignored: ")
 
 
 def test_names_of_older_lines_are_known():
-    assert "ignored: FSDP splits" in parse_settings(["fsdp_shard_on_exp=true"]).notes[0]
-    assert parse_settings(["cosine_learning_rate_final_fraction=0.3"]).values["final_fraction"] == 0.3
+    assert "ignored: FSDP splits" in read_words(["fsdp_shard_on_exp=true"]).source.notes[0]
+    assert read_words(["cosine_learning_rate_final_fraction=0.3"]).optimizer.final_fraction == 0.3
 
 
 # Files
@@ -107,9 +107,9 @@ def test_names_of_older_lines_are_known():
 
 def test_base_yml_is_maxtexts_defaults_with_the_command_line_above_them():
     words = ["src/maxtext/configs/base.yml", "model_name=deepseek3-tiny", "dataset_type=synthetic", "steps=3"]
-    settings = parse_settings([*words, "attention=dot_product", "ici_expert_parallelism=8"])
-    config = make_config(settings, CPU, 8)
-    assert (config.step.optimizer.learning_rate, config.step.optimizer.steps) == (3e-5, 3)
+    settings = read_words([*words, "attention=dot_product", "ici_expert_parallelism=8"])
+    config = resolve(settings, CPU, 8)
+    assert (config.step.optimizer.learning_rate, config.step.optimizer.num_steps) == (3e-5, 3)
     assert (config.step.execution.remat, config.step.model.dtype) == ("full", "bfloat16")
     assert config.step.model.moe.num_experts == 16  # the model's own, not base.yml's 1
     assert config.step.execution.moe.kernels is None
@@ -120,9 +120,9 @@ def test_base_yml_is_maxtexts_defaults_with_the_command_line_above_them():
 
 def test_our_own_balance_loss_stands_beside_a_files_default_of_theirs():
     words = ["base.yml", "model_name=olmoe-tiny", "dataset_type=synthetic", "steps=3", "aux_loss_weight=0.02"]
-    router = make_config(parse_settings(words), CPU).step.model.moe.router
+    router = resolve(read_words(words), CPU).step.model.moe.router
     assert (router.aux_loss, router.aux_loss_weight) == ("batch", 0.02)
-    without = make_config(parse_settings(words[:-1]), CPU).step.model.moe.router
+    without = resolve(read_words(words[:-1]), CPU).step.model.moe.router
     assert without.aux_loss_weight == 0  # as base.yml has it, not the model's own
 
 
@@ -151,8 +151,8 @@ def test_a_file_is_read_with_what_it_is_based_on(tmp_path):
         "base_config: base.yml\ndecoder_block: mixtral\nnum_experts: 4\nbase_emb_dim: 32\nremat_policy: custom\n"
         "out_proj: device\ndataset_type: synthetic\nlearning_rate: 1.e-4\n"
     )
-    settings = parse_settings([str(own), "query_proj=device", "learning_rate=2e-4", "base_num_decoder_layers=2"])
-    config = make_config(settings, CPU)
+    settings = read_words([str(own), "query_proj=device", "learning_rate=2e-4", "base_num_decoder_layers=2"])
+    config = resolve(settings, CPU)
     model = config.step.model
     assert (model.family, model.moe.num_experts, model.model_dim, model.num_layers) == ("mixtral", 4, 32, 2)
     assert set(config.step.execution.remat) == {"query", "attn_proj_out"}
@@ -172,7 +172,7 @@ def test_a_file_is_read_with_what_it_is_based_on(tmp_path):
 def test_a_bad_file_is_refused_with_its_reason(tmp_path, text, message):
     (tmp_path / "mine.yml").write_text(text)
     with pytest.raises(ValueError, match=message):
-        parse_settings([str(tmp_path / "mine.yml")])
+        read_words([str(tmp_path / "mine.yml")])
 
 
 # Ways to write a word
@@ -194,14 +194,14 @@ def test_words_with_dashes_are_settings(typed, meant):
 
 
 def test_jax_gpts_words_are_known():
-    assert parse_settings(["--moe_use_kernel_agent_ffn"]).values["moe_backend"] == "expert_ffn"
-    assert parse_settings(["--moe_backend=ragged_dot"]).values["moe_backend"] == "ragged_dot"
+    assert read_words(["--moe_use_kernel_agent_ffn"]).execution.moe_backend == "expert_ffn"
+    assert read_words(["--moe_backend=ragged_dot"]).execution.moe_backend == "ragged_dot"
     with pytest.raises(ValueError, match="moe_fp8_weights=true: quantised experts are not built"):
-        parse_settings(["--moe_fp8_weights"])
+        read_words(["--moe_fp8_weights"])
 
 
 def test_a_value_that_stands_for_any_default_is_a_value():
-    assert parse_settings(["dataset_path=*"]).values["dataset_path"] == ("*",)
+    assert read_words(["dataset_type=text", "dataset_path=*"]).data.dataset_path == ("*",)
 
 
 # Sizes
@@ -215,7 +215,7 @@ def test_a_model_of_any_size_has_the_parameters_that_its_sizes_say():
         *(f"head_dim={head}", f"num_experts={experts}", "num_experts_per_tok=2", f"base_moe_mlp_dim={hidden}"),
         *(f"base_num_decoder_layers={layers}", f"vocab_size={vocab}", "max_target_length=8"),
     ]
-    model = make_config(parse_settings(words), CPU).step.model
+    model = resolve(read_words(words), CPU).step.model
     attention = 4 * width * heads * head + 2 * heads * head  # four projections and the two norms of queries and keys
     layer = attention + experts * 3 * width * hidden + experts * width + 2 * width
     total = layers * layer + 2 * vocab * width + width
@@ -248,7 +248,7 @@ def test_a_model_of_any_size_has_the_parameters_that_its_sizes_say():
     ],
 )
 def test_a_size_changes_what_it_names(words, seen):
-    assert seen(make_config(parse_settings(words), CPU).step.model)
+    assert seen(resolve(read_words(words), CPU).step.model)
 
 
 @pytest.mark.parametrize(
@@ -265,4 +265,4 @@ def test_a_size_changes_what_it_names(words, seen):
     ],
 )
 def test_a_policy_keeps_what_it_keeps_there(words, kept):
-    assert make_config(parse_settings(["mixtral-tiny", *words]), CPU).step.execution.remat == kept
+    assert resolve(read_words(["mixtral-tiny", *words]), CPU).step.execution.remat == kept

@@ -10,8 +10,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.train.settings.config import make_config
-from raggedmoe.train.settings.settings import parse_settings
+from raggedmoe.train.settings.resolve import resolve
+from raggedmoe.train.settings.words import read_words
 
 KINDS = {"v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
 GATHER, REDUCE, DOTS = "ragged_gather", "ragged_gather_reduce", "ragged_row_dots"
@@ -47,7 +47,7 @@ def kernels_in(jaxpr):
 @pytest.mark.parametrize(("gather", "reduce"), EXPECTED)
 def test_a_fallback_replaces_its_kernel_in_both_directions(gather, reduce, chip, caplog):
     flags = [f"ragged_gather_fallback={gather}", f"ragged_gather_reduce_fallback={reduce}"]
-    config = make_config(parse_settings(["mixtral-tiny", "use_ragged_sort=true", *flags]), HARDWARE[chip])
+    config = resolve(read_words(["mixtral-tiny", "use_ragged_sort=true", *flags]), HARDWARE[chip])
     moe, execution = config.step.model.moe, replace(config.step.execution.moe, hardware=chip)
     params = {name: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for name, spec in moe.param_specs().items()}
     x = jax.ShapeDtypeStruct((64, moe.model_dim), jnp.float32)

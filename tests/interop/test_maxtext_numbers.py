@@ -29,9 +29,9 @@ from raggedmoe.moe.records import RouteOutput
 from raggedmoe.moe.router import combine_weights, route, select_experts
 from raggedmoe.params import ParamSpec
 from raggedmoe.train.data.rows import Batch
-from raggedmoe.train.settings.config import make_config
-from raggedmoe.train.settings.keys import KEYS
-from raggedmoe.train.settings.settings import parse_settings
+from raggedmoe.train.settings.config import SETTINGS
+from raggedmoe.train.settings.resolve import resolve
+from raggedmoe.train.settings.words import read_words
 from raggedmoe.train.step import step as step_module
 from raggedmoe.train.step.optimizer import learning_rate_schedule, make_optimizer, round_to_dtype
 from raggedmoe.train.step.step import micro_batch_weights, objective
@@ -48,7 +48,7 @@ def x64():
 
 
 def configured(*words):
-    return make_config(parse_settings(words), HARDWARE["cpu"], 1)
+    return resolve(read_words(words), HARDWARE["cpu"], 1)
 
 
 def softmax(logits):
@@ -371,7 +371,7 @@ def test_groups_are_ranked_by_their_two_best_biased_scores_and_weights_have_no_b
 def test_routed_bias_update_rate_moves_the_bias_as_maxtext_does():
     # MaxText's own example: 16 choices of four experts, which are chosen 5, 4, 3 and 4 times.
     choices = [[[0, 1], [3, 0], [3, 1], [1, 0]], [[0, 3], [2, 0], [1, 2], [2, 3]]]
-    rate = configured("deepseek-v3-tiny", "routed_bias_update_rate=0.01").step.bias_update_rate
+    rate = configured("deepseek-v3-tiny", "routed_bias_update_rate=0.01").step.losses.bias_update_rate
     moved = jax.jit(lambda chosen: update_selection_bias(jnp.zeros(4), expert_counts(chosen, 4), rate))(
         jnp.asarray(choices).reshape(-1, 2)
     )
@@ -564,6 +564,6 @@ def test_every_word_of_maxtext_that_sets_a_number_is_checked_here():
             settings = entry("0.5").settings
         except ValueError:
             continue
-        if any(KEYS[setting].kind == "float" for setting in settings):
+        if any(SETTINGS[setting].type.name == "float" for setting in settings):
             found.add(name)
     assert found <= CHECKED

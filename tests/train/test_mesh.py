@@ -16,8 +16,8 @@ from raggedmoe.train.checkpoint import checkpoints as checkpoint
 from raggedmoe.train.checkpoint.checkpoints import CheckpointConfig, Checkpoints
 from raggedmoe.train.loop import begin
 from raggedmoe.train.loop.begin import check_processes_agree
-from raggedmoe.train.settings.config import make_config
-from raggedmoe.train.settings.settings import parse_settings, plain
+from raggedmoe.train.settings.resolve import resolve
+from raggedmoe.train.settings.words import read_words
 from raggedmoe.train.step import programs as programs_module
 from raggedmoe.train.step.fit import state_bytes
 from raggedmoe.train.step.programs import ONE_DEVICE, compile_programs, make_init, state_template
@@ -31,11 +31,12 @@ from tests.train.step.small_step import (
     first_state,
     gradients,
     small_model,
+    with_losses,
 )
 
 STEPS = 10
 MODEL = dataclasses.replace(small_model(aux_loss="sequence", aux_loss_weight=0.1, z_loss_weight=0.03), mtp_layers=0)
-PARTS = dataclasses.replace(WHOLE, model=MODEL, micro_batches=2)
+PARTS = dataclasses.replace(with_losses(WHOLE, gradient_accumulation_steps=2), model=MODEL)
 SPLIT = train_sharding(Plan(data=2, fsdp=2, tensor=2))
 
 
@@ -104,9 +105,9 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_another(tmp_path, there):
 
 
 def test_processes_with_other_settings_or_data_are_refused(monkeypatch):
-    config = make_config(parse_settings(["demo", "learning_rate=0.1"]), HARDWARE["cpu"])
+    config = resolve(read_words(["demo", "learning_rate=0.1"]), HARDWARE["cpu"])
     check_processes_agree(config, "abc")
-    theirs = {**plain(config.settings.values), "learning_rate": 0.001, "the data": "def"}
+    theirs = {**config.asked.values(), "learning_rate": 0.001, "the data": "def"}
     monkeypatch.setattr(begin, "broadcast_from_first", lambda mine: theirs)
     message = r"differs from process 0: learning_rate=0.1 here and 0.001 there; the data=abc here and def there; expec"
     with pytest.raises(ValueError, match=message):

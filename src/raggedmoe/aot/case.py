@@ -12,6 +12,9 @@ from raggedmoe.aot.overlap import Move, move_from_json
 from raggedmoe.aot.program_text import ProgramCounts, counts_from_json
 from raggedmoe.aot.schedule import Schedule, schedule_from_json, schedule_to_json
 from raggedmoe.kernels.chosen import ChosenKernel
+from raggedmoe.train.settings.config import TrainConfig, config_of
+
+SETTINGS = "settings"  # the key of a run's settings in the JSON of a case
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +54,30 @@ class Case:
 def case_to_json(case: Case) -> dict[str, Any]:
     """Describe a case as JSON can hold it: its subject by the class, ``package.module:Class``, and its fields."""
     kind = type(case.subject)
-    subject = {"build": f"{kind.__module__}:{kind.__qualname__}", "arguments": asdict(case.subject)}
+    subject = {"build": f"{kind.__module__}:{kind.__qualname__}", "arguments": _to_plain(case.subject)}
     plain = {name: value for name, value in vars(case).items() if name != "subject"}
     return {"title": case.title, **subject, **plain}
+
+
+def _to_plain(subject: Subject) -> dict[str, Any]:
+    """Return a subject's fields; the configuration of a run as its settings that are not the default ones."""
+    arguments = {name: getattr(subject, name) for name in subject.__dataclass_fields__}
+    return {
+        name: {SETTINGS: value.changes()} if isinstance(value, TrainConfig) else value
+        for name, value in arguments.items()
+    }
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return config_of(value[SETTINGS])
+    return tuple(value) if isinstance(value, list) else value  # JSON has made lists of tuples
 
 
 def case_from_json(plain: Mapping[str, Any]) -> Case:
     """Make the case that `case_to_json` described."""
     module, _, name = plain["build"].partition(":")
-    # JSON has made lists of tuples.
-    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in plain["arguments"].items()}
+    arguments = {key: _from_plain(value) for key, value in plain["arguments"].items()}
     subject = getattr(importlib.import_module(module), name)(**arguments)
     return Case(subject=subject, **{key: value for key, value in plain.items() if key not in ("build", "arguments")})
 

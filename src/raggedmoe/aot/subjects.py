@@ -33,12 +33,14 @@ from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.names import unknown
 from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh
 from raggedmoe.sharding.stage import TOKENS
+from raggedmoe.train.settings.config import TrainConfig
+from raggedmoe.train.settings.resolve import resolve
+from raggedmoe.train.settings.step import StepConfig
 
 if TYPE_CHECKING:
     from raggedmoe.sharding.training import TrainSharding
     from raggedmoe.train.data.rows import Batch
     from raggedmoe.train.step.state import TrainState
-    from raggedmoe.train.step.step import StepConfig
 
 
 def find_example(operation: str, call: str, dtype: str) -> Example:
@@ -140,7 +142,7 @@ class MoELayer:
 class MoELayerOnMesh:
     """Like `MoELayer`, but on a topology's devices, with the settings of `raggedmoe train`."""
 
-    words: tuple[str, ...]
+    config: TrainConfig
     tokens: int  # of each device
     topology: str | None  # None: one device of this machine
     dtype: str = "bfloat16"
@@ -149,27 +151,24 @@ class MoELayerOnMesh:
     def program(self) -> JitProgram:
         """Make the layer's program on the topology's devices."""
         devices = jax.devices()[:1] if self.topology is None else find_topology(self.topology).devices
-        return layer_on_devices(self.words, devices, tokens=self.tokens, dtype=self.dtype, forward=self.forward)
+        return layer_on_devices(self.config, devices, tokens=self.tokens, dtype=self.dtype, forward=self.forward)
 
 
 def layer_on_devices(
-    words: Sequence[str], devices: Sequence[Any], *, tokens: int, dtype: str = "bfloat16", forward: bool = False
+    config: TrainConfig, devices: Sequence[Any], *, tokens: int, dtype: str = "bfloat16", forward: bool = False
 ) -> JitProgram:
-    """Make the program of the MoE layer of `raggedmoe train WORDS`, on a sequence of so many tokens of each device."""
-    from raggedmoe.train.settings.config import make_config
-    from raggedmoe.train.settings.settings import parse_settings
-
-    made = make_config(parse_settings(words), target_hardware(), len(devices))
-    config, plan = replace(made.step.model.moe, param_dtype=jnp.dtype(dtype)), made.plan
+    """Make the program of a run's MoE layer, on a sequence of so many tokens of each device."""
+    made = resolve(config, target_hardware(), len(devices))
+    layer, plan = replace(made.step.model.moe, param_dtype=jnp.dtype(dtype)), made.plan
     mesh = plan.mesh(devices)
-    shardings = plan.shardings(mesh, config.param_specs())
+    shardings = plan.shardings(mesh, layer.param_specs())
     params = {
         name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=shardings[name])
-        for name, s in config.param_specs().items()
+        for name, s in layer.param_specs().items()
     }
-    shape = (tokens * plan.num_token_shards, config.model_dim)
+    shape = (tokens * plan.num_token_shards, layer.model_dim)
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, TOKENS))
-    return _layer_program(config, made.step.execution.moe, x, params, mesh, forward=forward)
+    return _layer_program(layer, made.step.execution.moe, x, params, mesh, forward=forward)
 
 
 def _layer_program(
@@ -190,15 +189,15 @@ def _layer_program(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """The whole step that `raggedmoe train WORDS` would run: forward, backward and optimizer."""
+    """The whole step of a run: forward, backward and optimizer."""
 
-    words: tuple[str, ...]
+    config: TrainConfig
     num_layers: int | None = None  # so many, as `with_layers` cuts the model; None: all
     topology: str | None = None  # whose devices the degrees of parallelism split; None: one device
 
     def program(self) -> JitProgram:
         """Make the step's program."""
-        run = _describe_run(self.words, self.num_layers, self.topology)
+        run = _describe_run(self.config, self.num_layers, self.topology)
         from raggedmoe.train.step.programs import places_of
         from raggedmoe.train.step.step import train_step
 
@@ -218,15 +217,15 @@ class TrainingStep:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelForward:
-    """The forward pass alone of the model that `raggedmoe train WORDS` would train: from a batch's tokens to logits."""
+    """The forward pass alone of the model that a run would train: from a batch's tokens to logits."""
 
-    words: tuple[str, ...]
+    config: TrainConfig
     num_layers: int | None = None
     topology: str | None = None
 
     def program(self) -> JitProgram:
         """Make the forward pass's program."""
-        run = _describe_run(self.words, self.num_layers, self.topology)
+        run = _describe_run(self.config, self.num_layers, self.topology)
         model, execution, sharding = run.step.model, run.step.execution, run.sharding
 
         def forward(params: Any, ids: Any) -> Any:
@@ -238,34 +237,32 @@ class ModelForward:
         return JitProgram(function=forward, args=args, mesh=None if sharding.mesh is None else sharding.mesh.mesh)
 
 
-SplitOverDevices = MoELayerOnMesh | TrainingStep | ModelForward  # by the degrees of parallelism among their words
+SplitOverDevices = MoELayerOnMesh | TrainingStep | ModelForward  # by the run's degrees of parallelism
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RunDescription:
     """A run as its settings describe it: its step, its sharding, and the shapes of its state and of a batch."""
 
-    step: "StepConfig"
+    step: StepConfig
     sharding: "TrainSharding"
     template: "TrainState"
     batch: "Batch"
 
 
-def _describe_run(words: Sequence[str], num_layers: int | None, topology: str | None) -> _RunDescription:
+def _describe_run(config: TrainConfig, num_layers: int | None, topology: str | None) -> _RunDescription:
     try:
         from raggedmoe.sharding.training import train_sharding
         from raggedmoe.train.data.rows import Batch
-        from raggedmoe.train.settings.config import make_config
-        from raggedmoe.train.settings.settings import parse_settings
         from raggedmoe.train.step.programs import state_template
     except ImportError as error:
         raise ValueError(f"a whole model needs more packages ({error}): pip install 'raggedmoe[train]'") from None
     devices = None if topology is None else find_topology(topology).devices
-    config = make_config(parse_settings(words), target_hardware(), 1 if devices is None else len(devices))
-    sharding, step = train_sharding(config.plan, devices), config.step
+    made = resolve(config, target_hardware(), 1 if devices is None else len(devices))
+    sharding, step = train_sharding(made.plan, devices), made.step
     if num_layers is not None:
         step = replace(step, model=with_layers(step.model, num_layers))
-    shape = (config.data.batch_size, config.data.sequence_length)
+    shape = (made.batch_size, made.data.max_target_length)
     tokens, weights = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
     batch = Batch(ids=tokens, targets=tokens, segments=tokens, positions=tokens, weights=weights)
     return _RunDescription(step=step, sharding=sharding, template=state_template(step, sharding), batch=batch)

@@ -7,15 +7,14 @@ alike: by what one layer more made of them. Dense layers, which need less than t
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from raggedmoe.aot.case import CompileOutcome
 from raggedmoe.aot.subjects import TrainingStep, with_layers
 from raggedmoe.aot.topology import find_chip
 from raggedmoe.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    from raggedmoe.train.settings.config import TrainConfig
+from raggedmoe.train.settings.config import TrainConfig
+from raggedmoe.train.settings.resolve import ResolvedConfig, resolve
+from raggedmoe.train.step.fit import state_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +33,11 @@ class WholeModel:
         return self.arguments + self.rest + (self.num_layers - self.compiled_layers) * self.rest_per_layer
 
 
-def config_on(words: Sequence[str], topology: str) -> "TrainConfig":
-    """Make the configuration of `raggedmoe train WORDS` on a topology's devices, without its compiler."""
-    try:
-        from raggedmoe.train.settings.config import make_config
-        from raggedmoe.train.settings.settings import in_keys, parse_settings
-    except ImportError as error:
-        raise ValueError(f"a whole model needs more packages ({error}): pip install 'raggedmoe[train]'") from None
+def resolve_on(config: TrainConfig, topology: str) -> ResolvedConfig:
+    """Make what runs on a topology's devices, without its compiler."""
     chip = find_chip(topology)
     num_chips = math.prod(int(size) for size in topology.partition(":")[2].split("x"))
-    try:
-        return make_config(parse_settings(words), chip, num_chips * chip.devices_per_chip)
-    except ValueError as error:
-        raise ValueError(in_keys(str(error))) from error
+    return resolve(config, chip, num_chips * chip.devices_per_chip)
 
 
 def can_extrapolate(model: ModelConfig, num_layers: int) -> bool:
@@ -71,9 +62,7 @@ def whole_model(outcomes: Sequence[CompileOutcome]) -> WholeModel | None:
     larger, smaller = (outcome.compiled for outcome in outcomes)
     if larger is None or smaller is None or outcomes[0].available is None:
         return None
-    from raggedmoe.train.step.fit import state_bytes
-
-    config = config_on(steps[0].words, outcomes[0].case.topology)
+    config = resolve_on(steps[0].config, outcomes[0].case.topology)
     whole, cut = (
         state_bytes(model, config.plan) for model in (config.step.model, with_layers(config.step.model, layers[0]))
     )

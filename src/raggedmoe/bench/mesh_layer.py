@@ -16,6 +16,7 @@ from raggedmoe.aot.compiled import cost_of, memory_of
 from raggedmoe.aot.program_text import ProgramCounts, counts_of
 from raggedmoe.aot.subjects import layer_on_devices
 from raggedmoe.bench.measure import best_seconds
+from raggedmoe.train.settings.config import TrainConfig
 
 PASSES = {"forward": True, "forward+backward": False}  # the second with all gradients
 
@@ -31,13 +32,13 @@ class LayerProgram:
 
 
 def layer_programs(
-    words: Sequence[str], devices: Sequence[Any], tokens: int, dtype: str, rounds: int
+    config: TrainConfig, devices: Sequence[Any], tokens: int, dtype: str, rounds: int
 ) -> list[LayerProgram]:
-    """Both passes, measured in turns, of the layer that the settings describe, on so many tokens of each device."""
+    """Both passes, measured in turns, of the layer of the run that is described, on so many tokens of each device."""
     runs: dict[str, Callable[[], Any]] = {}
     figures = {}
     for case, forward in PASSES.items():
-        program = layer_on_devices(words, devices, tokens=tokens, dtype=dtype, forward=forward)
+        program = layer_on_devices(config, devices, tokens=tokens, dtype=dtype, forward=forward)
         executable = jax.jit(program.function).lower(*program.args).compile()
         figures[case] = figures_of(executable)
         runs[case] = functools.partial(executable, *_draw_arguments(program))

@@ -16,11 +16,15 @@ from raggedmoe.bench.case import Case
 from raggedmoe.bench.children import Children
 from raggedmoe.bench.contender import MODULES, contenders
 from raggedmoe.bench.run import Result, measure
+from raggedmoe.hardware import target_hardware
 from raggedmoe.models.config import GroupedQueryConfig, ModelConfig
 from raggedmoe.models.count import count_params
 from raggedmoe.models.flops import train_flops
 from raggedmoe.models.presets import model_preset
 from raggedmoe.moe.config import MoEConfig
+from raggedmoe.train.settings.config import TrainConfig
+from raggedmoe.train.settings.resolve import ResolvedConfig, resolve
+from raggedmoe.train.settings.sections import DataConfig, ModelOverrides, StepSettings
 
 MODEL_SUBJECTS = ("train", "generate")
 MODEL_NAMES = {"train": "demo", "generate": "qwen3-691m"}
@@ -41,14 +45,15 @@ DECODED = replace(
 )
 
 
-def train_config(dtype: str) -> Any:
+def train_config(dtype: str) -> ResolvedConfig:
     """The demo's run, with 2048 tokens a step. transformers moves no selection biases, so here they stay."""
-    from raggedmoe.hardware import target_hardware
-    from raggedmoe.train.settings.config import make_config
-    from raggedmoe.train.settings.settings import parse_settings
-
-    config = make_config(parse_settings(("demo", "per_device_batch_size=8", f"dtype={dtype}")), target_hardware())
-    return replace(config, step=replace(config.step, bias_update_rate=0.0))
+    config = TrainConfig(
+        model="demo",
+        overrides=ModelOverrides(dtype=dtype),
+        data=DataConfig(per_device_batch_size=8),
+        step=StepSettings(bias_update_rate=0.0),
+    )
+    return resolve(config, target_hardware())
 
 
 def read_parameters(config: ModelConfig) -> int:
@@ -94,9 +99,9 @@ def write_train_case(folder: Path, dtype: str) -> Case:
     config = train_config(dtype)
     model, data = config.step.model, config.data
     _export(replace(model, dtype=jnp.dtype("float32")), folder / "model", "float32")
-    ids = np.asarray(next(open_data(data, model.vocab_size).train_batches()).ids)
+    ids = np.asarray(next(open_data(data, model.vocab_size, config.batch_size).train_batches()).ids)
     np.save(folder / "ids.npy", ids)
-    per_token = train_flops(model, data.sequence_length, mtp_layers=config.step.mtp_layers)
+    per_token = train_flops(model, data.max_target_length, mtp_layers=config.step.mtp_layers)
     return _model_case("train", dtype, folder, flops=round(ids.size * per_token), tokens=ids.size)
 
 

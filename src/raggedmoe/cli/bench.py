@@ -1,9 +1,9 @@
 """`raggedmoe bench`: how fast, against the limit and against others."""
 
-import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from json import JSONDecodeError, dumps, loads
 from pathlib import Path
@@ -31,8 +31,8 @@ from raggedmoe.kernels.registry import OPERATIONS
 from raggedmoe.models.presets import ALIASES
 from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.names import unknown
-from raggedmoe.sharding.axes import AXES
-from raggedmoe.train.settings.settings import in_keys, parse_settings
+from raggedmoe.train.settings.config import TrainConfig
+from raggedmoe.train.settings.words import read_words
 
 PEERED = (*SHAPED, *MODEL_SUBJECTS)  # what has peers in processes of their own, on a CPU
 SUBJECTS = (*OPERATIONS, "layer", "sweep", *MODEL_SUBJECTS)
@@ -211,8 +211,11 @@ def _layer_on_devices(
     if tokens < 1:
         raise ValueError(f"expected --tokens >= 1, got {tokens}")
     earlier = {} if compare is None else earlier_figures(_read_json(compare), str(compare))
-    words = _on_all_devices(words)
-    found_devices = _devices(words, devices)
+    config = read_words(words)
+    mesh = config.mesh.on_all_devices()
+    if mesh != config.mesh:
+        words, config = (*words, "fsdp_parallelism=-1"), replace(config, mesh=mesh)
+    found_devices = _devices(config, devices)
     title = f"{target_hardware().name}, {os.cpu_count()} cores, JAX {compat.JAX_VERSION}"
     console = Console(stderr=json == ())
     console.print(
@@ -224,11 +227,7 @@ def _layer_on_devices(
         console.print(f"[dim]{'':30} {'now':>20} {'then':>20} {'ratio':>9}[/]", soft_wrap=True)
     found: list[LayerProgram] = []
     for dtype in dtypes:
-        try:
-            programs = layer_programs(words, found_devices, tokens, dtype, rounds)
-        except ValueError as error:
-            raise ValueError(in_keys(str(error))) from error
-        for program in programs:
+        for program in layer_programs(config, found_devices, tokens, dtype, rounds):
             found.append(program)
             console.print(f"[bold]{program.case}, {dtype}[/]", highlight=False)
             now = {"ms": 1e3 * program.seconds, **program.figures}
@@ -239,15 +238,10 @@ def _layer_on_devices(
     return 0
 
 
-def _on_all_devices(words: tuple[str, ...]) -> tuple[str, ...]:
-    given = parse_settings(words).given
-    return words if any(f"{axis}_parallelism" in given for axis in AXES) else (*words, "fsdp_parallelism=-1")
-
-
-def _devices(words: tuple[str, ...], wanted: int | None) -> Sequence[jax.Device]:
+def _devices(config: TrainConfig, wanted: int | None) -> Sequence[jax.Device]:
     """Take so many devices, or as many as the degrees ask for, which must use them all."""
-    degrees = [parse_settings(words).values[f"{axis}_parallelism"] for axis in AXES]
-    used = None if -1 in degrees else math.prod(degrees)
+    plan = config.mesh.plan
+    used = None if plan.open else plan.num_devices
     if wanted is None and used is None:
         raise ValueError("expected --devices N, as the degrees do not say how many; got none")
     if wanted is not None and (wanted < 1 or used not in (None, wanted)):

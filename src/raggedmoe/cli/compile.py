@@ -29,7 +29,7 @@ from raggedmoe.aot.subjects import (
     layer_config,
 )
 from raggedmoe.aot.topology import HOST, check_compiler, check_topology_name
-from raggedmoe.aot.whole_model import can_extrapolate, config_on, whole_model
+from raggedmoe.aot.whole_model import can_extrapolate, resolve_on, whole_model
 from raggedmoe.aot.worker import compile_cases
 from raggedmoe.cli.compile_report import (
     lowered_lines,
@@ -44,13 +44,13 @@ from raggedmoe.kernels.catalog import operation as operation_named
 from raggedmoe.kernels.proof import libtpu_version
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, OPERATIONS, implementations
 from raggedmoe.kernels.value_and_gradients import differentiable
-from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.presets import ALIASES
 from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.moe.execution import canonical_backend
 from raggedmoe.names import unknown
-from raggedmoe.sharding.axes import AXES
-from raggedmoe.train.settings.settings import parse_settings
+from raggedmoe.train.settings.config import TrainConfig
+from raggedmoe.train.settings.fields import with_defaults
+from raggedmoe.train.settings.words import read_words
 
 DIRECTIONS = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
 SHORT_DTYPES = {"bf16": "bfloat16", "f32": "float32", "f16": "float16"}
@@ -199,10 +199,11 @@ def _cases(
         return [_layer(subject[1:], topology, dtype, moe_backend, tokens, forward)]
     if subject[0] == "model" or subject[0] in (*MODELS, *ALIASES):
         words = subject[1:] if subject[0] == "model" else subject
+        config = _config(words, topology, dtype, moe_backend)
         fewer = []
         if layers is not None and topology != HOST and not forward:
-            fewer = [layers - 1] if can_extrapolate(_model_config(words, topology), layers) else []
-        return [_model(words, topology, dtype, moe_backend, num, forward) for num in (layers, *fewer)]
+            fewer = [layers - 1] if can_extrapolate(resolve_on(config, topology).step.model, layers) else []
+        return [_model(config, words, topology, num, forward) for num in (layers, *fewer)]
     if direction not in DIRECTIONS:
         raise unknown("direction", direction, DIRECTIONS)
     return [
@@ -222,34 +223,36 @@ def _layer(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, 
     if not words[1:]:
         layer = MoELayer(preset=words[0], tokens=tokens, dtype=dtype, moe_backend=moe_backend, forward=forward)
     else:
-        if "moe_backend" not in parse_settings(words).given:
-            words = (*words, f"moe_backend={moe_backend}")
+        config = _with_backend(read_words(words), moe_backend)
         chips = None if topology == HOST else topology
-        layer = MoELayerOnMesh(words=words, tokens=tokens, topology=chips, dtype=dtype, forward=forward)
+        layer = MoELayerOnMesh(config=config, tokens=tokens, topology=chips, dtype=dtype, forward=forward)
     return Case(title=title, subject=layer, topology=topology)
 
 
-def _model_config(words: tuple[str, ...], topology: str) -> ModelConfig:
-    return config_on(words, topology).step.model
+def _with_backend(config: TrainConfig, moe_backend: str) -> TrainConfig:
+    """Return the configuration with a backend, unless it was given one."""
+    execution = with_defaults(config.execution, {"moe_backend": moe_backend})
+    return dataclasses.replace(config, execution=execution)
 
 
-def _model(
-    words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, layers: int | None, forward: bool
-) -> Case:
+def _config(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str) -> TrainConfig:
+    """Read the words of a run that is compiled for a topology, all of whose devices it uses."""
     if not words:
         raise ValueError("expected model PRESET, such as model deepseek-v3-tiny; `raggedmoe models` lists them")
-    given = parse_settings(words).given
-    if topology != HOST and not any(f"{axis}_parallelism" in given for axis in AXES):
+    config = _with_backend(read_words(words), moe_backend)
+    mesh = config.mesh if topology == HOST else config.mesh.on_all_devices()
+    return dataclasses.replace(config, mesh=mesh, overrides=with_defaults(config.overrides, {"dtype": dtype}))
+
+
+def _model(config: TrainConfig, words: tuple[str, ...], topology: str, layers: int | None, forward: bool) -> Case:
+    if config.mesh != read_words(words).mesh:
         words = (*words, "fsdp_parallelism=-1")
-    brought = [
-        f"{name}={value}" for name, value in (("dtype", dtype), ("moe_backend", moe_backend)) if name not in given
-    ]
     subject = ModelForward if forward else TrainingStep
     chips = None if topology == HOST else topology
     return Case(
         title=f"{'forward pass' if forward else 'training step'} of {' '.join(words)}"
         f"{'' if layers is None else f', {layers} layers'}",
-        subject=subject(words=(*words, *brought), num_layers=layers, topology=chips),
+        subject=subject(config=config, num_layers=layers, topology=chips),
         topology=topology,
     )
 
@@ -354,7 +357,7 @@ def _compile(cases: list[Case], timeout: float, json: bool) -> int:
     if whole is not None:
         lines.append(whole_model_line(whole))
     elif isinstance(subject, TrainingStep) and subject.num_layers is not None and len(cases) == 1:
-        model = _model_config(subject.words, topology)
+        model = resolve_on(subject.config, topology).step.model
         enough = next((n for n in range(2, model.num_layers) if can_extrapolate(model, n)), None)
         if enough is not None:
             lines.append(

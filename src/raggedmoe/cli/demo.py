@@ -32,7 +32,7 @@ def demo(
     from raggedmoe.train.loop.run_folder import MODEL
     from raggedmoe.train.report.build import write_report
 
-    folder = config.run.folder
+    folder = config.folder
     page = write_report(folder)
     print(f"\nA sample, which continues {PROMPT!r}:\n\n{PROMPT}", end="", flush=True)
     generate(folder / MODEL, PROMPT, max_new_tokens=NEW_TOKENS, temperature=TEMPERATURE)

@@ -25,6 +25,8 @@ from raggedmoe.moe.config import MoEConfig, check_execution
 from raggedmoe.moe.execution import MoEExecution, canonical_backend
 from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.names import unknown
+from raggedmoe.train.settings.resolve import make_execution, make_model
+from raggedmoe.train.settings.words import read_words
 
 
 def explain(
@@ -99,17 +101,9 @@ def explain(
 
 def settings_model(words: tuple[str, ...], chip: Hardware) -> tuple[ModelConfig, MoEExecution]:
     """The model that the words of `raggedmoe train` describe, and how its MoE layers run, on that chip."""
-    try:
-        from raggedmoe.train.settings.config import make_execution, make_model, make_plan
-        from raggedmoe.train.settings.settings import in_keys, parse_settings
-    except ImportError as error:
-        raise ValueError(f"settings are read by more packages ({error}): pip install 'raggedmoe[train]'") from None
-    try:
-        settings = parse_settings(words)
-        model, plan = make_model(settings, chip), make_plan(settings, settings.num_devices)
-        return model, make_execution(settings, model, plan).moe
-    except ValueError as error:
-        raise ValueError(in_keys(str(error))) from error
+    config = read_words(words)
+    model, plan = make_model(config, chip), config.mesh.plan.resolve(config.mesh.num_devices)
+    return model, make_execution(config, model, plan).moe
 
 
 def _traced_backend(execution: MoEExecution, chip: Hardware) -> str:

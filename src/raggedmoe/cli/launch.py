@@ -14,9 +14,8 @@ from raggedmoe.launch.launcher import LocalRun
 from raggedmoe.launch.launcher import launch as launch_here
 from raggedmoe.launch.slices import parse_slice
 from raggedmoe.names import unknown
-from raggedmoe.sharding.axes import AXES
-from raggedmoe.sharding.plan import Plan
-from raggedmoe.train.settings.settings import in_keys, parse_settings
+from raggedmoe.train.settings.resolve import resolve
+from raggedmoe.train.settings.words import read_words
 
 COMMANDS = ("train",)  # those that join the other processes
 RENDER_FORMATS = ("jobset",)
@@ -129,8 +128,7 @@ def launch(
 
 def _devices_each(words: tuple[str, ...], num_processes: int) -> int | None:
     """Return each process's share of the devices that the degrees ask for; None if they do not say how many."""
-    values = parse_settings(words).values
-    plan = Plan(**{axis: values[f"{axis}_parallelism"] for axis in AXES})
+    plan = read_words(words).mesh.plan
     if plan.open or num_processes < 1:
         return None
     if plan.num_devices % num_processes:
@@ -143,25 +141,16 @@ def _devices_each(words: tuple[str, ...], num_processes: int) -> int | None:
 
 def _check_cluster_run(run: ClusterRun) -> list[str]:
     """Refuse settings that cannot run on these slices, as the pods would. Return notes for the user."""
-    try:
-        from raggedmoe.train.settings.config import make_config
-    except ImportError as error:
-        raise ValueError(
-            f"the settings are checked with more packages ({error}): pip install 'raggedmoe[train]'"
-        ) from None
-    settings = parse_settings(run.command[1:])
-    v, num_devices = settings.values, run.slice.num_devices * run.num_slices
-    try:
-        plan = make_config(settings, HARDWARE[run.slice.chip], num_devices).plan
-    except ValueError as error:
-        raise ValueError(in_keys(str(error))) from error
+    config = read_words(run.command[1:])
+    num_devices = run.slice.num_devices * run.num_slices
+    plan = resolve(config, HARDWARE[run.slice.chip], num_devices).plan
     if plan.num_devices != num_devices:
         raise ValueError(
             f"the degrees use {plan.num_devices} devices, but {run.num_slices} × {run.slice.name} has "
             f"{num_devices}; expected all of them: set one degree to -1, or use a smaller topology"
         )
-    folder = os.path.normpath(v["base_output_directory"])
-    if not v["enable_checkpointing"]:
+    folder = os.path.normpath(config.run.base_output_directory)
+    if not config.checkpoints.enable_checkpointing:
         return ["enable_checkpointing=false: after a failure the run begins anew"]
     num_hosts = run.slice.num_hosts * run.num_slices
     if run.mount is None and num_hosts > 1:

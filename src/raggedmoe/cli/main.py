@@ -25,7 +25,7 @@ from raggedmoe.cli import (
 )
 from raggedmoe.kernels.registry import CannotRunError
 from raggedmoe.launch import processes
-from raggedmoe.train.settings.settings import assignments
+from raggedmoe.train.settings.words import assignments
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "train": train.train,

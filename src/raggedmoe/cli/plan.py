@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from json import dumps
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
@@ -27,12 +27,13 @@ from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.config import MoEConfig, strategy_name
 from raggedmoe.moe.execution import ACROSS_RANKS, MoEExecution
 from raggedmoe.params import ParamSpec
-from raggedmoe.sharding.axes import AXES, axes_of
+from raggedmoe.sharding.axes import axes_of
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.rules import is_routed
-
-if TYPE_CHECKING:  # it needs the packages of training
-    from raggedmoe.train.step.step import StepConfig
+from raggedmoe.train.settings.resolve import resolve
+from raggedmoe.train.settings.step import StepConfig
+from raggedmoe.train.settings.words import read_words
+from raggedmoe.train.step.fit import state_bytes
 
 
 def plan(
@@ -53,25 +54,14 @@ def plan(
         topology: TPU chips, such as v6e:4x4 or tpu7x:4x8x8, instead of a number.
         json: print JSON instead of tables.
     """
-    try:
-        from raggedmoe.train.settings.config import make_config
-        from raggedmoe.train.settings.settings import in_keys, parse_settings
-        from raggedmoe.train.step.fit import state_bytes
-    except ImportError as error:
-        raise ValueError(
-            f"a plan reads a run's settings, for which: pip install 'raggedmoe[train]' ({error})"
-        ) from None
-    try:
-        settings = parse_settings(words)
-        chip, num_devices = _devices(settings.values, devices, topology)
-        config = make_config(settings, chip, num_devices)
-    except ValueError as error:
-        raise ValueError(in_keys(str(error))) from error
+    asked = read_words(words)
+    chip, num_devices = _devices(asked.mesh.plan, devices, topology)
+    config = resolve(asked, chip, num_devices)
     made, model, execution = config.plan, config.step.model, config.step.execution
     strategy = strategy_name(model.moe, execution.moe)
     moe_layers = len(model.moe_layers) + config.step.mtp_layers
-    sequences = config.run.micro_batch_size // made.num_token_shards
-    tokens = sequences * config.data.sequence_length
+    sequences = config.micro_batch_size // made.num_token_shards
+    tokens = sequences * config.data.max_target_length
     step = Step(
         num_tokens=tokens,
         num_sequences=sequences,
@@ -84,7 +74,7 @@ def plan(
         print(dumps(_as_json(config.step, made, step, collectives, state, moe_layers), indent=1))
         return 0
     console = Console(highlight=False)
-    console.print(f"[bold]{settings.values['model_name']}[/] on {_mesh_line(made, chip, topology)}")
+    console.print(f"[bold]{asked.model}[/] on {_mesh_line(made, chip, topology)}")
     for note in config.notes:
         console.print(f"  {note}")
     console.print(f"strategy {strategy}; {tokens:,} tokens of a micro-batch on each device, {step.dtype}")
@@ -112,7 +102,7 @@ def plan(
     return 0
 
 
-def _devices(values: Mapping[str, Any], devices: int | None, topology: str | None) -> tuple[Hardware, int]:
+def _devices(plan: Plan, devices: int | None, topology: str | None) -> tuple[Hardware, int]:
     """The chip to plan for, and how many JAX devices there are."""
     if devices is not None and topology is not None:
         raise ValueError("expected --devices or --topology, got both")
@@ -122,7 +112,6 @@ def _devices(values: Mapping[str, Any], devices: int | None, topology: str | Non
         chip = find_chip(topology)
         return chip, parse_slice(topology).num_devices
     if devices is None:
-        plan = Plan(**{axis: values[f"{axis}_parallelism"] for axis in AXES})
         if plan.open:
             raise ValueError(
                 "a degree of -1 takes the devices that are left: say how many with --devices or --topology"
@@ -201,9 +190,7 @@ def _collective_table(collectives: list[Collective], sizes: Mapping[str, int]) -
     return table
 
 
-def _volume_lines(
-    run: "StepConfig", made: Plan, step: Step, collectives: list[Collective], layers: int
-) -> Iterator[str]:
+def _volume_lines(run: StepConfig, made: Plan, step: Step, collectives: list[Collective], layers: int) -> Iterator[str]:
     model, execution = run.model, run.execution
     strategy = strategy_name(model.moe, execution.moe)
     total, again = sum(collective.sent_bytes for collective in collectives), sent_again(collectives)
@@ -236,7 +223,7 @@ def _buffer_line(config: MoEConfig, execution: MoEExecution, made: Plan, step: S
 
 
 def _as_json(
-    run: "StepConfig", made: Plan, step: Step, collectives: list[Collective], state: Any, moe_layers: int
+    run: StepConfig, made: Plan, step: Step, collectives: list[Collective], state: Any, moe_layers: int
 ) -> dict[str, Any]:
     model, execution = run.model, run.execution
     return {

@@ -4,7 +4,6 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
@@ -15,12 +14,14 @@ from rich.text import Text
 
 from raggedmoe.hardware import target_hardware
 from raggedmoe.launch import processes
-from raggedmoe.sharding.axes import AXES
-from raggedmoe.train.settings.keys import KEYS, RECIPES, SECTIONS, Key
+from raggedmoe.train.settings.config import SETTINGS
+from raggedmoe.train.settings.fields import Setting
+from raggedmoe.train.settings.resolve import ResolvedConfig, resolve
+from raggedmoe.train.settings.sections import RECIPES
+from raggedmoe.train.settings.words import read_words
 
 if TYPE_CHECKING:
     from raggedmoe.train.loop.loop import RunOutcome
-    from raggedmoe.train.settings.config import TrainConfig
 
 INTRODUCTION = """usage: raggedmoe train [MODEL] [KEY=VALUE ...]
 
@@ -54,27 +55,34 @@ def print_help() -> None:
     """Print the introduction, and every setting with its default."""
     console = Console(highlight=False)
     console.print(INTRODUCTION, markup=False)
-    for section in SECTIONS:
+    for title, settings in help_sections().items():
         table = Table.grid(padding=(0, 2), pad_edge=True)
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
-        for key in KEYS.values():
-            if key.section == section:
-                table.add_row(Text(_assignment(key)), Text(_help_text(key)))
-        console.print(f"\n[bold]{section}[/]")
+        for setting in settings:
+            table.add_row(Text(_assignment(setting)), Text(_help_text(setting)))
+        console.print(f"\n[bold]{title}[/]")
         console.print(table)
     for model, defaults in RECIPES.items():
         words = " ".join(f"{name}={value}" for name, value in defaults.items())
         console.print(f"\n{model} brings its own defaults: {words}", markup=False)
 
 
-def _assignment(key: Key) -> str:
-    default = ",".join(key.default) if isinstance(key.default, tuple) else key.default
-    return f"{key.name}={'none' if default in (None, '') else str(default).lower()}"
+def help_sections() -> dict[str, list[Setting]]:
+    """Return the settings by the titles under which they are listed."""
+    sections: dict[str, list[Setting]] = {}
+    for setting in SETTINGS.values():
+        sections.setdefault(setting.section or "model", []).append(setting)
+    return sections
 
 
-def _help_text(key: Key) -> str:
-    return f"{key.help} ({', '.join(key.choices)})" if key.choices else key.help
+def _assignment(setting: Setting) -> str:
+    default = ",".join(setting.default) if isinstance(setting.default, tuple) else setting.default
+    return f"{setting.name}={'none' if default in (None, '') else str(default).lower()}"
+
+
+def _help_text(setting: Setting) -> str:
+    return f"{setting.help} ({', '.join(setting.choices)})" if setting.choices else setting.help
 
 
 def train(
@@ -87,42 +95,35 @@ def train(
     return outcome.code
 
 
-def run_training(words: tuple[str, ...]) -> "tuple[TrainConfig, RunOutcome]":
+def run_training(words: tuple[str, ...]) -> tuple[ResolvedConfig, "RunOutcome"]:
     """Train as the words say. Return what they mean, and how it ended."""
     try:
         import grain  # noqa: F401
 
         from raggedmoe.train.loop.loop import train as run
         from raggedmoe.train.loop.screen import Screen
-        from raggedmoe.train.settings.config import make_config
-        from raggedmoe.train.settings.settings import in_keys, parse_settings
     except ImportError as error:
         raise ValueError(f"training needs more packages ({error}): pip install 'raggedmoe[train]'") from None
     _silence_orbax()
-    try:
-        settings = parse_settings(words)
-        processes.join()
-        num_made = make_cpu_devices(settings.values, processes.process_count())
-        hardware = target_hardware()
-        config = make_config(settings, hardware, jax.device_count())
-        console = None if jax.process_index() == 0 else Console(quiet=True)  # only process 0 prints
-        screen = Screen(config.run.steps, config.run.line_period, console)
-        if num_made and hardware.platform == "cpu":
-            where = "in each process, " if jax.process_count() > 1 else ""
-            screen.say(f"made {num_made} host devices of this CPU, {where}as the degrees ask for so many")
-        return config, run(config, hardware, screen)
-    except ValueError as error:
-        raise ValueError(in_keys(str(error))) from error
+    asked = read_words(words)
+    processes.join()
+    num_made = make_cpu_devices(asked.mesh.num_devices, processes.process_count())
+    hardware = target_hardware()
+    config = resolve(asked, hardware, jax.device_count())
+    console = None if jax.process_index() == 0 else Console(quiet=True)  # only process 0 prints
+    screen = Screen(config.run.steps, config.run.steps_between_lines, console)
+    if num_made and hardware.platform == "cpu":
+        where = "in each process, " if jax.process_count() > 1 else ""
+        screen.say(f"made {num_made} host devices of this CPU, {where}as the degrees ask for so many")
+    return config, run(config, hardware, screen)
 
 
-def make_cpu_devices(values: Mapping[str, Any], num_processes: int = 1) -> int:
-    """Make the CPU devices that the degrees ask for, or a process's share of them, if the CPU backend has not started.
+def make_cpu_devices(num_devices: int, num_processes: int = 1) -> int:
+    """Make so many CPU devices, or a process's share of them, if the CPU backend has not started.
 
     Return how many were made, or 0 if their number was set before. Other backends are not changed.
     """
-    return start_with_cpu_devices(
-        math.ceil(math.prod(max(values[f"{axis}_parallelism"], 1) for axis in AXES) / num_processes)
-    )
+    return start_with_cpu_devices(math.ceil(num_devices / num_processes))
 
 
 def start_with_cpu_devices(num_devices: int) -> int:

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from raggedmoe.train.data.batches import Batches, DataConfig, open_data, split_documents
+from raggedmoe.train.data.batches import Batches, open_data, split_documents
 from raggedmoe.train.data.corpus import Document
 from raggedmoe.train.data.rows import Batch
+from raggedmoe.train.settings.sections import DataConfig
 
 SIZES = (0, 1, 2, 7, 8, 9, 16, 17, 30, 41, 5, 64, 23, 12, 50, 3)  # of the files, for rows of 8
 
@@ -27,12 +28,18 @@ def folder(tmp_path_factory):
 
 
 def config(folder, **changes):
-    settings = {"sequence_length": 8, "batch_size": 4, "held_out": 0.2, **changes}
-    return DataConfig(dataset="text", paths=(str(folder),), **settings)
+    settings = {"max_target_length": 8, "held_out": 0.2, **changes}
+    return DataConfig(dataset_type="text", dataset_path=(str(folder),), **settings)
 
 
-def opened(folder, vocab_size=256, **changes):
-    return open_data(config(folder, **changes), vocab_size)
+def of_dataset(folder, dataset):
+    """The settings of `config` for another dataset; "text" alone reads files."""
+    paths = (str(folder),) if dataset == "text" else ()
+    return dataclasses.replace(config(folder), dataset_type=dataset, dataset_path=paths)
+
+
+def opened(folder, vocab_size=256, batch_size=4, **changes):
+    return open_data(config(folder, **changes), vocab_size, batch_size)
 
 
 def taken(batches, num):
@@ -90,16 +97,16 @@ def test_a_batch_goes_on_into_the_next_epoch(folder):
 
 @pytest.mark.parametrize("dataset", ["text", "synthetic"])
 def test_the_same_settings_give_the_same_batches_and_another_seed_others(folder, dataset):
-    settings = dataclasses.replace(config(folder), dataset=dataset, paths=(str(folder),) if dataset == "text" else ())
-    first, second = (taken(open_data(settings, 300).train_batches(), 5) for _ in range(2))
-    other = taken(open_data(dataclasses.replace(settings, seed=1), 300).train_batches(), 5)
+    settings = of_dataset(folder, dataset)
+    first, second = (taken(open_data(settings, 300, 4).train_batches(), 5) for _ in range(2))
+    other = taken(open_data(dataclasses.replace(settings, data_seed=1), 300, 4).train_batches(), 5)
     assert same(first, second)
     assert not same(first, other)
 
 
 def test_the_first_epoch_of_the_next_seed_is_not_the_second_of_this(folder):
     # One document, so that the rows are the same; grain alone adds the epoch's number to the seed.
-    data, other = (opened(folder / "11.txt", batch_size=1, held_out=0.0, seed=seed) for seed in (0, 1))
+    data, other = (opened(folder / "11.txt", batch_size=1, held_out=0.0, data_seed=seed) for seed in (0, 1))
     num = data.train.num_rows
     second = row_list(taken(data.train_batches(), 2 * num)[num:])
     assert row_list(taken(other.train_batches(), num)) != second
@@ -108,11 +115,11 @@ def test_the_first_epoch_of_the_next_seed_is_not_the_second_of_this(folder):
 @pytest.mark.parametrize("dataset", ["text", "synthetic"])
 @pytest.mark.parametrize("done", [0, 3, 40])
 def test_a_new_iterator_goes_on_where_the_state_was_taken(folder, dataset, done):
-    settings = dataclasses.replace(config(folder), dataset=dataset, paths=(str(folder),) if dataset == "text" else ())
-    batches = open_data(settings, 300).train_batches()
+    settings = of_dataset(folder, dataset)
+    batches = open_data(settings, 300, 4).train_batches()
     taken(batches, done)
     state = json.dumps(batches.get_state())
-    resumed = open_data(settings, 300).train_batches()
+    resumed = open_data(settings, 300, 4).train_batches()
     resumed.set_state(json.loads(state))
     assert same(taken(batches, 15), taken(resumed, 15))
     assert len(state) < 100
@@ -132,11 +139,11 @@ def test_fewer_rows_than_a_batch_are_repeated_with_a_warning(folder, caplog):
     batch = next(data.train_batches())
     assert batch.ids.shape == (16, 8)
     assert set(row_list([batch])) == set(row_list([epoch(data)]))
-    assert "batch_size=16 is more than the 5 rows" in caplog.text
+    assert "a batch of 16 sequences is more than the 5 rows" in caplog.text
 
 
 def test_batches_are_arrays_of_one_shape_and_the_types_that_a_step_expects(folder):
-    for data in (opened(folder), open_data(DataConfig(dataset="synthetic", sequence_length=8, batch_size=4), 300)):
+    for data in (opened(folder), open_data(DataConfig(dataset_type="synthetic", max_target_length=8), 300, 4)):
         batch = next(data.train_batches())
         types = {name: (type(values), values.shape, values.dtype.name) for name, values in vars(batch).items()}
         whole = dict.fromkeys(("ids", "targets", "segments", "positions"), (np.ndarray, (4, 8), "int32"))
@@ -157,7 +164,7 @@ def test_the_iterator_keeps_its_protocol(folder):
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_training_sees_nothing_of_what_is_held_out(folder, packing, seed):
-    data = opened(folder, packing=packing, seed=seed)
+    data = opened(folder, packing=packing, data_seed=seed)
     held_out = fives(data.held_out_batches(100))
     assert held_out
     assert not held_out & fives([epoch(data)])
@@ -204,11 +211,11 @@ def test_few_held_out_batches_are_spread_over_all_rows(folder):
 
 @pytest.mark.parametrize("dataset", ["stdlib", "synthetic"])
 def test_nothing_held_out_gives_no_held_out_batches(dataset):
-    assert open_data(DataConfig(dataset=dataset, held_out=0.0), 256).held_out_batches(3) == []
+    assert open_data(DataConfig(dataset_type=dataset, held_out=0.0), 256, 16).held_out_batches(3) == []
 
 
 def test_synthetic_rows_held_out_are_not_those_to_train_on():
-    data = open_data(DataConfig(dataset="synthetic", sequence_length=256), 300)
+    data = open_data(DataConfig(dataset_type="synthetic", max_target_length=256), 300, 16)
     train, held_out = ({row.tobytes() for row in rows.batch(range(500)).ids} for rows in (data.train, data.held_out))
     assert not train & held_out
 
@@ -265,13 +272,13 @@ def test_the_fingerprint_changes_with_one_byte_of_a_file(folder, tmp_path):
 
 
 def test_the_fingerprint_changes_with_every_setting_that_the_order_depends_on(folder):
-    changes = ({}, {"seed": 1}, {"sequence_length": 9}, {"batch_size": 5}, {"packing": False}, {"held_out": 0.3})
+    changes = ({}, {"data_seed": 1}, {"max_target_length": 9}, {"batch_size": 5}, {"packing": False}, {"held_out": 0.3})
     assert len({opened(folder, **change).fingerprint for change in changes}) == len(changes)
 
 
 def test_the_fingerprint_of_synthetic_data_changes_with_the_vocabulary():
-    settings = DataConfig(dataset="synthetic")
-    assert open_data(settings, 300).fingerprint != open_data(settings, 301).fingerprint
+    settings = DataConfig(dataset_type="synthetic")
+    assert open_data(settings, 300, 4).fingerprint != open_data(settings, 301, 4).fingerprint
 
 
 def test_the_description_counts_files_bytes_and_both_sides(folder):
@@ -292,29 +299,28 @@ def test_the_description_of_a_single_file_says_what_is_held_out(folder, name, sh
 
 
 def test_the_description_of_synthetic_data_has_the_vocabulary():
-    described = open_data(DataConfig(dataset="synthetic"), 129280).describe()
+    described = open_data(DataConfig(dataset_type="synthetic"), 129280, 16).describe()
     assert described == "synthetic: endless rows, a vocabulary of 129,280"
 
 
 def test_bytes_are_stored_with_a_tokenizer_and_synthetic_tokens_with_none(folder):
     assert json.loads(opened(folder).tokenizer_json())["model"]["type"] == "BPE"
-    assert open_data(DataConfig(dataset="synthetic"), 300).tokenizer_json() is None
+    assert open_data(DataConfig(dataset_type="synthetic"), 300, 16).tokenizer_json() is None
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dataset": "stdlb"}, "unknown dataset 'stdlb'.*did you mean 'stdlib'"),
-        ({"dataset": "text"}, "dataset='text' expected paths"),
-        ({"paths": ("a",)}, "dataset='stdlib' reads no paths.*use dataset='text'"),
-        ({"dataset": "synthetic", "tokenizer": "t.json"}, "dataset='synthetic' reads no tokenizer='t.json'"),
-        ({"suffixes": ()}, "expected suffixes such as '.txt'"),
-        ({"suffixes": ("txt",)}, "expected suffixes such as '.txt'"),
-        ({"sequence_length": 1}, "expected sequence_length >= 2, got 1"),
-        ({"batch_size": 0}, "expected batch_size >= 1, got 0"),
+        ({"dataset_type": "stdlb"}, "dataset_type: expected one of stdlib, text, synthetic, got 'stdlb'"),
+        ({"dataset_type": "text"}, "dataset_type=text: expected dataset_path with files or folders, got none"),
+        ({"dataset_path": ("a",)}, "dataset_type=stdlib reads no dataset_path=a; .*use dataset_type=text"),
+        ({"dataset_type": "synthetic", "tokenizer_path": "t.json"}, "synthetic reads no tokenizer_path=t.json"),
+        ({"dataset_suffixes": ("txt",)}, r"expected dataset_suffixes such as \.txt, got txt"),
+        ({"max_target_length": 1}, "expected max_target_length >= 2, got 1"),
+        ({"per_device_batch_size": 0}, "expected per_device_batch_size >= 1, got 0"),
         ({"held_out": -0.1}, "expected 0 <= held_out <= 0.5, got -0.1"),
         ({"held_out": 0.6}, "expected 0 <= held_out <= 0.5, got 0.6"),
-        ({"held_out": float("nan")}, "expected 0 <= held_out <= 0.5, got nan"),
+        ({"held_out": float("nan")}, "held_out: expected a finite number, got nan"),
     ],
 )
 def test_a_bad_setting_is_refused_when_it_is_made(settings, message):
@@ -324,12 +330,12 @@ def test_a_bad_setting_is_refused_when_it_is_made(settings, message):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_sequence_longer_than_the_data_is_an_error_with_the_longest_possible(folder, packing):
-    with pytest.raises(ValueError, match="sequence_length=65 is more than the 64 bytes to train on; use at most 64"):
-        opened(folder / "11.txt", held_out=0.0, sequence_length=65, packing=packing)
+    with pytest.raises(ValueError, match="max_target_length=65 is more than the 64 bytes to train on; use at most 64"):
+        opened(folder / "11.txt", held_out=0.0, max_target_length=65, packing=packing)
 
 
 def test_a_sequence_as_long_as_the_data_is_one_row(folder):
-    data = opened(folder / "11.txt", held_out=0.0, sequence_length=64, batch_size=1)
+    data = opened(folder / "11.txt", held_out=0.0, max_target_length=64, batch_size=1)
     assert bytes(next(data.train_batches()).ids[0].tolist()) == (folder / "11.txt").read_bytes()
 
 
@@ -347,11 +353,11 @@ def test_too_little_to_hold_anything_out_is_an_error(folder):
 
 @pytest.mark.parametrize("dataset", ["stdlib", "text"])
 def test_a_model_without_room_for_bytes_is_refused(folder, dataset):
-    settings = DataConfig(dataset=dataset, paths=(str(folder),) if dataset == "text" else ())
+    settings = of_dataset(folder, dataset)
     with pytest.raises(ValueError, match="vocabulary of 256 or more for bytes, got 255"):
-        open_data(settings, 255)
+        open_data(settings, 255, 4)
 
 
 def test_a_model_without_two_tokens_is_refused_for_synthetic_data():
     with pytest.raises(ValueError, match="vocabulary of 2 or more, got 1"):
-        open_data(DataConfig(dataset="synthetic"), 1)
+        open_data(DataConfig(dataset_type="synthetic"), 1, 16)

@@ -10,16 +10,16 @@ from raggedmoe.train.checkpoint.checkpoints import RestoredCheckpoint
 from raggedmoe.train.loop.begin import open_metrics
 from raggedmoe.train.loop.metrics import LOAD, METRICS, MetricsWriter, read_jsonl
 from raggedmoe.train.loop.screen import Screen
-from raggedmoe.train.settings.config import make_config
-from raggedmoe.train.settings.settings import parse_settings
+from raggedmoe.train.settings.resolve import resolve
+from raggedmoe.train.settings.words import read_words
 from tests.train.runs import TINY
 
 
 @pytest.fixture
 def resume(tmp_path):
     """Opens the metrics of a run that goes on after step 2."""
-    settings = parse_settings((*TINY, f"base_output_directory={tmp_path}", "run_name=run", "tensorboard=false"))
-    config = make_config(settings, target_hardware(), 1)
+    settings = read_words((*TINY, f"base_output_directory={tmp_path}", "run_name=run", "tensorboard=false"))
+    config = resolve(settings, target_hardware(), 1)
     with MetricsWriter(tmp_path / "run", resume_step=None, tensorboard=False) as writer:
         for step in (1, 2, 3):
             writer.train(step, {"loss": 4.0 - step})

@@ -18,9 +18,11 @@ from raggedmoe.models.presets import model_preset
 from raggedmoe.moe.config import RouterConfig
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.train.data.rows import Batch
-from raggedmoe.train.step.optimizer import OptimizerConfig, make_optimizer
+from raggedmoe.train.settings.sections import OptimizerConfig, StepSettings
+from raggedmoe.train.settings.step import StepConfig
+from raggedmoe.train.step.optimizer import make_optimizer
 from raggedmoe.train.step.state import state_from_params
-from raggedmoe.train.step.step import StepConfig, train_step
+from raggedmoe.train.step.step import train_step
 
 EPS = float(jnp.finfo(jnp.float32).eps)
 LENGTH, RATE, MTP_WEIGHT = 16, 0.01, 0.3
@@ -65,11 +67,20 @@ def whole_model():
 
 EINSUM = ModelExecution(moe=MoEExecution(moe_backend="dense"))  # experts that compile fast
 # Without a first moment and clipping the optimizer's state after a step holds the gradient as it was.
-ADAM = OptimizerConfig(steps=40, learning_rate=0.01, warmup_steps=4, b1=0.0, clip_norm=None)
+ADAM = OptimizerConfig(
+    schedule_steps=40, learning_rate=0.01, warmup_steps=4, adam_b1=0.0, gradient_clipping_threshold=0.0
+)
 WHOLE = StepConfig(
-    model=whole_model(), execution=EINSUM, optimizer=ADAM, bias_update_rate=RATE, mtp_loss_weight=MTP_WEIGHT
+    model=whole_model(),
+    execution=EINSUM,
+    optimizer=ADAM,
+    losses=StepSettings(bias_update_rate=RATE, mtp_loss_weight=MTP_WEIGHT),
 )
 BATCH = packed(ROWS, WHOLE.model.vocab_size)
+
+
+def with_losses(config, **changes):
+    return dataclasses.replace(config, losses=dataclasses.replace(config.losses, **changes))
 
 
 def drawn_params(model, seed=0):

@@ -17,9 +17,10 @@ from raggedmoe.models.parameters import is_trained, param_specs
 from raggedmoe.models.presets import model_preset
 from raggedmoe.train.loop import speed
 from raggedmoe.train.loop.speed import peak_flops
+from raggedmoe.train.settings.sections import OptimizerConfig
 from raggedmoe.train.step import fit, programs
 from raggedmoe.train.step.fit import check_compiled_fit, check_fit, memory_bytes, state_bytes
-from raggedmoe.train.step.optimizer import OptimizerConfig, make_optimizer, widen_to_float32
+from raggedmoe.train.step.optimizer import make_optimizer, widen_to_float32
 from raggedmoe.train.step.state import init_state
 
 
@@ -33,7 +34,7 @@ def num_bytes(array):
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
 def test_state_bytes_are_those_of_the_state_that_a_run_begins_with(param_dtype):
     config = dataclasses.replace(model_preset("deepseek-v3-tiny"), param_dtype=param_dtype)
-    optimizer = make_optimizer(OptimizerConfig(steps=20), param_specs(config))
+    optimizer = make_optimizer(OptimizerConfig(schedule_steps=20), param_specs(config))
     state = jax.eval_shape(lambda: init_state(config, optimizer, jax.random.key(0)))
     trained = [array for name, array in state.params.items() if is_trained(name)]
     found = state_bytes(config)

@@ -9,7 +9,7 @@ import numpy as np
 
 from raggedmoe.train.data.rows import Batch
 from raggedmoe.train.step.step import micro_batch_weights
-from tests.train.step.small_step import WHOLE
+from tests.train.step.small_step import WHOLE, with_losses
 
 # Three micro-batches of two sequences of five tokens: documents' numbers, -1 at padding.
 SEGMENTS = np.array(
@@ -41,7 +41,7 @@ def shares_of(config):
 
 
 def test_shares_are_of_tokens_sequences_and_targets_of_the_whole_batch():
-    config = dataclasses.replace(WHOLE, micro_batches=3)
+    config = with_losses(WHOLE, gradient_accumulation_steps=3)
     assert config.mtp_layers == 1
     shares = shares_of(config)
     # The model has 9 + 3 tokens, in 2 + 1 sequences; the module those that have a next one, 4 + 2 and 2.
@@ -54,6 +54,6 @@ def test_shares_are_of_tokens_sequences_and_targets_of_the_whole_batch():
 
 def test_a_target_of_any_module_counts_as_much_as_one_of_any_other():
     model = dataclasses.replace(WHOLE.model, mtp_layers=2)
-    shares = shares_of(dataclasses.replace(WHOLE, model=model, micro_batches=3))
+    shares = shares_of(dataclasses.replace(with_losses(WHOLE, gradient_accumulation_steps=3), model=model))
     assert (same_document(2).sum(), same_document(3).sum()) == (4, 2)
     np.testing.assert_allclose(shares.per_target, [[1 / 8, 1 / 6, 1 / 6]] * 3, rtol=1e-6)

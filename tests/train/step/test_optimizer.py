@@ -11,7 +11,8 @@ import pytest
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.models.presets import PRESETS, model_preset
 from raggedmoe.params import ParamSpec
-from raggedmoe.train.step.optimizer import OptimizerConfig, decay_mask, learning_rate_schedule, make_optimizer
+from raggedmoe.train.settings.sections import OptimizerConfig
+from raggedmoe.train.step.optimizer import decay_mask, learning_rate_schedule, make_optimizer
 from raggedmoe.train.step.state import state_from_params
 
 PEAK, STEPS = 0.02, 50
@@ -19,13 +20,13 @@ PEAK, STEPS = 0.02, 50
 
 def expected_rate(config, step):
     """The learning rate by the formulas of the papers."""
-    if step >= config.steps:
+    if step >= config.schedule_steps:
         return 0
     if step < config.warmup_steps:
         return PEAK * (step + (config.warmup_from == "first")) / config.warmup_steps
     last = PEAK * config.final_fraction
-    step, after = step - config.warmup_steps, config.steps - config.warmup_steps
-    decay = after if config.schedule == "cosine" else math.floor(config.decay_fraction * config.steps)
+    step, after = step - config.warmup_steps, config.schedule_steps - config.warmup_steps
+    decay = after if config.schedule == "cosine" else math.floor(config.decay_fraction * config.schedule_steps)
     if config.schedule == "constant" or step < after - decay:
         return PEAK
     done = (step - (after - decay)) / (decay - 1)
@@ -40,7 +41,7 @@ def test_schedule_is_its_formula_at_every_step(style, warmup):
     schedule, _, decay_style = style.partition("-")
     warmup_steps, _, warmup_from = warmup.partition("-")
     config = OptimizerConfig(
-        steps=STEPS,
+        schedule_steps=STEPS,
         learning_rate=PEAK,
         schedule=schedule,
         warmup_steps=int(warmup_steps),
@@ -55,39 +56,39 @@ def test_schedule_is_its_formula_at_every_step(style, warmup):
 
 
 def test_a_run_may_be_all_warm_up():
-    config = OptimizerConfig(steps=4, learning_rate=PEAK, warmup_steps=4)
+    config = OptimizerConfig(schedule_steps=4, learning_rate=PEAK, warmup_steps=4)
     np.testing.assert_allclose(learning_rate_schedule(config)(np.arange(5)), PEAK * np.array([0.25, 0.5, 0.75, 1, 0]))
 
 
 @pytest.mark.parametrize(("schedule", "fraction"), [("cosine", 0.1), ("wsd", 1.0)])
 def test_a_run_of_one_step_is_at_the_end_of_a_cosine_and_at_the_peak_otherwise(schedule, fraction):
-    config = OptimizerConfig(steps=1, warmup_steps=0, learning_rate=PEAK, schedule=schedule)
+    config = OptimizerConfig(schedule_steps=1, warmup_steps=0, learning_rate=PEAK, schedule=schedule)
     assert float(learning_rate_schedule(config)(0)) == pytest.approx(fraction * PEAK)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"schedule": "cosin"}, "cosine"),
-        ({"steps": 0}, "steps >= 1, got 0"),
+        ({"schedule": "cosin"}, "expected one of cosine, wsd, constant, got 'cosin'"),
+        ({"schedule_steps": 0}, "schedule_steps >= 1, got 0"),
         ({"warmup_steps": STEPS + 1}, "use fewer warm-up steps or more steps"),
-        ({"warmup_from": "one"}, "unknown warmup_from 'one': expected one of first, zero"),
-        ({"decay_style": "square"}, "unknown decay_style 'square'"),
-        ({"weight_decay_of": "norms"}, "unknown weight_decay_of 'norms'"),
-        ({"epsilon_root": -1.0}, "epsilon_root >= 0, got -1.0"),
+        ({"warmup_from": "one"}, "warmup_from: expected one of first, zero, got 'one'"),
+        ({"decay_style": "square"}, "decay_style: expected one of linear, cosine, got 'square'"),
+        ({"weight_decay_of": "norms"}, "weight_decay_of: expected one of matrices, all, got 'norms'"),
+        ({"adam_eps_root": -1.0}, "adam_eps_root >= 0, got -1.0"),
         ({"warmup_steps": -1}, "got -1"),
         ({"schedule": "wsd", "warmup_steps": 30, "decay_fraction": 0.5}, "together are more than steps=50"),
         ({"final_fraction": 1.5}, "0 <= final_fraction <= 1, got 1.5"),
-        ({"b2": 1.0}, "0 <= b2 < 1, got 1.0"),
+        ({"adam_b2": 1.0}, "0 <= adam_b2 < 1, got 1.0"),
         ({"learning_rate": 0.0}, "learning_rate > 0, got 0.0"),
-        ({"learning_rate": math.nan}, "learning_rate > 0, got nan"),
+        ({"learning_rate": math.nan}, "learning_rate: expected a finite number, got nan"),
         ({"weight_decay": -0.1}, "weight_decay >= 0, got -0.1"),
-        ({"clip_norm": 0.0}, "None for no clipping, got 0.0"),
+        ({"gradient_clipping_threshold": -0.5}, "gradient_clipping_threshold >= 0, got -0.5"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused(changes, words):
     with pytest.raises(ValueError, match=words):
-        OptimizerConfig(**{"steps": STEPS, **changes})
+        OptimizerConfig(**{"schedule_steps": STEPS, **changes})
 
 
 SPECS = {
@@ -110,30 +111,31 @@ def plain_adamw(config, params, gradients):
     second = {name: np.zeros_like(value) for name, value in params.items()}
     for step, gradient in enumerate(gradients):
         norm = math.sqrt(sum((value**2).sum() for value in gradient.values()))
-        shorter = 1 if config.clip_norm is None else min(1, config.clip_norm / norm)
+        limit = config.gradient_clipping_threshold
+        shorter = min(1, limit / norm) if limit else 1
         for name in params:
             g = gradient[name] * shorter
-            first[name] = config.b1 * first[name] + (1 - config.b1) * g
-            second[name] = config.b2 * second[name] + (1 - config.b2) * g**2
-            mean = first[name] / (1 - config.b1 ** (step + 1))
-            square = second[name] / (1 - config.b2 ** (step + 1))
+            first[name] = config.adam_b1 * first[name] + (1 - config.adam_b1) * g
+            second[name] = config.adam_b2 * second[name] + (1 - config.adam_b2) * g**2
+            mean = first[name] / (1 - config.adam_b1 ** (step + 1))
+            square = second[name] / (1 - config.adam_b2 ** (step + 1))
             decay = config.weight_decay * params[name] if name in decaying else 0
-            root = np.sqrt(square + config.epsilon_root)
-            params[name] -= expected_rate(config, step) * (mean / (root + config.epsilon) + decay)
+            root = np.sqrt(square + config.adam_eps_root)
+            params[name] -= expected_rate(config, step) * (mean / (root + config.adam_eps) + decay)
     return params
 
 
-@pytest.mark.parametrize(("clip_norm", "of", "root"), [(None, "matrices", 0.0), (1.0, "all", 1e-3)])
-def test_five_steps_are_those_of_a_plain_loop(clip_norm, of, root):
+@pytest.mark.parametrize(("largest", "of", "root"), [(0.0, "matrices", 0.0), (1.0, "all", 1e-3)])
+def test_five_steps_are_those_of_a_plain_loop(largest, of, root):
     config = OptimizerConfig(
-        steps=STEPS,
+        schedule_steps=STEPS,
         learning_rate=PEAK,
         warmup_steps=2,
-        clip_norm=clip_norm,
+        gradient_clipping_threshold=largest,
         weight_decay=0.3,
         weight_decay_of=of,
-        epsilon=1e-3,
-        epsilon_root=root,
+        adam_eps=1e-3,
+        adam_eps_root=root,
     )
     # Longer and shorter than the limit in turn, so that a clipping that always scales is seen.
     gradients = [drawn(seed, 0.02 if seed % 2 else 3.0) for seed in range(1, 6)]
@@ -199,7 +201,7 @@ def test_a_parameter_decays_exactly_if_it_is_drawn_at_random(preset):
 
 def test_bfloat16_parameters_have_float32_moments():
     params = {name: jnp.asarray(value, jnp.bfloat16) for name, value in drawn(0).items()}
-    optimizer = make_optimizer(OptimizerConfig(steps=STEPS), SPECS)
+    optimizer = make_optimizer(OptimizerConfig(schedule_steps=STEPS), SPECS)
     state = state_from_params(params, optimizer, jax.random.key(0))
     moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
     assert len(moments) == 2 * len(params)

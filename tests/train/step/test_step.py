@@ -13,8 +13,10 @@ from raggedmoe.models.decoder import decode, mtp_forward, mtp_mask
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.parameters import is_trained, param_specs
 from raggedmoe.moe.config import RouterConfig
+from raggedmoe.train.settings.sections import StepSettings
+from raggedmoe.train.settings.step import StepConfig
 from raggedmoe.train.step.optimizer import learning_rate_schedule
-from raggedmoe.train.step.step import StepConfig, batch_gradients
+from raggedmoe.train.step.step import batch_gradients
 from tests.train.step.small_step import (
     ADAM,
     BATCH,
@@ -34,9 +36,10 @@ from tests.train.step.small_step import (
     sorted_out,
     step_of,
     tiny,
+    with_losses,
 )
 
-CUT = dataclasses.replace(WHOLE, micro_batches=4)
+CUT = with_losses(WHOLE, gradient_accumulation_steps=4)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +84,7 @@ def test_micro_batches_have_the_load_of_the_whole_batch(whole, cut):
 
 def test_a_batch_that_cannot_be_cut_is_refused(start):
     with pytest.raises(ValueError, match="8 sequences cannot be cut into 3 equal micro-batches"):
-        jax.eval_shape(step_of(dataclasses.replace(WHOLE, micro_batches=3)), start, BATCH)
+        jax.eval_shape(step_of(with_losses(WHOLE, gradient_accumulation_steps=3)), start, BATCH)
 
 
 @pytest.mark.ci
@@ -89,7 +92,7 @@ def test_the_batch_wise_loss_is_that_of_each_micro_batch_and_the_capacity_that_o
     model = small_model(aux_loss_weight=1.0)
     moe = dataclasses.replace(model.moe, capacity_factor=0.5)
     model = dataclasses.replace(model, num_layers=1, mtp_layers=0, moe=moe)
-    config = StepConfig(model=model, optimizer=ADAM, micro_batches=4)
+    config = StepConfig(model=model, optimizer=ADAM, losses=StepSettings(gradient_accumulation_steps=4))
     params = drawn_params(model)
 
     @jax.jit
@@ -111,7 +114,9 @@ def test_random_routing_differs_by_step_and_micro_batch():
     preset = tiny("mixtral-tiny", vocab_size=61, num_layers=1)
     moe = dataclasses.replace(preset.moe, router=RouterConfig(selection="random"))
     model = dataclasses.replace(preset, moe=moe)
-    config = StepConfig(model=model, execution=EINSUM, optimizer=ADAM, micro_batches=4)
+    config = StepConfig(
+        model=model, execution=EINSUM, optimizer=ADAM, losses=StepSettings(gradient_accumulation_steps=4)
+    )
     rows = packed(ROWS[:2], model.vocab_size)
     batch = jax.tree.map(lambda array: np.tile(array, (4, 1)), rows)
     state = dataclasses.replace(first_state(config), step=jnp.asarray(3, jnp.int32))
@@ -227,7 +232,7 @@ def test_parameters_move_by_adamw(start, whole):
         old, g = (np.asarray(a, np.float64) for a in (start.params[name], gradient))
         decay = ADAM.weight_decay * old if specs[name].contracts else 0
         # The first step's moments, corrected for their start at zero, are the gradient and its square.
-        expected = old - rate * (g / (np.abs(g) + ADAM.epsilon) + decay)
+        expected = old - rate * (g / (np.abs(g) + ADAM.adam_eps) + decay)
         # XLA may compute a gradient twice, for each moment: the two differ by the rounding of their sum's terms, which
         # are as large as the largest gradient. Of an update that is a part of a gradient that small.
         twice = 4 * EPS * np.abs(g).max() / np.maximum(np.abs(g), np.finfo(np.float32).tiny)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from raggedmoe.models.decoder import mtp_mask
-from raggedmoe.train.step.optimizer import OptimizerConfig
-from raggedmoe.train.step.step import StepConfig, layers_of_biases, mtp_weights, update_biases
+from raggedmoe.train.settings.sections import OptimizerConfig, StepSettings
+from raggedmoe.train.settings.step import StepConfig
+from raggedmoe.train.step.step import layers_of_biases, mtp_weights, update_biases
 from tests.train.step.small_step import (
     ADAM,
     BATCH,
@@ -27,14 +28,15 @@ from tests.train.step.small_step import (
     sorted_out,
     step_of,
     tiny,
+    with_losses,
 )
 
 
-@pytest.mark.parametrize("name", ["micro_batches", "bias_update_rate", "mtp_loss_weight"])
+@pytest.mark.parametrize("name", ["gradient_accumulation_steps", "bias_update_rate", "mtp_loss_weight"])
 def test_a_negative_setting_is_refused(name):
-    value = -1 if name == "micro_batches" else -0.1
+    value = -1 if name == "gradient_accumulation_steps" else -0.1
     with pytest.raises(ValueError, match=f"{name} >= .*, got {value}"):
-        dataclasses.replace(WHOLE, **{name: value})
+        with_losses(WHOLE, **{name: value})
 
 
 @pytest.mark.parametrize("module", [0, 1, 2])
@@ -94,7 +96,7 @@ def test_layers_of_biases_are_found_by_their_number_in_the_model(model):
 
 def test_biases_of_several_stacks_move_by_their_own_loads():
     model = MODELS["dense between"]
-    config = StepConfig(model=model, optimizer=ADAM, bias_update_rate=RATE)
+    config = StepConfig(model=model, optimizer=ADAM, losses=StepSettings(bias_update_rate=RATE))
     rows, experts = len(model.moe_layers) + model.mtp_layers, model.moe.num_experts
     load = np.random.default_rng(0).integers(0, 5, (rows, experts), dtype=np.int32)
     _, biases = sorted_out(drawn_params(model))
@@ -107,7 +109,7 @@ def test_biases_of_several_stacks_move_by_their_own_loads():
 
 
 def test_a_rate_of_zero_leaves_the_biases():
-    config = dataclasses.replace(WHOLE, bias_update_rate=0.0)
+    config = with_losses(WHOLE, bias_update_rate=0.0)
     _, biases = sorted_out(drawn_params(WHOLE.model))
     assert_same_bits(update_biases(biases, jnp.arange(24).reshape(3, 8), config), biases)
 
@@ -119,8 +121,8 @@ def test_a_rate_of_zero_leaves_the_biases():
 def narrow_steps():
     """The state before and after three steps, and the last report."""
     model = dataclasses.replace(small_model(), num_layers=1, dense_layers=(0,), dtype=jnp.bfloat16)
-    adam = OptimizerConfig(steps=40, learning_rate=1e-5, warmup_steps=0)
-    config = StepConfig(model=model, execution=EINSUM, optimizer=adam, mtp_loss_weight=0.0)
+    adam = OptimizerConfig(schedule_steps=40, learning_rate=1e-5, warmup_steps=0)
+    config = StepConfig(model=model, execution=EINSUM, optimizer=adam, losses=StepSettings(mtp_loss_weight=0.0))
     before = first_state(config)
     ones = jnp.ones_like(before.params["final_norm"])
     before = after = dataclasses.replace(before, params={**before.params, "final_norm": ones})

@@ -10,52 +10,15 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from raggedmoe.names import unknown
 from raggedmoe.train.data.corpus import Corpus, Document, read_standard_library, read_text_files
 from raggedmoe.train.data.rows import Batch, Rows, TokenRows, synthetic_rows, token_rows
+from raggedmoe.train.settings.sections import DataConfig
 
 _log = logging.getLogger(__name__)
-DATASETS = ("stdlib", "text", "synthetic")
 TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".rst", ".tex"),
     *(".py", ".c", ".h", ".cc", ".cpp", ".java", ".go", ".rs", ".js", ".ts"),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What to train on, and in which rows and order.
-
-    The datasets: "stdlib" is the source code of the Python that runs, as bytes, and needs no download. "text" is your
-    own files, as bytes or through a tokenizer. "synthetic" is random tokens with something to learn in them.
-    """
-
-    dataset: str = "stdlib"  # "stdlib", "text" or "synthetic"
-    paths: tuple[str, ...] = ()  # files of dataset "text", and folders to search
-    suffixes: tuple[str, ...] = TEXT_SUFFIXES  # what files in those folders end in; a file that is named is taken
-    tokenizer: str | None = None  # a tokenizer.json for "text"; None: bytes
-    sequence_length: int = 256  # S
-    batch_size: int = 16  # sequences of one step, all micro-batches together
-    packing: bool = True  # documents one after the other in a row; off: each row is one document's, padded
-    held_out: float = 0.05  # the share of the tokens that training never sees, in whole documents where that can be
-    seed: int = 0  # seed of the order, the split and synthetic tokens
-
-    def __post_init__(self) -> None:
-        if self.dataset not in DATASETS:
-            raise unknown("dataset", self.dataset, DATASETS)
-        if self.dataset == "text" and not self.paths:
-            raise ValueError("dataset='text' expected paths of files or folders, got none; give at least one")
-        if self.dataset != "text" and (self.paths or self.tokenizer is not None):
-            what = f"paths={self.paths}" if self.paths else f"tokenizer={self.tokenizer!r}"
-            raise ValueError(f"dataset={self.dataset!r} reads no {what}; leave it out, or use dataset='text'")
-        if not self.suffixes or not all(suffix.startswith(".") for suffix in self.suffixes):
-            raise ValueError(f"expected suffixes such as '.txt', got {self.suffixes}")
-        if self.sequence_length < 2:
-            raise ValueError(f"expected sequence_length >= 2, got {self.sequence_length}; 256 is a usual start")
-        if self.batch_size < 1:
-            raise ValueError(f"expected batch_size >= 1, got {self.batch_size}")
-        if not 0 <= self.held_out <= 0.5:
-            raise ValueError(f"expected 0 <= held_out <= 0.5, got {self.held_out}; 0.05 holds out a twentieth")
 
 
 @runtime_checkable
@@ -76,6 +39,7 @@ class Data:
     """The data of a run: the rows to train on, and those held out for evaluation."""
 
     config: DataConfig
+    batch_size: int  # sequences of one step, all micro-batches together
     train: Rows
     held_out: Rows | None
     vocab_size: int  # one more than the largest token that can occur
@@ -102,14 +66,14 @@ class Data:
         import grain  # takes a second, which a command that only shows its options has not
 
         rows = grain.MapDataset.range(self.train.num_rows)
-        shuffled = rows.shuffle(_hash_to_int("order", self.config.seed) % 2**32).repeat()
+        shuffled = rows.shuffle(_hash_to_int("order", self.config.data_seed) % 2**32).repeat()
 
         def make_batch(rows_of_batch: Sequence[int]) -> Batch:
             return self.train.batch(
                 rows_of_batch if positions is None else [rows_of_batch[position] for position in positions]
             )
 
-        batches = shuffled.batch(self.config.batch_size, drop_remainder=True, batch_fn=make_batch)
+        batches = shuffled.batch(self.batch_size, drop_remainder=True, batch_fn=make_batch)
         # One thread makes the next two batches while the step runs. A row's number costs grain about 10 us.
         return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
@@ -121,7 +85,7 @@ class Data:
         """
         if self.held_out is None:
             return []
-        size = size or self.config.batch_size
+        size = size or self.batch_size
         num_available = self.held_out.num_rows
         num_rows = min(num * size, num_available)
         row_numbers = [number * num_available // num_rows for number in range(num_rows)]
@@ -131,30 +95,36 @@ class Data:
         ]
 
 
-def open_data(config: DataConfig, vocab_size: int) -> Data:
-    """Read the data for a model with that vocabulary. Data that cannot be trained on is an error here."""
-    if config.dataset == "synthetic":
-        return _open_synthetic(config, vocab_size)
-    if config.tokenizer is None and vocab_size < 256:
+def open_data(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
+    """Read the data for a model with that vocabulary, in batches of so many sequences.
+
+    Data that cannot be trained on is an error here.
+    """
+    if config.dataset_type == "synthetic":
+        return _open_synthetic(config, vocab_size, batch_size)
+    if config.tokenizer_path is None and vocab_size < 256:
         raise ValueError(
             f"expected a model with a vocabulary of 256 or more for bytes, got {vocab_size}; enlarge it"
-            + (", or give a tokenizer" if config.dataset == "text" else "")
+            + (", or give a tokenizer" if config.dataset_type == "text" else "")
         )
-    if config.dataset == "stdlib":
+    if config.dataset_type == "stdlib":
         corpus = read_standard_library()
     else:
-        corpus = read_text_files(config.paths, config.suffixes, config.tokenizer, vocab_size)
-    train, held_out = split_documents(corpus.documents, share=config.held_out, seed=config.seed)
+        corpus = read_text_files(
+            config.dataset_path, config.dataset_suffixes or TEXT_SUFFIXES, config.tokenizer_path, vocab_size
+        )
+    train, held_out = split_documents(corpus.documents, share=config.held_out, seed=config.data_seed)
     rows = _make_rows(config, train)
-    _check_rows(config, rows, corpus.unit)
+    _check_rows(config, batch_size, rows, corpus.unit)
     return Data(
         config=config,
+        batch_size=batch_size,
         train=rows,
         held_out=_make_rows(config, held_out) if held_out else None,
         vocab_size=corpus.vocab_size,
         num_tokens=len(rows.tokens),
         num_documents=len(train),
-        fingerprint=_fingerprint(config, corpus),
+        fingerprint=_fingerprint(config, batch_size, corpus),
         description=_description(config, corpus, train, held_out),
         tokenizer_text=corpus.tokenizer_json,
     )
@@ -198,7 +168,7 @@ def split_documents(
     )
 
 
-def _open_synthetic(config: DataConfig, vocab_size: int) -> Data:
+def _open_synthetic(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
     """Make the synthetic data."""
     if vocab_size < 2:
         raise ValueError(f"expected a model with a vocabulary of 2 or more, got {vocab_size}")
@@ -206,14 +176,22 @@ def _open_synthetic(config: DataConfig, vocab_size: int) -> Data:
     def rows(part: str) -> Rows:
         return synthetic_rows(
             vocab_size=vocab_size,
-            sequence_length=config.sequence_length,
-            seed=_hash_to_int("cycle", config.seed),
-            key=_hash_to_int(part, config.seed),
+            sequence_length=config.max_target_length,
+            seed=_hash_to_int("cycle", config.data_seed),
+            key=_hash_to_int(part, config.data_seed),
         )
 
-    settings = [config.dataset, config.seed, config.sequence_length, config.batch_size, vocab_size, config.held_out > 0]
+    settings = [
+        config.dataset_type,
+        config.data_seed,
+        config.max_target_length,
+        batch_size,
+        vocab_size,
+        config.held_out > 0,
+    ]
     return Data(
         config=config,
+        batch_size=batch_size,
         train=rows("train"),
         held_out=rows("held out") if config.held_out else None,
         vocab_size=vocab_size,
@@ -227,32 +205,39 @@ def _open_synthetic(config: DataConfig, vocab_size: int) -> Data:
 
 def _make_rows(config: DataConfig, documents: Sequence[Document]) -> TokenRows:
     tokens = [document.tokens for document in documents]
-    return token_rows(tokens, sequence_length=config.sequence_length, packing=config.packing)
+    return token_rows(tokens, sequence_length=config.max_target_length, packing=config.packing)
 
 
-def _check_rows(config: DataConfig, rows: TokenRows, unit: str) -> None:
+def _check_rows(config: DataConfig, batch_size: int, rows: TokenRows, unit: str) -> None:
     num_tokens = len(rows.tokens)
     if not rows.num_rows:
         raise ValueError(
             f"expected files of two {unit} or more, got {num_tokens} with one each: there is no next one to learn; "
             "join them, or give other paths"
         )
-    if config.sequence_length > num_tokens:
+    if config.max_target_length > num_tokens:
         raise ValueError(
-            f"sequence_length={config.sequence_length} is more than the {num_tokens} {unit} to train on; use at most "
-            f"{num_tokens}, or give more data"
+            f"max_target_length={config.max_target_length} is more than the {num_tokens} {unit} to train on; use at "
+            f"most {num_tokens}, or give more data"
         )
-    if config.batch_size > rows.num_rows:
+    if batch_size > rows.num_rows:
         _log.warning(
-            "batch_size=%d is more than the %d rows that there are: a batch holds rows more than once",
-            config.batch_size,
+            "a batch of %d sequences is more than the %d rows that there are: it holds rows more than once",
+            batch_size,
             rows.num_rows,
         )
 
 
-def _fingerprint(config: DataConfig, corpus: Corpus) -> str:
+def _fingerprint(config: DataConfig, batch_size: int, corpus: Corpus) -> str:
     """Hash the documents and the settings that the order depends on. Paths and suffixes count by what they found."""
-    settings = [config.dataset, config.seed, config.sequence_length, config.batch_size, config.packing, config.held_out]
+    settings = [
+        config.dataset_type,
+        config.data_seed,
+        config.max_target_length,
+        batch_size,
+        config.packing,
+        config.held_out,
+    ]
     digest = _digest([*settings, corpus.tokenizer_json])
     for document in corpus.documents:
         digest.update(json.dumps([document.name, len(document.tokens)]).encode())
@@ -262,7 +247,9 @@ def _fingerprint(config: DataConfig, corpus: Corpus) -> str:
 
 def _description(config: DataConfig, corpus: Corpus, train: Sequence[Document], held_out: Sequence[Document]) -> str:
     num = len(corpus.documents)
-    read = f"{config.dataset}: {num:,} file{'s' * (num != 1)}, {_short(_num_tokens(corpus.documents))} {corpus.unit}"
+    read = (
+        f"{config.dataset_type}: {num:,} file{'s' * (num != 1)}, {_short(_num_tokens(corpus.documents))} {corpus.unit}"
+    )
     if not held_out:
         return f"{read}; all to train on"
     if len(train) == num:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from raggedmoe.models.decoder import Params
 from raggedmoe.models.flops import train_flops
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.sharding.training import TrainSharding
+from raggedmoe.train.checkpoint.checkpoints import CheckpointConfig as CheckpointFolder
 from raggedmoe.train.checkpoint.checkpoints import Checkpoints, RestoredCheckpoint
 from raggedmoe.train.data.batches import Data
 from raggedmoe.train.data.rows import Batch
@@ -25,25 +27,25 @@ from raggedmoe.train.loop.metrics import MetricsWriter, NoMetrics
 from raggedmoe.train.loop.run import Run
 from raggedmoe.train.loop.screen import Screen
 from raggedmoe.train.loop.speed import peak_flops
-from raggedmoe.train.settings.config import TrainConfig
-from raggedmoe.train.settings.settings import list_changes, plain
+from raggedmoe.train.settings.config import list_changes
+from raggedmoe.train.settings.resolve import ResolvedConfig
 from raggedmoe.train.step.optimizer import make_optimizer
 from raggedmoe.train.step.programs import Programs, places_of, state_template
 from raggedmoe.train.step.state import TrainState, state_from_params
 from raggedmoe.version import __version__
 
 
-def startup_summary(config: TrainConfig, data: Data, hardware: Hardware) -> str:
+def startup_summary(config: ResolvedConfig, data: Data, hardware: Hardware) -> str:
     """Summarize the run that is about to start, for the screen."""
     model, count = config.step.model, count_params(config.step.model)
     degrees = ", ".join(f"{axis} {size}" for axis, size in config.plan.sizes.items() if size > 1)
     devices = f"{hardware.name} × {config.plan.num_devices} ({degrees})" if degrees else hardware.name
     return (
-        f"{config.settings.values['model_name']}: {count.total / 1e6:.2f}M parameters, {count.active / 1e6:.2f}M active"
+        f"{config.asked.model}: {count.total / 1e6:.2f}M parameters, {count.active / 1e6:.2f}M active"
         f", {model.moe.experts_per_token} of {model.moe.num_experts} experts in {len(model.moe_layers)} of "
         f"{model.num_layers} layers; {np.dtype(model.dtype).name} on {devices}, JAX {compat.JAX_VERSION}\n"
-        f"{data.describe()}; {config.data.batch_size} × {config.data.sequence_length} tokens a step, "
-        f"{config.run.steps} steps into {config.run.folder}"
+        f"{data.describe()}; {config.batch_size} × {config.data.max_target_length} tokens a step, "
+        f"{config.run.steps} steps into {config.folder}"
     )
 
 
@@ -71,10 +73,10 @@ def _is_named(choice: Choice, direction: str) -> bool:
     return (getattr(choice, direction) if isinstance(choice, Directions) else choice) != "auto"
 
 
-def check_resumable(config: TrainConfig, data: Data, earlier: Mapping[str, Any], where: str) -> None:
+def check_resumable(config: ResolvedConfig, data: Data, earlier: Mapping[str, Any], where: str) -> None:
     """Refuse to resume a run with other data, or with other values of settings that may not change."""
     differences = [
-        *list_changes(earlier.get("settings", {}), plain(config.settings.values)),
+        *list_changes(earlier.get("settings", {}), config.asked.values()),
         *_batch_size_changes(config, earlier),
     ]
     if differences:
@@ -89,24 +91,33 @@ def check_resumable(config: TrainConfig, data: Data, earlier: Mapping[str, Any],
         )
 
 
-def _batch_size_changes(config: TrainConfig, earlier: Mapping[str, Any]) -> list[str]:
+def _batch_size_changes(config: ResolvedConfig, earlier: Mapping[str, Any]) -> list[str]:
     """Say if the micro-batch changed. A run may resume on another mesh, with as many sequences in a micro-batch."""
     old = earlier.get("settings", {}).get("per_device_batch_size", 0) * earlier.get("devices", 1)
-    new, num = config.run.micro_batch_size, config.plan.num_devices
+    new, num = config.micro_batch_size, config.plan.num_devices
     if old in (0, new):
         return []
     use = f"per_device_batch_size={old // num}" if old % num == 0 else f"a number of devices that divides {old}"
     return [f"per_device_batch_size × devices={old} is now {new}: on {num} use {use}"]
 
 
-def open_checkpoints(config: TrainConfig) -> Any:
+def open_checkpoints(config: ResolvedConfig) -> Any:
     """Open the run's checkpoints as a context, which gives None if checkpointing is off."""
-    return contextlib.nullcontext() if config.checkpoints is None else Checkpoints(config.checkpoints)
+    kept = config.checkpoints
+    if not kept.enable_checkpointing:
+        return contextlib.nullcontext()
+    folder = CheckpointFolder(
+        folder=config.folder / run_folder.CHECKPOINTS,
+        keep_last=kept.keep_last,
+        keep_best=kept.keep_best,
+        asynchronous=kept.async_checkpointing,
+    )
+    return Checkpoints(folder)
 
 
-def check_processes_agree(config: TrainConfig, fingerprint: str) -> None:
+def check_processes_agree(config: ResolvedConfig, fingerprint: str) -> None:
     """Require that all processes have the settings and data of process 0; others would train another model."""
-    settings = {**plain(config.settings.values), "the data": fingerprint}
+    settings = {**config.asked.values(), "the data": fingerprint}
     process_0 = broadcast_from_first(settings)
     differences = [
         f"{name}={value} here and {process_0.get(name)} there"
@@ -121,12 +132,12 @@ def check_processes_agree(config: TrainConfig, fingerprint: str) -> None:
 
 
 def restore_state(
-    config: TrainConfig, data: Data, checkpoints: Checkpoints | None, sharding: TrainSharding
+    config: ResolvedConfig, data: Data, checkpoints: Checkpoints | None, sharding: TrainSharding
 ) -> RestoredCheckpoint | None:
     """Restore the newest good checkpoint, and require that it is this run's; None if there is none."""
     if checkpoints is None or not broadcast_from_first(checkpoints.steps()):
         return None
-    folder = config.run.folder
+    folder = config.folder
     earlier = run_folder.read_description(folder)
     if earlier is not None:  # before its arrays are read, whose shapes may differ
         check_resumable(config, data, earlier, f"{folder / run_folder.RUN}")
@@ -139,13 +150,15 @@ def restore_state(
     return restored
 
 
-def open_metrics(config: TrainConfig, restored: RestoredCheckpoint | None, screen: Screen) -> MetricsWriter | NoMetrics:
+def open_metrics(
+    config: ResolvedConfig, restored: RestoredCheckpoint | None, screen: Screen
+) -> MetricsWriter | NoMetrics:
     """Open the metrics files to continue. Results that the run does not resume from are moved aside, not lost."""
     if jax.process_index() != 0:
         return NoMetrics()
-    folder = config.run.folder
+    folder = config.folder
     if restored is None:
-        aside = run_folder.set_aside(folder, checkpoints=config.checkpoints is None)
+        aside = run_folder.set_aside(folder, checkpoints=not config.checkpoints.enable_checkpointing)
     else:
         aside = run_folder.set_aside_finished(folder, restored.step)
     if aside is not None:
@@ -155,7 +168,7 @@ def open_metrics(config: TrainConfig, restored: RestoredCheckpoint | None, scree
 
 
 def make_run(
-    config: TrainConfig,
+    config: ResolvedConfig,
     data: Data,
     held_out: list[Batch],
     programs: Programs,
@@ -179,28 +192,28 @@ def make_run(
         screen=screen,
         sharding=sharding,
         memory=memory,
-        batches=data.train_batches(sharding.local_rows(config.data.batch_size, config.step.micro_batches)),
-        flops_per_token=train_flops(model, config.data.sequence_length, mtp_layers=mtp_layers),
+        batches=data.train_batches(sharding.local_rows(config.batch_size, config.step.micro_batches)),
+        flops_per_token=train_flops(model, config.data.max_target_length, mtp_layers=mtp_layers),
         peak_flops=peak_flops(hardware, jnp.dtype(model.dtype), config.plan.num_devices),
         load=np.zeros((len(layers), model.moe.num_experts), np.int64),
     )
     count = count_params(model)
     description = {
-        "name": config.run.folder.name,
+        "name": config.folder.name,
         "raggedmoe": __version__,
         "jax": compat.JAX_VERSION,
         "hardware": hardware.name,
         "devices": config.plan.num_devices,
         "degrees": config.plan.sizes,
         "model": {
-            "name": config.settings.values["model_name"],
+            "name": config.asked.model,
             "total": count.total,
             "active": count.active,
             "moe_layers": layers,
             "num_experts": model.moe.num_experts,
             "experts_per_token": model.moe.experts_per_token,
         },
-        "settings": plain(config.settings.values),
+        "settings": config.asked.values(),
         "notes": list(config.notes),
         "data": data.describe(),
         "data_fingerprint": data.fingerprint,
@@ -209,7 +222,7 @@ def make_run(
         "peak_flops": run.peak_flops,
     }
     if jax.process_index() == 0:
-        run_folder.write_description(config.run.folder, description)
+        run_folder.write_description(config.folder, description)
     return run
 
 
@@ -234,12 +247,12 @@ def initial_state(
     return begin(sharding.put(initial_params, template.params))
 
 
-def load_initial_params(config: TrainConfig) -> Params | None:
+def load_initial_params(config: ResolvedConfig) -> Params | None:
     """Load the parameters of `load_parameters_path`, which must be this model's; None if it is not set."""
     path, model = config.run.load_parameters_path, config.step.model
     if path is None:
         return None
-    params = interop.load(path, dtype=model.dtype, param_dtype=model.param_dtype, progress=True).params
+    params = interop.load(Path(path), dtype=model.dtype, param_dtype=model.param_dtype, progress=True).params
     specs = param_specs(model)
     wrong = [
         f"{name}: expected {specs[name].shape if name in specs else 'none'}, "
@@ -249,7 +262,7 @@ def load_initial_params(config: TrainConfig) -> Params | None:
     ]
     if wrong:
         raise ValueError(
-            f"{path} is no checkpoint of model_name={config.settings.values['model_name']} as it is set; "
+            f"{path} is no checkpoint of model_name={config.asked.model} as it is set; "
             f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}"
         )
     return params

@@ -26,7 +26,7 @@ from raggedmoe.train.loop.interruption import Interruption
 from raggedmoe.train.loop.profile import Trace
 from raggedmoe.train.loop.run import Run, evaluate, finish, log_step, save
 from raggedmoe.train.loop.screen import Screen
-from raggedmoe.train.settings.config import TrainConfig
+from raggedmoe.train.settings.resolve import ResolvedConfig
 from raggedmoe.train.step.fit import check_compiled_fit, check_fit, memory_bytes
 from raggedmoe.train.step.programs import compile_programs
 from raggedmoe.train.step.state import TrainState
@@ -42,18 +42,18 @@ class RunOutcome:
     text: str
 
 
-def train(config: TrainConfig, hardware: Hardware, screen: Screen) -> RunOutcome:
+def train(config: ResolvedConfig, hardware: Hardware, screen: Screen) -> RunOutcome:
     """Train, from the newest checkpoint if there is one. All that can be refused is refused before it is compiled."""
     model, plan = config.step.model, config.plan
     available = memory_bytes(hardware, -(-plan.num_devices // jax.process_count()))
-    device_tokens = config.run.micro_batch_size * config.data.sequence_length // plan.num_token_shards
-    name, mu_dtype = config.settings.values["model_name"], config.step.optimizer.mu_dtype
+    device_tokens = config.micro_batch_size * config.data.max_target_length // plan.num_token_shards
+    name, mu_dtype = config.asked.model, config.step.optimizer.mu_dtype
     check_fit(name, model, device_tokens, available, plan, mu_dtype)
     sharding = train_sharding(plan)
     check_all_take_part(sharding)
-    data = open_data(config.data, model.vocab_size)
+    data = open_data(config.data, model.vocab_size, config.batch_size)
     check_processes_agree(config, data.fingerprint)
-    with run_folder.lock_folder(config.run.folder):
+    with run_folder.lock_folder(config.folder):
         screen.say(startup_summary(config, data, hardware))
         for note in config.notes:
             screen.say(f"  {note}")
@@ -61,7 +61,7 @@ def train(config: TrainConfig, hardware: Hardware, screen: Screen) -> RunOutcome
             restored = restore_state(config, data, checkpoints, sharding)
             loaded_params = load_initial_params(config) if restored is None else None
             with open_metrics(config, restored, screen) as metrics:
-                held_out = data.held_out_batches(config.run.eval_steps, config.run.micro_batch_size)
+                held_out = data.held_out_batches(config.run.eval_steps, config.micro_batch_size)
                 start = time.perf_counter()
                 example = held_out[0] if held_out else None
                 programs = compile_programs(config.step, next(data.train_batches()), example, sharding)
@@ -81,8 +81,8 @@ def train(config: TrainConfig, hardware: Hardware, screen: Screen) -> RunOutcome
 
 def _steps(run: Run, state: TrainState) -> RunOutcome:
     """All steps, under a trace and with signals remembered. What cannot be written ends the run with what there is."""
-    config = run.config.run
-    with Interruption() as interruption, Trace(config.profile, config.folder / run_folder.PROFILE) as trace:
+    profile = run.config.folder / run_folder.PROFILE
+    with Interruption() as interruption, Trace(run.config.run, profile) as trace:
         run.screen.start(int(state.step))
         try:
             outcome = _step_by_step(run, state, interruption, trace)
@@ -100,6 +100,7 @@ def _steps(run: Run, state: TrainState) -> RunOutcome:
 def _step_by_step(run: Run, state: TrainState, interruption: Interruption, trace: Trace) -> RunOutcome:
     """The next step is under way before the last one's report is read."""
     config, steps = run.config.run, run.config.run.steps
+    period = run.config.checkpoints.checkpoint_period
     pending: tuple[Any, ...] | None = None
     run.since = time.perf_counter()
     for done in range(int(state.step) + 1, steps + 1):
@@ -114,7 +115,7 @@ def _step_by_step(run: Run, state: TrainState, interruption: Interruption, trace
         trace.step_done(report)
         last, stopped = done == steps, agree_to_stop(done, interruption.signal is not None)
         evaluates = last or (config.eval_interval > 0 and done % config.eval_interval == 0)
-        is_due = done % config.checkpoint_period == 0
+        is_due = done % period == 0
         if not (evaluates or is_due or stopped or run.skipped_in_a_row >= config.max_skipped_steps):
             continue
         log_step(run, *pending)
@@ -172,5 +173,5 @@ def _not_finite_outcome(run: Run, step: int) -> RunOutcome:
     good = run.checkpoints.steps()
     last = "there is no checkpoint yet"
     if good:
-        last = f"the last good checkpoint is {run.config.run.folder / run_folder.CHECKPOINTS / f'step_{good[-1]:08}'}"
+        last = f"the last good checkpoint is {run.config.folder / run_folder.CHECKPOINTS / f'step_{good[-1]:08}'}"
     return RunOutcome(code=NOT_FINITE, text=f"{text}; {last}. A lower learning_rate may help")

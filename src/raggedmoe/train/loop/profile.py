@@ -1,32 +1,22 @@
 """The profiler, which records a trace of a few steps for xprof (`profiler=xplane`)."""
 
-from dataclasses import dataclass
+import math
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
 
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
-    """Which steps the profiler traces."""
-
-    skip: int  # steps of this process before the trace
-    steps: int
-
-    def __post_init__(self) -> None:
-        if self.skip < 0 or self.steps < 1:
-            raise ValueError(
-                f"expected skip_first_n_steps_for_profiler >= 0 and profiler_steps >= 1, got {self.skip}, {self.steps}"
-            )
+from raggedmoe.train.settings.sections import RunConfig
 
 
 class Trace:
-    """Records the steps that its configuration names; without a configuration it does nothing."""
+    """Records the steps that the settings of the profiler name; without a profiler it does nothing."""
 
-    def __init__(self, config: ProfileConfig | None, folder: Path) -> None:
-        self._config, self._folder = config, folder
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self._folder = folder
+        self._first = config.skip_first_n_steps_for_profiler if config.traces else math.inf
+        self._last = self._first + config.profiler_steps
         self._done = 0
         self._recording = False
         self.text: str | None = None  # what was recorded, and where
@@ -34,13 +24,11 @@ class Trace:
 
     def step_done(self, result: Any) -> None:
         """Count a step that was started; ``result`` is what it will return."""
-        if self._config is None:
-            return
         self._done += 1
-        if self._done in (self._config.skip, self._config.skip + self._config.steps):
+        if self._done in (self._first, self._last):
             jax.block_until_ready(result)  # whole steps are in the trace, and no other
         self._begin_if_due()
-        if self._done >= self._config.skip + self._config.steps:
+        if self._done >= self._last:
             self.close()
 
     def close(self) -> None:
@@ -48,8 +36,7 @@ class Trace:
         if self._recording:
             jax.profiler.stop_trace()
             self._recording = False
-            assert self._config is not None
-            self.text = f"trace of {self._done - self._config.skip} steps in {self._folder}"
+            self.text = f"trace of {self._done - self._first} steps in {self._folder}"
 
     def __enter__(self) -> "Trace":
         return self
@@ -60,6 +47,6 @@ class Trace:
         self.close()
 
     def _begin_if_due(self) -> None:
-        if self._config is not None and self._done == self._config.skip:
+        if self._done == self._first:
             jax.profiler.start_trace(str(self._folder))
             self._recording = True

@@ -18,8 +18,7 @@ from raggedmoe.train.loop import run_folder
 from raggedmoe.train.loop.metrics import MetricsWriter, NoMetrics
 from raggedmoe.train.loop.record import read_run
 from raggedmoe.train.loop.screen import Screen
-from raggedmoe.train.settings.config import TrainConfig
-from raggedmoe.train.settings.settings import plain
+from raggedmoe.train.settings.resolve import ResolvedConfig
 from raggedmoe.train.step.programs import Programs
 from raggedmoe.train.step.state import TrainState
 from raggedmoe.train.step.step import StepReport
@@ -29,7 +28,7 @@ from raggedmoe.train.step.step import StepReport
 class Run:
     """A run under way: its configuration, data, programs and writers, and the figures of its last steps."""
 
-    config: TrainConfig
+    config: ResolvedConfig
     data: Data
     held_out: list[Batch]
     programs: Programs
@@ -116,7 +115,7 @@ def save(run: Run, state: TrainState, step: int, metric: float | None) -> None:
     extra = {
         "data": run.batches.get_state(),
         "load": run.load.tolist(),
-        "settings": plain(run.config.settings.values),
+        "settings": run.config.asked.values(),
         "data_fingerprint": run.data.fingerprint,
         "devices": run.config.plan.num_devices,
     }
@@ -130,9 +129,9 @@ def finish(run: Run, state: TrainState) -> str:
     if params is None:
         return ""
     model = Decoder(run.config.step.model, params=params)
-    folder = run_folder.save_model(run.config.run.folder, model, run.data.tokenizer_json())
+    folder = run_folder.save_model(run.config.folder, model, run.data.tokenizer_json())
     run.metrics.flush()
-    record = read_run(run.config.run.folder)
+    record = read_run(run.config.folder)
     lines = [f"finished: the model is in {folder}"]
     losses = [line["loss"] for line in record.held_out]
     if losses:
@@ -145,5 +144,5 @@ def finish(run: Run, state: TrainState) -> str:
         lines.append(f"{dead}; dropped slots: {dropped:.0f}" if math.isfinite(dropped) else dead)
     if record.skipped_steps:
         lines.append(f"skipped steps, not finite: {len(record.skipped_steps)}")
-    lines.append(f"raggedmoe report {run.config.run.folder} makes a page of it")
+    lines.append(f"raggedmoe report {run.config.folder} makes a page of it")
     return "\n".join(lines)

@@ -1,7 +1,6 @@
 """The optimizer, AdamW as an optax chain: its schedule, clipping, and which parameters decay."""
 
 import itertools
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -9,75 +8,8 @@ import optax
 from jax import lax
 
 from raggedmoe.models.parameters import is_trained
-from raggedmoe.names import unknown
 from raggedmoe.params import Specs
-from raggedmoe.train.settings.keys import DECAY_STYLES, SCHEDULES, WARMUP_STARTS, WEIGHT_DECAY_TARGETS
-
-CHOICES = {
-    "schedule": SCHEDULES,
-    "warmup_from": WARMUP_STARTS,
-    "decay_style": DECAY_STYLES,
-    "weight_decay_of": WEIGHT_DECAY_TARGETS,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """The settings of AdamW and its schedule."""
-
-    steps: int  # steps of the schedule, after which the learning rate is 0
-    learning_rate: float = 3e-3  # the peak of the schedule
-    schedule: str = "cosine"  # after the warm-up: a cosine down, "wsd" (stable, then a decay), or "constant"
-    warmup_steps: int = 10
-    warmup_from: str = "first"  # step i of n warm-up steps, from 0, has (i + 1)/n of the peak, or i/n with "zero"
-    decay_style: str = "linear"  # how "wsd" decays: "linear" or "cosine"
-    decay_fraction: float = 0.2  # share of the steps over which "wsd" decays
-    final_fraction: float = 0.1  # the final learning rate as a share of the peak
-    b1: float = 0.9
-    b2: float = 0.95
-    epsilon: float = 1e-8  # added outside the square root
-    epsilon_root: float = 0.0  # added inside the square root
-    weight_decay: float = 0.1
-    weight_decay_of: str = "matrices"  # "matrices", without norms and biases, or "all" trained parameters
-    clip_norm: float | None = 1.0  # the largest global norm of gradients; None: no clipping
-    grad_dtype: str = "float32"  # the type to which gradients are rounded before they are clipped
-    mu_dtype: str = "float32"  # the type of Adam's first moment
-
-    def __post_init__(self) -> None:
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise unknown(name, getattr(self, name), known)
-        if self.steps < 1:
-            raise ValueError(f"expected steps >= 1, got {self.steps}")
-        if not 0 <= self.warmup_steps <= self.steps:
-            raise ValueError(
-                f"expected 0 <= warmup_steps <= steps={self.steps}, got {self.warmup_steps}: the learning rate would "
-                "never reach its peak; use fewer warm-up steps or more steps"
-            )
-        for name in ("decay_fraction", "final_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"expected 0 <= {name} <= 1, got {getattr(self, name)}")
-        for name in ("b1", "b2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"expected 0 <= {name} < 1, got {getattr(self, name)}")
-        for name in ("learning_rate", "epsilon"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"expected {name} > 0, got {getattr(self, name)}")
-        for name in ("weight_decay", "epsilon_root"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"expected clip_norm > 0, or None for no clipping, got {self.clip_norm}")
-        if self.schedule == "wsd" and self.warmup_steps + self.decay_steps > self.steps:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} and decay_fraction={self.decay_fraction} ({self.decay_steps} steps) "
-                f"together are more than steps={self.steps}; use less of either"
-            )
-
-    @property
-    def decay_steps(self) -> int:
-        """Steps over which "wsd" decays."""
-        return int(self.decay_fraction * self.steps)
+from raggedmoe.train.settings.sections import OptimizerConfig
 
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
@@ -86,7 +18,7 @@ def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
     It rises to the peak in the warm-up, stays there or decays to ``final_fraction`` of it at the last step, which "wsd"
     does in its last ``decay_steps``, and is 0 after that.
     """
-    warmup, remaining = config.warmup_steps, config.steps - config.warmup_steps
+    warmup, remaining = config.num_warmup_steps, config.num_steps - config.num_warmup_steps
     decay = {"cosine": remaining, "wsd": config.decay_steps, "constant": 0}[config.schedule]
     style = "cosine" if config.schedule == "cosine" else config.decay_style
     stable = optax.constant_schedule(config.learning_rate)
@@ -97,7 +29,7 @@ def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
 
 
 def _warmup(config: OptimizerConfig) -> optax.Schedule:
-    peak, num_steps = config.learning_rate, max(config.warmup_steps, 1)
+    peak, num_steps = config.learning_rate, max(config.num_warmup_steps, 1)
     if config.warmup_from == "zero":
         return optax.linear_schedule(0.0, peak, num_steps)
     return optax.linear_schedule(peak / num_steps, peak, max(num_steps - 1, 1))
@@ -127,13 +59,14 @@ def make_optimizer(config: OptimizerConfig, specs: Specs) -> optax.GradientTrans
 
     Moments are float32, or float64 for parameters of that type; the first is ``mu_dtype`` if that is narrower.
     """
-    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
+    largest = config.gradient_clipping_threshold
+    clip = optax.clip_by_global_norm(largest) if largest else optax.identity()
     adam = optax.adamw(
         learning_rate_schedule(config),
-        b1=config.b1,
-        b2=config.b2,
-        eps=config.epsilon,
-        eps_root=config.epsilon_root,
+        b1=config.adam_b1,
+        b2=config.adam_b2,
+        eps=config.adam_eps,
+        eps_root=config.adam_eps_root,
         weight_decay=config.weight_decay,
         mask=decay_mask(specs, config.weight_decay_of),
         mu_dtype=None if config.mu_dtype == "float32" else config.mu_dtype,

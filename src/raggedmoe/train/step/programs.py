@@ -15,9 +15,10 @@ from raggedmoe.models.parameters import param_specs
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.training import TrainSharding, train_sharding
 from raggedmoe.train.data.rows import Batch
+from raggedmoe.train.settings.step import StepConfig
 from raggedmoe.train.step.optimizer import make_optimizer
 from raggedmoe.train.step.state import TrainState, init_state
-from raggedmoe.train.step.step import StepConfig, held_out_loss, train_step
+from raggedmoe.train.step.step import held_out_loss, train_step
 
 
 @dataclass(frozen=True, kw_only=True)

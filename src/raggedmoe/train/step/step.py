@@ -1,6 +1,6 @@
 """One training step, as a pure function: loss, gradients over micro-batches, AdamW, and the routers' bias rule."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from raggedmoe.models.config import ModelConfig, check_execution
+from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.decoder import ExpertReport, Params, decode, mtp_forward, mtp_mask
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.parameters import is_trained, param_specs
@@ -17,41 +17,15 @@ from raggedmoe.moe.balance import load_entropy, max_violation, update_selection_
 from raggedmoe.sharding.axes import AnyMesh
 from raggedmoe.sharding.training import in_micro_batches
 from raggedmoe.train.data.rows import Batch
+from raggedmoe.train.settings.step import StepConfig
 from raggedmoe.train.step.loss import cross_entropy_sum
 from raggedmoe.train.step.optimizer import (
-    OptimizerConfig,
     learning_rate_schedule,
     make_optimizer,
     round_to_dtype,
     widen_to_float32,
 )
 from raggedmoe.train.step.state import TrainState
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepConfig:
-    """The configuration of a training step: the model, how it runs, the optimizer and the losses."""
-
-    model: ModelConfig
-    execution: ModelExecution = field(default_factory=ModelExecution)
-    optimizer: OptimizerConfig
-    micro_batches: int = 1  # the batch in this many parts, one after the other: gradients are added up
-    bias_update_rate: float = 1e-3  # of the loss-free rule; 0: the biases stay
-    mtp_loss_weight: float = 0.3  # of the mean over all targets of multi-token prediction; 0: it is not trained
-    rerun_on_overflow: bool = False  # a step that drops rows changes nothing: it will be run again with more room
-
-    def __post_init__(self) -> None:
-        check_execution(self.model, self.execution)
-        if self.micro_batches < 1:
-            raise ValueError(f"expected micro_batches >= 1, got {self.micro_batches}")
-        for name in ("bias_update_rate", "mtp_loss_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
-
-    @property
-    def mtp_layers(self) -> int:
-        """Multi-token-prediction modules that are trained."""
-        return self.model.mtp_layers if self.mtp_loss_weight else 0
 
 
 @jax.tree_util.register_dataclass
@@ -223,7 +197,7 @@ def objective(
         reports += more
         for m, hidden in enumerate(further):
             targets, learned = jnp.roll(batch.targets, -(m + 1), axis=1), mtp_weights(batch, m)
-            share = weights.per_target[m + 1] * config.mtp_loss_weight
+            share = weights.per_target[m + 1] * config.losses.mtp_loss_weight
             mtp_loss += _cross_entropy(params, hidden, targets, learned, model, mesh) * share
             more_aux, more_z = _router_losses(more[m], weights, m + 1)
             aux, z = aux + more_aux, z + more_z
@@ -306,9 +280,9 @@ def micro_batch_weights(micro: Batch, config: StepConfig) -> MicroBatchWeights:
 
 def update_biases(biases: Params, load: Int[Array, "layers E"], config: StepConfig) -> Params:
     """The selection biases moved once, by the load of the whole batch."""
-    if not config.bias_update_rate:
+    if not config.losses.bias_update_rate:
         return biases
-    rule = jax.vmap(lambda bias, load: update_selection_bias(bias, load, config.bias_update_rate))
+    rule = jax.vmap(lambda bias, load: update_selection_bias(bias, load, config.losses.bias_update_rate))
     moved = dict(biases)
     for name, rows in layers_of_biases(config).items():
         if name in biases:

@@ -1,0 +1,245 @@
+"""How a setting of a run is declared: once, at the field of the dataclass that holds it.
+
+`setting` gives a field its default, one line of help and its limits. From that the checks of a section, the words of
+the command line, `--help` and the tables of the docs are made.
+"""
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, dataclass_transform
+
+from raggedmoe.interop.maxtext import FALSE, TRUE
+
+BOOLS = {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}
+METADATA = "setting"  # where a field's metadata has the declaration
+
+
+def _parse_bool(text: str) -> bool:
+    return BOOLS[text.lower()]
+
+
+def _parse_names(text: str) -> tuple[str, ...]:
+    parts = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not parts:
+        raise ValueError(text)
+    return parts
+
+
+def _parse_int(text: str) -> int:
+    number = float(text.replace("_", ""))
+    if not number.is_integer():
+        raise ValueError(text)
+    return int(text.replace("_", "")) if "." not in text and "e" not in text.lower() else int(number)
+
+
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
+
+
+def _parse_word(text: str) -> str:
+    if not text:
+        raise ValueError(text)
+    return text
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_float(value: object) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(name, str) and name for name in value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueType:
+    """The type of a setting's value: how a word is read, which objects are values, and how an error describes them."""
+
+    name: str
+    read: Callable[[str], Any]
+    accepts: Callable[[object], bool]
+    expected: str
+
+
+VALUE_TYPES: dict[Any, ValueType] = {
+    int: ValueType(name="int", read=_parse_int, accepts=_is_int, expected="a whole number"),
+    float: ValueType(name="float", read=_parse_float, accepts=_is_float, expected="a finite number"),
+    bool: ValueType(
+        name="bool", read=_parse_bool, accepts=lambda value: isinstance(value, bool), expected="true or false"
+    ),
+    str: ValueType(
+        name="str", read=_parse_word, accepts=lambda value: isinstance(value, str) and value != "", expected="a word"
+    ),
+    tuple[str, ...]: ValueType(
+        name="names", read=_parse_names, accepts=_is_names, expected="names separated by commas"
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The numbers that a setting may have."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def contain(self, value: float) -> bool:
+        """Whether the value is within the limits."""
+        return not (
+            (self.at_least is not None and value < self.at_least)
+            or (self.above is not None and value <= self.above)
+            or (self.at_most is not None and value > self.at_most)
+            or (self.below is not None and value >= self.below)
+        )
+
+    def describe(self, name: str) -> str:
+        """Write the limits as a comparison, `0 <= held_out <= 0.5` for example."""
+        if self.at_most is None and self.below is None:
+            return f"{name} > {self.above}" if self.above is not None else f"{name} >= {self.at_least}"
+        low = (
+            f"{self.above} < "
+            if self.above is not None
+            else f"{self.at_least} <= "
+            if self.at_least is not None
+            else ""
+        )
+        return f"{low}{name} " + (f"< {self.below}" if self.below is not None else f"<= {self.at_most}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting of a run, as its field declares it."""
+
+    name: str  # what a user types on the command line, and what errors call it
+    section: str  # the attribute of `TrainConfig` that holds the section; "" if `TrainConfig` itself has the field
+    field: str  # the field of the section
+    type: ValueType
+    optional: bool  # whether None is a value
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+    limits: Limits
+    may_change: bool  # whether a run can be resumed with another value, as earlier steps do not depend on it
+
+    def parse(self, text: str) -> Any:
+        """Parse and check a value as a user typed it."""
+        if self.optional and text.lower() in ("none", "null"):
+            return None
+        if self.default == () and text.lower() in ("none", "null"):
+            return ()
+        try:
+            value = self.type.read(text)
+        except (ValueError, KeyError):
+            raise self._not_of_type(text) from None
+        self.check(value)
+        return value
+
+    def check(self, value: Any) -> None:
+        """Refuse a value of another type, one that is no choice, or one outside the limits."""
+        if value is None and self.optional:
+            return
+        if not self.type.accepts(value):
+            raise self._not_of_type(value)
+        if self.choices and value not in self.choices:
+            raise ValueError(f"{self.name}: expected one of {', '.join(self.choices)}, got {value!r}")
+        if self.limits != Limits() and not self.limits.contain(value):
+            raise ValueError(f"expected {self.limits.describe(self.name)}, got {value}")
+
+    def _not_of_type(self, value: object) -> ValueError:
+        return ValueError(f"{self.name}: expected {self.type.expected}, got {value!r}; {self.help}")
+
+
+def setting(
+    *,
+    default: Any,
+    help: str,
+    name: str | None = None,
+    choices: tuple[str, ...] = (),
+    may_change: bool = False,
+    **limits: float,
+) -> Any:
+    """Declare a setting as a field of a section. ``name`` is what a user types, if it is not the field's name."""
+    declared = {"name": name, "help": help, "choices": choices, "may_change": may_change, "limits": Limits(**limits)}
+    return dataclasses.field(default=default, metadata={METADATA: declared})
+
+
+class Section:
+    """A group of settings: a frozen dataclass of fields that `setting` declares, checked when it is made."""
+
+    given: frozenset[str]  # the fields that were passed to the constructor, and not left at their defaults
+
+    def __post_init__(self) -> None:
+        cls: Any = type(self)
+        for declared in section_settings(cls):
+            declared.check(getattr(self, declared.field))
+
+
+SomeSection = TypeVar("SomeSection", bound=Section)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(setting, dataclasses.field))
+def section(cls: type[SomeSection]) -> type[SomeSection]:
+    """Make a section a frozen dataclass whose objects remember which fields were given."""
+    made = dataclass(frozen=True, kw_only=True)(cls)
+    construct = made.__init__
+
+    @functools.wraps(construct)
+    def init(self: SomeSection, **values: Any) -> None:
+        object.__setattr__(self, "given", frozenset(values))
+        construct(self, **values)
+
+    made.__init__ = init  # type: ignore[assignment]
+    return made
+
+
+def with_defaults(section: SomeSection, defaults: Mapping[str, Any]) -> SomeSection:
+    """Return the section with other values for the fields that were not given. They still count as not given."""
+    changes = {name: value for name, value in defaults.items() if name not in section.given}
+    made = dataclasses.replace(section, **changes)  # type: ignore[type-var]
+    object.__setattr__(made, "given", section.given)
+    return made
+
+
+@functools.cache
+def section_settings(cls: type, attribute: str = "") -> tuple[Setting, ...]:
+    """List the settings of a section, which `TrainConfig` holds as that attribute."""
+    types_of_fields = typing.get_type_hints(cls)
+    found = []
+    for entry in dataclasses.fields(cls):
+        if METADATA not in entry.metadata:
+            continue
+        declared = dict(entry.metadata[METADATA])
+        value_type, optional = _value_type(types_of_fields[entry.name])
+        declared["name"] = declared["name"] or entry.name
+        found.append(
+            Setting(
+                section=attribute,
+                field=entry.name,
+                type=value_type,
+                optional=optional,
+                default=entry.default,
+                **declared,
+            )
+        )
+    return tuple(found)
+
+
+def _value_type(annotation: Any) -> tuple[ValueType, bool]:
+    """Return the type of a field's values, and whether None is one of them."""
+    if isinstance(annotation, types.UnionType):
+        (inner,) = (option for option in typing.get_args(annotation) if option is not types.NoneType)
+        return VALUE_TYPES[inner], True
+    return VALUE_TYPES[annotation], False

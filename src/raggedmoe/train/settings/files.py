@@ -1,0 +1,134 @@
+"""Files of settings: ours (`run.toml`, the `run.json` of an earlier run) and those in MaxText's form (`base.yml`)."""
+
+import json
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raggedmoe.interop import maxtext
+from raggedmoe.interop.maxtext_defaults import is_same
+from raggedmoe.train.settings.config import SECTIONS, SETTINGS
+
+BASE = "base.yml"  # MaxText's defaults, which are known without the file
+# At their defaults in a file these ask for nothing that would not be done anyway.
+HARMLESS = ("megablox", "sparse_matmul", "attention", "use_ring_of_experts")
+YAML, OURS = (".yml", ".yaml"), (".toml", ".json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """One assignment, and how an error calls it."""
+
+    name: str
+    text: str
+    shown: str
+    typed: bool = True  # on the command line; otherwise it is a file's, and gives way to what is typed
+    ours: bool = False  # a setting of ours, also where MaxText has one of that name
+
+
+def is_file(word: str) -> bool:
+    """Whether a word of the command line names a file of settings."""
+    return word.endswith((*YAML, *OURS))
+
+
+def read_files(files: list[str], typed: Iterable[str]) -> tuple[list[Word], list[str]]:
+    """Return the settings of files that nothing typed replaces, and what the user should be told of the files."""
+    stored = [word for file in files if file.endswith(OURS) for word in _read_ours(Path(file), set(typed))]
+    of_maxtext, notes = _read_maxtext([file for file in files if file.endswith(YAML)], set(typed))
+    return [*stored, *of_maxtext], notes
+
+
+def _read_ours(path: Path, typed: set[str]) -> Iterator[Word]:
+    """Read a file of ours: `key = value`, all or some of them in the tables of `TrainConfig`'s sections."""
+    content = _parse(path)
+    # `run.json` describes a run; what it was asked to do is one part of that.
+    values = content.get("settings", content) if path.suffix == ".json" else content
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected an object of settings, got {type(values).__name__}")
+    for name, value in _flatten(values, path):
+        if name not in typed:
+            text = _as_word(value) if value != [] else "none"
+            yield Word(name=name, text=text, shown=f"{name}={text} ({path.name})", typed=False, ours=name in SETTINGS)
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise ValueError(f"{path}: expected a file of settings, found none; leave it out, or name one")
+    try:
+        text = path.read_text()
+        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected {path.suffix.removeprefix('.').upper()}: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected an object of settings, got {type(content).__name__}")
+    return content
+
+
+def _flatten(values: Mapping[str, Any], path: Path, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of tables by their names: a section's table has the names of its settings."""
+    for name, value in values.items():
+        if name == "model" and not prefix and isinstance(value, str):  # as in Python
+            yield "model_name", value
+        elif not isinstance(value, dict):
+            yield prefix + name, value
+        elif name in SECTIONS and not prefix:
+            for inner, setting in _flatten(value, path):
+                declared = SETTINGS.get(inner)
+                if declared is not None and declared.section != name:
+                    where = f"[{declared.section}]" if declared.section else "no table"
+                    raise ValueError(f"{path}: {inner} stands in [{name}], expected it in {where}")
+                yield inner, setting
+        else:
+            yield from _flatten(value, path, f"{prefix}{name}.")
+
+
+def _read_maxtext(files: list[str], typed: set[str]) -> tuple[list[Word], list[str]]:
+    """Read files in MaxText's form. As there, a model that is named brings its own sizes, whatever the file has."""
+    values: dict[str, str] = {}
+    notes = []
+    for file in files:
+        found = _read_yaml(Path(file))
+        values |= found
+        changed = sum(not is_same(text, maxtext.defaults().get(name, "")) for name, text in found.items())
+        where = "" if Path(file).exists() else " (not here: as MaxText published it in August 2026)"
+        notes.append(f"{file}{where}: {len(found)} settings, of which {changed} differ from MaxText's defaults")
+    named = "model_name" in typed or not is_same(values.get("model_name", "default"), "default")
+    kept = []
+    for name, text in values.items():
+        at_default = is_same(text, maxtext.defaults().get(name, ""))
+        of_model = name in maxtext.NAMES_OF_A_SHAPE or name in ("decoder_block", "mlp_activations")
+        if name in typed or (at_default and (name in HARMLESS or (named and of_model))) or name == "base_config":
+            continue
+        if named and name == "decoder_block":
+            continue
+        kept.append(Word(name=name, text=text, shown=f"{name}={text} ({Path(files[-1]).name})", typed=False))
+    return kept, notes
+
+
+def _read_yaml(path: Path) -> dict[str, str]:
+    """The settings of a YAML file as words, after those of the file that it is based on."""
+    if not path.exists():
+        if path.name == BASE:
+            return {name: text.split("|")[0] for name, text in maxtext.defaults().items() if text != "*"}
+        raise ValueError(
+            f"{path}: expected a file of settings in MaxText's form, found none; leave it out, or name one"
+        )
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: expected YAML, as MaxText's base.yml is: {error}") from None
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ValueError(f"{path}: expected lines of `name: value`, got {type(content).__name__}")
+    base = content.get("base_config")
+    below = _read_yaml(path.parent / str(base)) if base and path.name != BASE else {}
+    return below | {name: _as_word(value) for name, value in content.items()}
+
+
+def _as_word(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value)) if value else "[]"
+    return "none" if value is None else str(value)

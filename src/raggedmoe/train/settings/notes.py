@@ -1,0 +1,200 @@
+"""What a user should be told of a run's settings: those that change nothing, and those that are not as in MaxText."""
+
+from collections.abc import Callable
+
+from raggedmoe.kernels.registry import BACKWARD, FORWARD
+from raggedmoe.moe.config import strategy_name
+from raggedmoe.moe.execution import ACROSS_RANKS
+from raggedmoe.sharding.plan import Plan
+from raggedmoe.train.settings.config import TrainConfig
+from raggedmoe.train.settings.step import StepConfig
+
+Condition = Callable[[TrainConfig, StepConfig], bool]
+
+
+def list_notes(config: TrainConfig, step: StepConfig, plan: Plan, num_devices: int) -> tuple[str, ...]:
+    """List what the user should be told of the settings, those of MaxText's words first."""
+    return (
+        *config.source.notes,
+        *unread_settings(config, step),
+        *differences(config, step),
+        *_remarks(config, plan, num_devices),
+    )
+
+
+def _remarks(config: TrainConfig, plan: Plan, num_devices: int) -> list[str]:
+    """What a user may not expect."""
+    remarks, checkpoints, interval = [], config.checkpoints, config.run.eval_interval
+    if plan.num_devices < num_devices:
+        remarks.append(f"{plan.num_devices} of {num_devices} devices used; fsdp_parallelism=-1 takes them all")
+    keeps_best = checkpoints.enable_checkpointing and checkpoints.keep_best and config.data.held_out
+    if keeps_best and (not interval or checkpoints.checkpoint_period % interval):
+        remarks.append(
+            f"keep_best: checkpoints every {checkpoints.checkpoint_period} steps are not all evaluated, every "
+            f"{interval} steps; make checkpoint_period a multiple of eval_interval"
+        )
+    return remarks
+
+
+def _strategy(step: StepConfig) -> str:
+    return strategy_name(step.model.moe, step.execution.moe)
+
+
+def _moves_rows(config: TrainConfig, step: StepConfig) -> bool:
+    return _strategy(step) in ACROSS_RANKS
+
+
+def _saves(config: TrainConfig, step: StepConfig) -> bool:
+    return config.checkpoints.enable_checkpointing
+
+
+def _holds_out(config: TrainConfig, step: StepConfig) -> bool:
+    return config.data.held_out > 0
+
+
+def _decays_at_the_end(config: TrainConfig, step: StepConfig) -> bool:
+    return config.optimizer.schedule == "wsd"
+
+
+def _traces(config: TrainConfig, step: StepConfig) -> bool:
+    return config.run.traces
+
+
+def _is_deepseek_v3(config: TrainConfig, step: StepConfig) -> bool:
+    return step.model.family == "deepseek_v3"
+
+
+NO_ROW_LEAVES = (
+    "no row leaves its device for an expert, or in fixed slots alone: expert_parallelism is 1, sparse_matmul is false, "
+    "or there is a capacity_factor"
+)
+NO_GROUPS = "as in MaxText, DeepSeek V3's routers alone have groups"
+
+
+def kernel_names(operation: str) -> tuple[str, str, str]:
+    """The settings that choose an operation's kernels: of both directions, and of each."""
+    return operation, f"{operation}.{FORWARD}", f"{operation}.{BACKWARD}"
+
+
+# Settings that are read only if something else is so: the condition, and what to say.
+READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
+    "bias_update_rate": (
+        lambda config, step: step.model.moe.router.selection_bias,
+        "its routers have no selection bias",
+    ),
+    "mtp_loss_weight": (lambda config, step: step.model.mtp_layers > 0, "it has no multi-token prediction"),
+    "dataset_suffixes": (
+        lambda config, step: config.data.dataset_type == "text",
+        "it belongs to dataset_type=text",
+    ),
+    "packing": (lambda config, step: config.data.dataset_type != "synthetic", "synthetic rows are no documents"),
+    "decay_fraction": (_decays_at_the_end, "it belongs to schedule=wsd"),
+    "decay_style": (_decays_at_the_end, "it belongs to schedule=wsd"),
+    "weight_decay_of": (lambda config, step: config.optimizer.weight_decay > 0, "nothing decays"),
+    "final_fraction": (
+        lambda config, step: config.optimizer.schedule != "constant",
+        "a constant learning rate stays",
+    ),
+    "warmup_fraction": (lambda config, step: config.optimizer.warmup_steps is None, "warmup_steps says it"),
+    "profiler_steps": (_traces, "there is no profiler"),
+    "skip_first_n_steps_for_profiler": (_traces, "there is no profiler"),
+    "checkpoint_period": (_saves, "there are no checkpoints"),
+    "keep_last": (_saves, "there are no checkpoints"),
+    "keep_best": (_saves, "there are no checkpoints"),
+    "async_checkpointing": (_saves, "there are no checkpoints"),
+    "eval_interval": (_holds_out, "nothing is held out"),
+    "eval_steps": (_holds_out, "nothing is held out"),
+    "expert_strategy": (_moves_rows, NO_ROW_LEAVES),
+    "ragged_buffer_factor": (_moves_rows, NO_ROW_LEAVES),
+    "rerun_on_overflow": (
+        lambda config, step: step.execution.moe.ragged_buffer_factor is not None,
+        "no row can be dropped",
+    ),
+    **{
+        name: (lambda config, step: _strategy(step) not in ("dense", "capacity"), "the matmul is a dense one")
+        for name in kernel_names("grouped_matmul")
+    },
+    **{
+        name: (lambda config, step: _strategy(step) != "dense", "no rows are moved for a dense matmul")
+        for operation in ("ragged_gather", "ragged_gather_reduce")
+        for name in kernel_names(operation)
+    },
+    "routed_scaling_factor": (
+        lambda config, step: step.model.family.startswith("deepseek"),
+        "as in MaxText, the weights of DeepSeek's models alone are scaled",
+    ),
+    "n_routing_groups": (_is_deepseek_v3, NO_GROUPS),
+    "topk_routing_group": (_is_deepseek_v3, NO_GROUPS),
+    "aux_loss": (lambda config, step: step.model.moe.router.aux_loss_weight > 0, "its weight is 0"),
+}
+
+
+def unread_settings(config: TrainConfig, step: StepConfig) -> list[str]:
+    """List what was typed and changes nothing, with the reason."""
+    return [
+        f"{config.shown(name)}: changes nothing: {reason}"
+        for name, (is_read, reason) in READ_ONLY_IF.items()
+        if config.is_typed(name) and not is_read(config, step)
+    ]
+
+
+def _has_padding(config: TrainConfig, step: StepConfig) -> bool:
+    return not config.data.packing and config.data.dataset_type != "synthetic"
+
+
+def _accumulates(config: TrainConfig, step: StepConfig) -> bool:
+    return step.micro_batches > 1
+
+
+def _has_bias(config: TrainConfig, step: StepConfig) -> bool:
+    return step.model.moe.router.selection_bias
+
+
+# Where a setting that MaxText has too gives another number than there: the setting, the condition, and what to say.
+DIFFERENCES: tuple[tuple[str, Condition, str], ...] = (
+    ("load_balance_loss_weight", _has_padding, "padding does not count here, and does in MaxText"),
+    (
+        "load_balance_loss_weight",
+        lambda config, step: step.mtp_layers > 0,
+        "in the layers of multi-token prediction, positions that have no further token do not count here, and do in "
+        "MaxText",
+    ),
+    (
+        "load_balance_loss_weight",
+        _accumulates,
+        "its gradient is that of one large batch here; MaxText divides it by the number of targets too when it "
+        "accumulates gradients",
+    ),
+    ("load_balance_loss_weight", _has_bias, "the selection bias has no gradient of it here, and has in MaxText"),
+    ("capacity_factor", _has_padding, "padding takes no slot here, and does in MaxText"),
+    (
+        "mtp_loss_weight",
+        lambda config, step: step.micro_batches > 1 and step.mtp_layers > 0,
+        "its gradient is that of one large batch here; MaxText divides it by the number of targets too when it "
+        "accumulates gradients",
+    ),
+    (
+        "bias_update_rate",
+        lambda config, step: _accumulates(config, step) and _has_bias(config, step),
+        "the bias moves once a step here, by the load of the whole batch; in MaxText once for each micro-batch",
+    ),
+    (
+        "bias_update_rate",
+        lambda config, step: step.mtp_layers > 0 and _has_bias(config, step),
+        "the bias of multi-token prediction's layers moves too here, and does not in MaxText",
+    ),
+    (
+        "weight_decay_of",
+        lambda config, step: config.optimizer.weight_decay_of == "all" and _has_bias(config, step),
+        "the selection bias does not decay here, and does in MaxText",
+    ),
+)
+
+
+def differences(config: TrainConfig, step: StepConfig) -> list[str]:
+    """List what was typed and gives another number than the same word in MaxText."""
+    return [
+        f"{config.shown(name)}: {what}"
+        for name, applies, what in DIFFERENCES
+        if config.is_given(name) and config.get(name) and applies(config, step)
+    ]

@@ -1,0 +1,227 @@
+"""From what a user asks for to what runs on a machine. Every mistake is found here, before anything is made."""
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.registry import KernelChoice
+from raggedmoe.models.config import ModelConfig, check_execution
+from raggedmoe.models.execution import ModelExecution
+from raggedmoe.models.parameters import param_specs
+from raggedmoe.models.presets import model_preset
+from raggedmoe.models.sizes import FIELDS, OTHERS, resize
+from raggedmoe.moe.config import RouterConfig
+from raggedmoe.moe.execution import ACROSS_RANKS, MoEExecution
+from raggedmoe.sharding.plan import Plan
+from raggedmoe.train.settings.config import TrainConfig
+from raggedmoe.train.settings.notes import kernel_names, list_notes
+from raggedmoe.train.settings.sections import CheckpointConfig, DataConfig, RunConfig
+from raggedmoe.train.settings.step import StepConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """A run on a machine: what the user asked for, and the mesh, the model and the step that this is here."""
+
+    asked: TrainConfig
+    plan: Plan
+    step: StepConfig
+    folder: Path
+    notes: tuple[str, ...]  # what the user should be told of the settings
+
+    @property
+    def data(self) -> DataConfig:
+        """What to train on."""
+        return self.asked.data
+
+    @property
+    def run(self) -> RunConfig:
+        """The run's length, and what is done how often."""
+        return self.asked.run
+
+    @property
+    def checkpoints(self) -> CheckpointConfig:
+        """When checkpoints are written."""
+        return self.asked.checkpoints
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences that all devices together hold at once, in training and in evaluation."""
+        return self.data.per_device_batch_size * self.plan.num_devices
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of a step, all micro-batches together."""
+        return self.micro_batch_size * self.step.micro_batches
+
+
+def resolve(config: TrainConfig, hardware: Hardware, num_devices: int = 1) -> ResolvedConfig:
+    """Make what runs on that hardware, of which there are so many devices."""
+    plan = config.mesh.plan.resolve(num_devices)
+    _check_places(config)
+    model = make_model(config, hardware)
+    execution = make_execution(config, model, plan)
+    for name, spec in param_specs(model).items():
+        plan.spec(name, spec)  # what does not divide is found here
+    step = StepConfig(
+        model=model,
+        execution=execution,
+        optimizer=config.optimizer.for_run(config.run.steps),
+        losses=config.step,
+        rerun_on_overflow=config.execution.rerun_on_overflow and execution.moe.ragged_buffer_factor is not None,
+    )
+    return ResolvedConfig(
+        asked=config,
+        plan=plan,
+        step=step,
+        folder=Path(config.run.base_output_directory) / _run_name(config),
+        notes=list_notes(config, step, plan, num_devices),
+    )
+
+
+def _check_places(config: TrainConfig) -> None:
+    """Refuse places that are not on this machine, and a checkpoint to start from that is not there."""
+    places = {
+        "base_output_directory": config.run.base_output_directory,
+        "load_parameters_path": config.run.load_parameters_path,
+        "tokenizer_path": config.data.tokenizer_path,
+    }
+    for name, place in places.items():
+        if "://" in (place or ""):
+            raise ValueError(f"{name}: expected a place on this machine, got {place!r}; mount it, or copy it")
+    start = config.run.load_parameters_path
+    if start is not None and not Path(start).is_dir():
+        raise ValueError(f"load_parameters_path: expected a folder, found none at {start}")
+
+
+def _run_name(config: TrainConfig) -> str:
+    name = config.run.run_name or config.model
+    if Path(name).is_absolute() or ".." in Path(name).parts or not Path(name).parts:
+        raise ValueError(f"run_name: expected a folder's name inside base_output_directory, got {name!r}")
+    return name
+
+
+def make_model(config: TrainConfig, hardware: Hardware) -> ModelConfig:
+    """Make the model: its preset with the overrides."""
+    overrides, length = config.overrides, config.data.max_target_length
+    sizes: dict[str, Any] = {name: getattr(overrides, name) for name in (*FIELDS, *OTHERS)}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    model = resize(model_preset(config.model), sizes, config.model)
+    if overrides.mtp_layers is not None:
+        model = replace(model, mtp_layers=overrides.mtp_layers)
+    if length > model.max_length:  # trained on longer sequences, it is a model for longer ones
+        model = replace(model, max_length=length)
+    auto = "float32" if hardware.platform == "cpu" else "bfloat16"
+    router = _make_router(config, model.moe.router)
+    ours_typed = config.is_typed("aux_loss") or config.is_typed("aux_loss_weight")  # before what a file has
+    if overrides.load_balance_loss_weight is not None and not (
+        ours_typed and not config.is_typed("load_balance_loss_weight")
+    ):
+        router = _with_load_balance_loss(config, model, router)
+    return replace(
+        model,
+        moe=replace(model.moe, router=router, capacity_factor=overrides.capacity_factor),
+        dtype=jnp.dtype(auto if overrides.dtype == "auto" else overrides.dtype),
+        param_dtype=jnp.dtype(overrides.weight_dtype),
+    )
+
+
+def _make_router(config: TrainConfig, router: RouterConfig) -> RouterConfig:
+    """Make the routers with what the overrides change."""
+    overrides = config.overrides
+    if overrides.routing is not None and overrides.routing != router.selection:
+        # What ranks experts means nothing where chance does.
+        router = replace(router, selection=overrides.routing, selection_bias=False, num_groups=1, groups_per_token=1)
+    if overrides.aux_loss is not None:
+        router = replace(router, aux_loss=overrides.aux_loss)
+    if overrides.aux_loss_weight is not None:
+        router = replace(router, aux_loss_weight=overrides.aux_loss_weight)
+    if overrides.z_loss_weight is not None:
+        router = replace(router, z_loss_weight=overrides.z_loss_weight)
+    return router
+
+
+def _with_load_balance_loss(config: TrainConfig, model: ModelConfig, router: RouterConfig) -> RouterConfig:
+    """Make the routers with MaxText's balance loss, in our words.
+
+    Theirs has, in each sequence, how many of a token's K choices an expert gets where ours has the share of all
+    choices, which is 1/K of it; and a run adds the mean over the layers with experts, multi-token prediction's
+    included, where ours adds the sum. Its probabilities are a softmax of what ranks the experts there: the logits, or
+    for DeepSeek's models and with a ``routed_score_func`` the scores made of them.
+    """
+    overrides = config.overrides
+    weight = overrides.load_balance_loss_weight
+    assert weight is not None
+    for name in ("aux_loss_weight", "aux_loss"):
+        if config.is_given(name):
+            raise ValueError(
+                f"{config.shown('load_balance_loss_weight')} and {config.shown(name)} contradict each other: both say "
+                "what the balance loss is; leave one out"
+            )
+    num_layers = len(model.moe_layers) + (model.mtp_layers if config.step.mtp_loss_weight else 0)
+    is_deepseek = model.family.startswith("deepseek")
+    by_scores = router.score != "softmax" or is_deepseek or overrides.routed_score_func is not None
+    return replace(
+        router,
+        aux_loss="sequence",
+        aux_loss_probabilities="softmax" if by_scores else "normalized",
+        aux_loss_weight=weight * model.moe.experts_per_token / max(num_layers, 1),
+    )
+
+
+def make_execution(config: TrainConfig, model: ModelConfig, plan: Plan) -> ModelExecution:
+    """Make how the model runs on the plan's mesh."""
+    asked, remat = config.execution, config.execution.remat
+    execution = ModelExecution(
+        moe=_make_moe_execution(config, plan),
+        attention_implementation=asked.attention,
+        scan_layers=asked.scan_layers,
+        remat=remat[0] if remat[0] in ("none", "full") and len(remat) == 1 else remat,
+    )
+    check_execution(model, execution)
+    return execution
+
+
+SPARSE_OPERATIONS = ("ragged_gather", "ragged_gather_reduce", "grouped_matmul")
+
+
+def _make_moe_execution(config: TrainConfig, plan: Plan) -> MoEExecution:
+    """Make how the MoE layers run on the plan's mesh."""
+    asked, factor = config.execution, config.overrides.capacity_factor
+    backend, is_dense = asked.moe_backend, MoEExecution(moe_backend=asked.moe_backend).backend.strategy == "dense"
+    if asked.sparse_matmul is not None and config.is_given("moe_backend") and is_dense == asked.sparse_matmul:
+        raise ValueError(
+            f"{config.shown('sparse_matmul')} and {config.shown('moe_backend')} contradict each other: "
+            "moe_backend=dense is the one without a sparse matmul; leave one out"
+        )
+    if asked.sparse_matmul and factor is not None:
+        raise ValueError(
+            f"{config.shown('sparse_matmul')} and {config.shown('capacity_factor')} contradict each other: the sparse "
+            "matmul drops no token; use sparse_matmul=false for fixed slots, or leave the capacity factor out"
+        )
+    if asked.sparse_matmul is False and factor is None:
+        backend, is_dense = "dense", True
+    choices = {entry.name: asked.kernel_choice(entry.name) for entry in fields(KernelChoice)}
+    dense = ("grouped_matmul",) if factor is not None else SPARSE_OPERATIONS if is_dense else ()
+    for operation in dense:
+        # MaxText's flags for sparse kernels may stand beside a dense matmul, which does not read them.
+        if not any(
+            config.is_given(name) and config.shown(name).startswith(f"{name}=") for name in kernel_names(operation)
+        ):
+            choices[operation] = "auto"
+    named = any(choice != "auto" for choice in choices.values())
+    strategy = None
+    if factor is None and plan.expert > 1 and not is_dense:
+        strategy = "all_to_all" if asked.expert_strategy == "auto" else asked.expert_strategy
+    return MoEExecution(
+        moe_backend=backend,
+        kernels=KernelChoice(**choices) if named else None,
+        strategy=strategy,
+        ragged_buffer_factor=asked.ragged_buffer_factor if strategy in ACROSS_RANKS else None,
+        token_chunks=asked.token_chunks,
+        width_chunks=asked.width_chunks,
+        tensor_split=config.mesh.tensor_split,
+    )

@@ -1,0 +1,491 @@
+"""The settings of a run, in sections: name, type, default, limits and help of each are here, and nowhere else.
+
+A setting that MaxText has too has its name there; `raggedmoe.interop.maxtext` translates MaxText's other settings.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, Ordered
+from raggedmoe.models.execution import SAVED_NAMES
+from raggedmoe.moe.execution import BACKENDS, canonical_backend
+from raggedmoe.sharding.axes import AXES, SPLITS
+from raggedmoe.sharding.plan import Plan
+from raggedmoe.train.settings.fields import Section, section, setting
+
+TYPES = ("float32", "bfloat16")
+LEFT = "; -1: all devices that are left"
+
+
+@section
+class ModelOverrides(Section):
+    """What changes the model from its preset: layers, types, sizes and the router."""
+
+    num_layers: int | None = setting(
+        default=None, help="Number of layers: the model's first ones, or more of its last kind"
+    )
+    mtp_layers: int | None = setting(
+        default=None, help="Number of multi-token-prediction modules; none: as the model has"
+    )
+    dtype: str = setting(
+        default="auto", help="Type of activations; auto: float32 on a CPU, else bfloat16", choices=("auto", *TYPES)
+    )
+    weight_dtype: str = setting(default="float32", help="Type of the master weights", choices=TYPES)
+    vocab_size: int | None = setting(default=None, help="Vocabulary size; none, here and below: as the model has")
+    base_emb_dim: int | None = setting(default=None, help="Embedding (model) width D")
+    base_num_query_heads: int | None = setting(default=None, help="Number of query heads")
+    base_num_kv_heads: int | None = setting(default=None, help="Number of key and value heads")
+    head_dim: int | None = setting(default=None, help="Width of an attention head")
+    base_mlp_dim: int | None = setting(default=None, help="Hidden width of a dense MLP")
+    num_experts: int | None = setting(default=None, help="Number of experts in an MoE layer, E")
+    num_experts_per_tok: int | None = setting(default=None, help="Number of experts that a token is routed to, K")
+    base_moe_mlp_dim: int | None = setting(default=None, help="Hidden width of an expert, F")
+    shared_experts: int | None = setting(default=None, help="Number of shared experts, which process every token")
+    first_num_dense_layers: int | None = setting(
+        default=None, help="Number of first layers with a dense MLP instead of experts"
+    )
+    interleave_moe_layer_step: int | None = setting(
+        default=None, help="Every n-th layer has experts, the others a dense MLP"
+    )
+    mlp_bias: bool | None = setting(default=None, help="Whether experts have biases")
+    routed_score_func: str | None = setting(
+        default=None, help="Function from router logits to scores: softmax, sigmoid, sqrtsoftplus"
+    )
+    routed_bias: bool | None = setting(
+        default=None, help="Router bias: in DeepSeek V3 for the selection of experts only, in others on the logits"
+    )
+    routed_scaling_factor: float | None = setting(
+        default=None, help="Factor on a token's routing weights, in DeepSeek's models"
+    )
+    norm_topk_prob: bool | None = setting(
+        default=None, help="Whether a token's routing weights are normalized to sum to one"
+    )
+    n_routing_groups: int | None = setting(default=None, help="DeepSeek V3: number of groups of experts; -1: no groups")
+    topk_routing_group: int | None = setting(
+        default=None, help="DeepSeek V3: number of groups that a token may be routed to; -1: all"
+    )
+    q_lora_rank: int | None = setting(
+        default=None, help="Latent attention: rank of compressed queries; 0: not compressed"
+    )
+    kv_lora_rank: int | None = setting(default=None, help="Latent attention: rank of compressed keys and values")
+    qk_nope_head_dim: int | None = setting(
+        default=None, help="Latent attention: width of a query and key head without rope"
+    )
+    qk_rope_head_dim: int | None = setting(
+        default=None, help="Latent attention: width of a query and key head with rope"
+    )
+    v_head_dim: int | None = setting(default=None, help="Latent attention: width of a value head")
+    attention_bias: bool | None = setting(default=None, help="Whether the attention projections have biases")
+    attention_sink: bool | None = setting(
+        default=None, help="Whether each head has a sink, a learned logit in its softmax"
+    )
+    sliding_window_size: int | None = setting(
+        default=None, help="Keys that a query attends to, in layers with a sliding window"
+    )
+    rope_max_timescale: float | None = setting(default=None, help="Rope theta, the base of its frequencies")
+    normalization_layer_epsilon: float | None = setting(default=None, help="Epsilon of RMSNorm")
+    logits_via_embedding: bool | None = setting(default=None, help="Whether the output head is the embedding (tied)")
+    routing: str | None = setting(
+        default=None, help="How experts are selected: learned, random, balanced, hash; none: as the model has"
+    )
+    capacity_factor: float | None = setting(
+        default=None,
+        help="Slots of each expert in each sequence, as a multiple of an even share; tokens beyond are dropped and "
+        "counted; none: no token is dropped",
+    )
+    load_balance_loss_weight: float | None = setting(
+        default=None,
+        help="Weight of MaxText's load-balancing loss (per sequence, K times ours, mean over layers); sets aux_loss "
+        "and its weight",
+        at_least=0,
+    )
+    aux_loss_weight: float | None = setting(
+        default=None, help="Weight of the load-balancing loss; none: as the model has", at_least=0
+    )
+    aux_loss: str | None = setting(
+        default=None,
+        help="Balance over the whole batch or each sequence; none: as the model has",
+        choices=("batch", "sequence"),
+    )
+    z_loss_weight: float | None = setting(
+        default=None, help="Weight of the router's z-loss; none: as the model has", at_least=0
+    )
+
+
+def _kernels() -> Any:
+    return setting(default=("auto",), help="Kernel, or several in order of preference", may_change=True)
+
+
+def _kernels_of(operation: str, direction: str) -> Any:
+    return setting(
+        default=(), help=f"Kernel of the {direction} pass alone", name=f"{operation}.{direction}", may_change=True
+    )
+
+
+@section
+class ExecutionSettings(Section):
+    """How the model runs: kernels, rematerialisation, the ways of tokens to experts. No checkpoint depends on it."""
+
+    attention: str = setting(default="auto", help="Attention kernel: auto, dot_product, chunked, …", may_change=True)
+    remat: tuple[str, ...] = setting(
+        default=("none",),
+        help="Activations saved for the backward pass: none (no remat, all are saved), full (none are saved), "
+        f"or names out of {', '.join(SAVED_NAMES)}",
+        may_change=True,
+    )
+    scan_layers: bool = setting(
+        default=True, help="Scan over like layers; false compiles longer and runs faster", may_change=True
+    )
+    moe_backend: str = setting(
+        default="auto", help=f"Bundle of dispatch strategy and kernels: {', '.join(BACKENDS)}", may_change=True
+    )
+    sparse_matmul: bool | None = setting(
+        default=None,
+        help="false: every expert on every token, as moe_backend=dense; with a capacity factor, fixed slots",
+        may_change=True,
+    )
+    ragged_gather: tuple[str, ...] = _kernels()
+    ragged_gather_forward: tuple[str, ...] = _kernels_of("ragged_gather", FORWARD)
+    ragged_gather_backward: tuple[str, ...] = _kernels_of("ragged_gather", BACKWARD)
+    ragged_gather_reduce: tuple[str, ...] = _kernels()
+    ragged_gather_reduce_forward: tuple[str, ...] = _kernels_of("ragged_gather_reduce", FORWARD)
+    ragged_gather_reduce_backward: tuple[str, ...] = _kernels_of("ragged_gather_reduce", BACKWARD)
+    grouped_matmul: tuple[str, ...] = _kernels()
+    grouped_matmul_forward: tuple[str, ...] = _kernels_of("grouped_matmul", FORWARD)
+    grouped_matmul_backward: tuple[str, ...] = _kernels_of("grouped_matmul", BACKWARD)
+    expert_ffn: tuple[str, ...] = _kernels()
+    expert_ffn_forward: tuple[str, ...] = _kernels_of("expert_ffn", FORWARD)
+    expert_ffn_backward: tuple[str, ...] = _kernels_of("expert_ffn", BACKWARD)
+    width_chunks: int = setting(
+        default=1, help="Chunks of the model width, one sent while another is computed", may_change=True
+    )
+    token_chunks: int = setting(
+        default=1, help="Chunks of a device's tokens, one sent while another is computed", may_change=True
+    )
+    expert_strategy: str = setting(
+        default="auto",
+        help="How tokens reach experts on other devices; auto: all_to_all",
+        choices=("auto", "all_to_all", "ring"),
+        may_change=True,
+    )
+    ragged_buffer_factor: float | None = setting(
+        default=None,
+        help="Rows that a device can receive, as a multiple of an even share; rows beyond are dropped and counted; "
+        "none: room for all that can come",
+        may_change=True,
+    )
+    rerun_on_overflow: bool = setting(
+        default=False, help="Rerun a step that drops rows, with twice the buffer", may_change=True
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "moe_backend", canonical_backend(self.moe_backend))
+
+    def kernel_choice(self, operation: str) -> Choice:
+        """The implementation of an operation that is asked for, one for each direction where they differ."""
+
+        def unpack_single(names: tuple[str, ...]) -> Ordered:
+            return names[0] if len(names) == 1 else names
+
+        forward, backward = (
+            unpack_single(getattr(self, f"{operation}_{direction}") or getattr(self, operation))
+            for direction in (FORWARD, BACKWARD)
+        )
+        return forward if forward == backward else Directions(forward=forward, backward=backward)
+
+
+@section
+class MeshSettings(Section):
+    """How many devices split what: the degrees of parallelism."""
+
+    data_parallelism: int = setting(
+        default=1, help=f"Devices that split the batch and replicate the state{LEFT}", may_change=True
+    )
+    fsdp_parallelism: int = setting(
+        default=1, help=f"Devices that split the batch and shard the state{LEFT}", may_change=True
+    )
+    expert_parallelism: int = setting(
+        default=1, help=f"Devices that split the batch and hold E/n experts each{LEFT}", may_change=True
+    )
+    tensor_parallelism: int = setting(
+        default=1, help=f"Devices that split heads, vocabulary and the experts' width{LEFT}", may_change=True
+    )
+    tensor_split: str = setting(
+        default="expert_dim",
+        help="What tensor parallelism splits of the experts: width F, or D",
+        choices=SPLITS,
+        may_change=True,
+    )
+
+    @property
+    def plan(self) -> Plan:
+        """The mesh that the degrees ask for. A degree of -1 is open: `Plan.resolve` fills it in."""
+        return Plan(
+            data=self.data_parallelism,
+            fsdp=self.fsdp_parallelism,
+            expert=self.expert_parallelism,
+            tensor=self.tensor_parallelism,
+            tensor_split=self.tensor_split,
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """The devices that the degrees ask for, at least: those that are left over count as one."""
+        return math.prod(max(size, 1) for size in self.plan.sizes.values())
+
+    def on_all_devices(self) -> "MeshSettings":
+        """Return the settings that split the state over all devices, unless a degree was given."""
+        degrees = {f"{axis}_parallelism" for axis in AXES}
+        return self if degrees & self.given else replace(self, fsdp_parallelism=-1)
+
+
+@section
+class DataConfig(Section):
+    """What to train on, and in which rows and order.
+
+    The datasets: "stdlib" is the source code of the Python that runs, as bytes, and needs no download. "text" is your
+    own files, as bytes or through a tokenizer. "synthetic" is random tokens with something to learn in them.
+    """
+
+    dataset_type: str = setting(
+        default="stdlib",
+        help="Training data: Python's own sources (as bytes), text files, or random tokens",
+        choices=("stdlib", "text", "synthetic"),
+    )
+    dataset_path: tuple[str, ...] = setting(
+        default=(), help="Files or folders of text, separated by commas, for dataset_type=text"
+    )
+    dataset_suffixes: tuple[str, ...] = setting(
+        default=(), help="Suffixes of the files to read in folders; none: the usual ones"
+    )
+    tokenizer_path: str | None = setting(
+        default=None, help="A tokenizer.json for dataset_type=text; none: tokens are bytes"
+    )
+    max_target_length: int = setting(default=256, help="Sequence length in tokens", at_least=2)
+    per_device_batch_size: int = setting(
+        default=16, help="Sequences per device in a micro-batch", may_change=True, at_least=1
+    )
+    packing: bool = setting(default=True, help="Pack several documents into a row; false: one per row, padded")
+    held_out: float = setting(
+        default=0.05, help="Share of the data that is held out for evaluation", at_least=0, at_most=0.5
+    )
+    data_seed: int = setting(default=0, help="Seed of the train/held-out split and of the shuffling")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dataset_type == "text" and not self.dataset_path:
+            raise ValueError(
+                "dataset_type=text: expected dataset_path with files or folders, got none; give at least one"
+            )
+        if self.dataset_type != "text" and (self.dataset_path or self.tokenizer_path is not None):
+            paths = ",".join(self.dataset_path)
+            what = f"dataset_path={paths}" if paths else f"tokenizer_path={self.tokenizer_path}"
+            raise ValueError(
+                f"dataset_type={self.dataset_type} reads no {what}; leave it out, or use dataset_type=text"
+            )
+        if not all(suffix.startswith(".") for suffix in self.dataset_suffixes):
+            raise ValueError(f"expected dataset_suffixes such as .txt, got {','.join(self.dataset_suffixes)}")
+
+
+@section
+class StepSettings(Section):
+    """What a step adds up, beside the optimizer."""
+
+    gradient_accumulation_steps: int = setting(
+        default=1, help="Micro-batches per step, whose gradients are accumulated", at_least=1
+    )
+    mtp_loss_weight: float = setting(
+        default=0.3, help="Weight of the multi-token-prediction loss; 0 does not train it", at_least=0
+    )
+    bias_update_rate: float = setting(
+        default=1e-3, help="Update rate of the selection bias, in models that have one; 0: never", at_least=0
+    )
+
+
+@section
+class OptimizerConfig(Section):
+    """The settings of AdamW and its schedule."""
+
+    learning_rate: float = setting(default=3e-3, help="Peak learning rate", above=0)
+    schedule: str = setting(
+        default="cosine", help="Learning-rate schedule after the warm-up", choices=("cosine", "wsd", "constant")
+    )
+    warmup_steps: int | None = setting(
+        default=None, help="Steps of linear warm-up; none: set by warmup_fraction", at_least=0
+    )
+    warmup_fraction: float = setting(
+        default=0.02, help="Warm-up as a share of the steps, if warmup_steps is none", at_least=0, at_most=1
+    )
+    warmup_from: str = setting(
+        default="first",
+        help="Learning rate of warm-up step i of n, counted from 0: first has (i + 1)/n of the peak, zero has i/n, so "
+        "that the first step changes nothing",
+        choices=("first", "zero"),
+    )
+    schedule_steps: int | None = setting(
+        default=None, help="Steps that the schedule spans, then the rate is 0; none: all steps", at_least=1
+    )
+    decay_fraction: float = setting(
+        default=0.2, help="Share of the steps over which schedule=wsd decays", at_least=0, at_most=1
+    )
+    decay_style: str = setting(
+        default="linear", help="Shape of the decay of schedule=wsd", choices=("linear", "cosine")
+    )
+    final_fraction: float = setting(
+        default=0.1, help="Final learning rate as a share of the peak", at_least=0, at_most=1
+    )
+    adam_b1: float = setting(default=0.9, help="Adam's beta1, decay of the first moment", at_least=0, below=1)
+    adam_b2: float = setting(default=0.95, help="Adam's beta2, decay of the second moment", at_least=0, below=1)
+    adam_eps: float = setting(default=1e-8, help="Adam's epsilon, added outside the square root", above=0)
+    adam_eps_root: float = setting(default=0.0, help="Adam's epsilon inside the square root", at_least=0)
+    weight_decay: float = setting(default=0.1, help="Weight decay of AdamW", at_least=0)
+    weight_decay_of: str = setting(
+        default="matrices", help="Parameters that decay: matrices, or all", choices=("matrices", "all")
+    )
+    grad_dtype: str = setting(
+        default="float32", help="Type that gradients are rounded to before clipping", choices=TYPES
+    )
+    mu_dtype: str = setting(default="float32", help="Type of Adam's first moment; the second is float32", choices=TYPES)
+    gradient_clipping_threshold: float = setting(
+        default=1.0, help="Largest global norm of the gradients; 0: no clipping", at_least=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule_steps is None:
+            return
+        steps, warmup = self.schedule_steps, self.num_warmup_steps
+        if warmup > steps:
+            raise ValueError(
+                f"expected 0 <= warmup_steps <= steps={steps}, got {warmup}: the learning rate would never reach its "
+                "peak; use fewer warm-up steps or more steps"
+            )
+        if self.schedule == "wsd" and warmup + self.decay_steps > steps:
+            raise ValueError(
+                f"warmup_steps={warmup} and decay_fraction={self.decay_fraction} ({self.decay_steps} steps) together "
+                f"are more than steps={steps}; use less of either"
+            )
+
+    def for_run(self, steps: int) -> "OptimizerConfig":
+        """The configuration for a run of so many steps, which the schedule spans if it is not told otherwise."""
+        return self if self.schedule_steps is not None else replace(self, schedule_steps=steps)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the schedule spans."""
+        if self.schedule_steps is None:
+            raise ValueError("expected schedule_steps, got None: the schedule's length; `for_run` fills it in")
+        return self.schedule_steps
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps over which the learning rate rises."""
+        return int(self.warmup_fraction * self.num_steps) if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps over which "wsd" decays."""
+        return int(self.decay_fraction * self.num_steps)
+
+
+SHORT_RUN = 20  # steps of a run that prints every one
+
+
+@section
+class RunConfig(Section):
+    """A run's length, folder and seed, and what is done how often beside its steps."""
+
+    steps: int = setting(
+        default=1000, help="Number of training steps, which the schedule spans by default", may_change=True, at_least=1
+    )
+    seed: int = setting(
+        default=0, help="Seed of the initial parameters and of all randomness in a step", at_least=0, below=2**32
+    )
+    load_parameters_path: str | None = setting(
+        default=None, help="Checkpoint to start from: a Hugging Face folder or one of ours"
+    )
+    base_output_directory: str = setting(default="out", help="Folder in which runs are written", may_change=True)
+    run_name: str | None = setting(
+        default=None, help="Name of the run and of its folder; none: the model's name", may_change=True
+    )
+    line_period: int | None = setting(
+        default=None,
+        help="Steps between printed lines, not on a terminal; none: 10, or 1 in a run of 20 steps or fewer",
+        may_change=True,
+        at_least=1,
+    )
+    load_period: int = setting(
+        default=10, help="Steps between lines of load.jsonl, the load of every expert", may_change=True, at_least=1
+    )
+    eval_interval: int = setting(
+        default=100, help="Steps between evaluations; 0: at the start and the end only", may_change=True, at_least=0
+    )
+    eval_steps: int = setting(default=16, help="Batches per evaluation", may_change=True, at_least=1)
+    max_skipped_steps: int = setting(
+        default=10,
+        help="Steps in a row whose loss or gradient is not finite, each skipped, after which the run stops",
+        may_change=True,
+        at_least=1,
+    )
+    tensorboard: bool = setting(default=True, help="Write TensorBoard events as well", may_change=True)
+    profiler: str = setting(
+        default="none", help="xplane records a trace for xprof", choices=("none", "xplane"), may_change=True
+    )
+    profiler_steps: int = setting(default=3, help="Number of steps in the trace", may_change=True, at_least=1)
+    skip_first_n_steps_for_profiler: int = setting(
+        default=1, help="Number of steps before the trace", may_change=True, at_least=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.traces and self.steps <= self.skip_first_n_steps_for_profiler:
+            raise ValueError(
+                f"steps={self.steps} leaves nothing to trace after skip_first_n_steps_for_profiler="
+                f"{self.skip_first_n_steps_for_profiler}; use more steps or skip fewer"
+            )
+
+    @property
+    def traces(self) -> bool:
+        """Whether a trace is recorded."""
+        return self.profiler != "none"
+
+    @property
+    def steps_between_lines(self) -> int:
+        """Steps between printed lines."""
+        return self.line_period or (1 if self.steps <= SHORT_RUN else 10)
+
+
+@section
+class CheckpointConfig(Section):
+    """When checkpoints are written, and which are kept."""
+
+    enable_checkpointing: bool = setting(
+        default=True, help="Write checkpoints, and resume from the newest", may_change=True
+    )
+    checkpoint_period: int = setting(default=100, help="Steps between checkpoints", may_change=True, at_least=1)
+    keep_last: int = setting(default=2, help="Number of newest checkpoints to keep", may_change=True, at_least=1)
+    keep_best: bool = setting(
+        default=True, help="Also keep the checkpoint with the lowest held-out loss", may_change=True
+    )
+    async_checkpointing: bool = setting(
+        default=True, help="Write checkpoints while training continues", may_change=True
+    )
+
+
+# Defaults that a model brings along. The demo takes about two minutes on two cores, in which a bias that moves by the
+# published 0.001 a step would not balance the experts; small batches learn most in that time (docs/log.md).
+RECIPES: Mapping[str, Mapping[str, Any]] = {
+    "demo": {
+        "steps": 1200,
+        "per_device_batch_size": 4,
+        "final_fraction": 0.02,
+        "bias_update_rate": 0.01,
+        "eval_interval": 300,
+        "eval_steps": 32,
+        "checkpoint_period": 300,
+        "scan_layers": False,
+    }
+}

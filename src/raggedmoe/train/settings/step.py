@@ -1,0 +1,31 @@
+"""The configuration of a training step, which `train/step/step.py` computes."""
+
+from dataclasses import dataclass, field
+
+from raggedmoe.models.config import ModelConfig, check_execution
+from raggedmoe.models.execution import ModelExecution
+from raggedmoe.train.settings.sections import OptimizerConfig, StepSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """The configuration of a training step: the model, how it runs, the optimizer and the losses."""
+
+    model: ModelConfig
+    execution: ModelExecution = field(default_factory=ModelExecution)
+    optimizer: OptimizerConfig
+    losses: StepSettings = field(default_factory=StepSettings)
+    rerun_on_overflow: bool = False  # a step that drops rows changes nothing: it will be run again with more room
+
+    def __post_init__(self) -> None:
+        check_execution(self.model, self.execution)
+
+    @property
+    def micro_batches(self) -> int:
+        """The parts of the batch, which are computed one after the other: their gradients are added up."""
+        return self.losses.gradient_accumulation_steps
+
+    @property
+    def mtp_layers(self) -> int:
+        """Multi-token-prediction modules that are trained."""
+        return self.model.mtp_layers if self.losses.mtp_loss_weight else 0

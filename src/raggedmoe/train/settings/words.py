@@ -1,0 +1,161 @@
+"""From the words that a user typed, and the files that they name, to the configuration of a run."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raggedmoe.interop import maxtext
+from raggedmoe.interop.maxtext_defaults import is_same
+from raggedmoe.moe.execution import canonical_backend
+from raggedmoe.train.settings.config import SETTINGS, Source, TrainConfig, config_of
+from raggedmoe.train.settings.fields import BOOLS
+from raggedmoe.train.settings.files import Word, is_file, read_files
+
+
+@dataclass(kw_only=True)
+class _Reading:
+    """What the words have set so far."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=dict)
+    typed: set[str] = field(default_factory=set)  # the settings that a word on the command line has set
+    notes: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    def set(self, name: str, text: str, word: Word) -> None:
+        try:
+            parsed = SETTINGS[name].parse(text)
+        except ValueError as error:  # a word of MaxText's, or of a file, is called what it is there
+            raise ValueError(str(error) if word.shown.startswith(name) else f"{word.shown}: {error}") from None
+        if name == "moe_backend":
+            parsed = canonical_backend(parsed)
+        if name in self.values and self.values[name] != parsed:
+            if name in self.typed and not word.typed:
+                return
+            raise ValueError(
+                f"{self.words[name]} and {word.shown} contradict each other: both set {name}; leave one out"
+            )
+        self.values[name], self.words[name] = parsed, word.shown
+        if word.typed:
+            self.typed.add(name)
+
+    def take(self, meaning: maxtext.Translation, word: Word) -> None:
+        for name, text in meaning.settings.items():
+            self.set(name, text, word)
+        if meaning.note is not None and (word.typed or not is_same(word.text, maxtext.defaults().get(word.name, ""))):
+            self.notes.append(f"{word.shown}: {meaning.note}")
+
+
+def read_words(words: Sequence[str]) -> TrainConfig:
+    """Make a configuration of ``[MODEL or FILE] key=value …``.
+
+    Both our names and MaxText's are known. Two words of the command line that set a key differently are refused, and so
+    is every word that cannot be taken, all in one error. A file's settings give way to those of the command line.
+    """
+    words = assignments(words)
+    plain = [word for word in words if "=" not in word]
+    files = [word for word in plain if is_file(word)]
+    presets = [word for word in plain if word not in files]
+    if len(presets) > 1:
+        raise ValueError(f"expected one model and settings as key=value, got {' and '.join(map(repr, presets))}")
+    typed = [Word(name="model_name", text=presets[0], shown=presets[0])] if presets else []
+    for shown in words:
+        name, equals, text = shown.partition("=")
+        typed += [Word(name=name, text=text, shown=shown)] if equals else []
+    reading = _Reading()
+    stored, notes = read_files(files, {word.name for word in typed})
+    reading.notes += notes
+    for group in (typed, stored):
+        _read(group, stored, reading)
+    if len(reading.refused) > 1:
+        raise ValueError("\n  ".join([f"{len(reading.refused)} settings cannot be taken:", *reading.refused]))
+    if reading.refused:
+        raise ValueError(reading.refused[0])
+    source = Source(words=reading.words, typed=frozenset(reading.typed), notes=tuple(dict.fromkeys(reading.notes)))
+    return config_of(reading.values, source)
+
+
+def assignments(words: Iterable[str], *, options: Iterable[str] = ()) -> list[str]:
+    """The words with ``--key=value`` and ``--key value`` as ``key=value``, and a lone ``--key`` as ``key=true``.
+
+    ``options`` are names that a command has for itself; they, and names that are no setting's, stay as they are.
+    """
+    rest, settings_words = list(words), []
+    option_names = {option.replace("-", "_") for option in options}
+    while rest:
+        word = rest.pop(0)
+        name = word.lstrip("-").partition("=")[0].replace("-", "_")
+        if not word.startswith("--") or name in option_names or not _is_known(name):
+            settings_words.append(word)
+        elif "=" in word:
+            settings_words.append(f"{name}={word.partition('=')[2]}")
+        elif rest and _is_value(name, rest[0]):
+            settings_words.append(f"{name}={rest.pop(0)}")
+        else:
+            settings_words.append(f"{name}=true")
+    return settings_words
+
+
+def _is_value(name: str, word: str) -> bool:
+    """Whether a word after ``--name`` is its value; a switch has none unless it is true or false."""
+    return not word.startswith("--") and "=" not in word and (not _is_switch(name) or word.lower() in BOOLS)
+
+
+def _is_known(name: str) -> bool:
+    return name in SETTINGS or name in maxtext.known_names()
+
+
+def _is_switch(name: str) -> bool:
+    """Whether a name is that of a boolean, which may stand alone."""
+    if name in SETTINGS:
+        return SETTINGS[name].type.name == "bool"
+    return maxtext.defaults().get(name, "false") in BOOLS
+
+
+def _read(words: list[Word], stored: list[Word], reading: _Reading) -> None:
+    """Take the words' meanings, groups together; what cannot be taken is collected."""
+    groups: dict[int, list[Word]] = {}
+    for word in words:
+        if word.name in maxtext.GROUP_OF and not word.ours:
+            groups.setdefault(id(maxtext.GROUP_OF[word.name]), []).append(word)
+            continue
+        try:
+            meaning = None if word.ours else maxtext.translate(word.name, word.text)
+            if meaning is not None:
+                reading.take(meaning, word)
+            elif word.name in SETTINGS:
+                reading.set(word.name, word.text, word)
+            else:
+                raise ValueError(_no_setting(word.name))
+        except ValueError as error:
+            reading.refused.append(str(error))
+    for members in groups.values():
+        group = maxtext.GROUP_OF[members[0].name]
+        # With a word on the command line, the file's are read beside it.
+        beside = {word.name: word.text for word in stored if word.name in group.names} if members[0].typed else {}
+        together = Word(
+            name=members[0].name,
+            text=members[0].text,
+            shown=" ".join(word.shown for word in members),
+            typed=members[0].typed,
+        )
+        try:
+            _check_repeats(members)
+            reading.take(group.translate(beside | {word.name: word.text for word in members}), together)
+        except ValueError as error:
+            reading.refused.append(str(error))
+
+
+def _check_repeats(words: list[Word]) -> None:
+    first: dict[str, Word] = {}
+    for word in words:
+        before = first.setdefault(word.name, word)
+        if before.text.lower() != word.text.lower():
+            raise ValueError(f"{before.shown} and {word.shown} contradict each other: leave one out")
+
+
+def _no_setting(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), dict.fromkeys((*SETTINGS, *maxtext.known_names())), n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else "nothing is named like it."
+    return f"unknown setting {name!r}: {hint} `raggedmoe train --help` lists them all"
