@@ -112,3 +112,15 @@ def upload(folder: Path, target: ObjectPath) -> None:
     """Write all files of a folder of this machine below an object path."""
     names = list_files(folder)
     map_files(lambda name: target.bucket.write((target / name).key, folder / name), names, target)
+
+
+def download(folder: ObjectPath, target: Path) -> None:
+    """Write all objects below a path into a folder of this machine."""
+
+    def fetch(name: str) -> None:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        with (target / name).open("wb") as file:
+            for piece in folder.bucket.stream((folder / name).key):
+                file.write(piece)
+
+    map_files(fetch, list_files(folder), folder)
