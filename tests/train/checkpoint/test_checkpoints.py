@@ -21,7 +21,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from raggedmoe.train.checkpoint import checkpoints as checkpoint
-from raggedmoe.train.checkpoint import manifest
+from raggedmoe.train.checkpoint import disk_folder, manifest
 from raggedmoe.train.checkpoint.checkpoints import CheckpointConfig, Checkpoints
 from tests.disk_calls import DiskCalls
 
@@ -232,7 +232,7 @@ def test_only_our_own_leftovers_are_removed(three):
 
 
 def test_an_old_checkpoint_loses_its_name_before_its_files(three, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_remove", lambda path: None)  # killed before it
+    monkeypatch.setattr(disk_folder, "remove_or_warn", lambda path: None)  # killed before it
     with opened(three, keep_last=3) as checkpoints:
         save(checkpoints, 40)
     assert checkpoints.steps() == [20, 30, 40]
@@ -474,7 +474,7 @@ def no_space(*_):
 def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path, monkeypatch, call):
     checkpoints = opened(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "write_manifest", no_space)
+        patched.setattr(disk_folder, "write_manifest", no_space)
         save(checkpoints, 1)
         with pytest.raises(OSError, match="No space left"):
             call(checkpoints)
@@ -507,7 +507,7 @@ def test_leaving_waits_for_the_save(tmp_path):
 
 
 def test_an_error_under_way_is_not_hidden_by_a_failed_save(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "write_manifest", no_space)
+    monkeypatch.setattr(disk_folder, "write_manifest", no_space)
 
     def run() -> None:
         with opened(tmp_path) as checkpoints:
@@ -519,14 +519,14 @@ def test_an_error_under_way_is_not_hidden_by_a_failed_save(tmp_path, monkeypatch
 
 
 def test_a_second_signal_does_not_wait_for_a_save_which_nobody_resumes_from(three, tmp_path, monkeypatch):
-    written, going_on, plain = threading.Event(), threading.Event(), checkpoint.write_manifest
+    written, going_on, plain = threading.Event(), threading.Event(), disk_folder.write_manifest
 
     def slowly(*args):
         written.set()
         going_on.wait(60)
         plain(*args)
 
-    monkeypatch.setattr(checkpoint, "write_manifest", slowly)
+    monkeypatch.setattr(disk_folder, "write_manifest", slowly)
     checkpoints = opened(three)
 
     def run() -> None:
@@ -548,7 +548,7 @@ def test_a_second_signal_does_not_wait_for_a_save_which_nobody_resumes_from(thre
 
 
 def test_a_save_that_is_not_asynchronous_raises_by_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "write_manifest", no_space)
+    monkeypatch.setattr(disk_folder, "write_manifest", no_space)
     with pytest.raises(OSError, match="No space left"):
         save(opened(tmp_path, asynchronous=False), 1)
     assert names(tmp_path) == set()

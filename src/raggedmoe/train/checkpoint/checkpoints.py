@@ -1,9 +1,9 @@
 """Checkpoints of a run, which may be killed at any moment.
 
-One checkpoint is one folder, ``step_00000123``: orbax writes the arrays to ``state``, the manifest has all the rest and
-a checksum of every file. It is written as ``step_00000123.partial``, flushed to disk and renamed, so that a folder with
-the final name is complete. A checkpoint that is damaged later is recognised by its checksums; it is named in a warning,
-passed over and never deleted.
+One checkpoint is one folder, ``step_00000123``: the arrays are below ``state``, the manifest has all the rest and a
+checksum of every file. On a disk orbax writes them to ``step_00000123.partial``, which is flushed and renamed; in an
+object store the manifest is written last. So what has the final name, or a manifest there, is complete. A checkpoint
+that is damaged later is recognised by its checksums; it is named in a warning, passed over and never deleted.
 
 In a run of several processes each writes its own parts of the arrays, into a folder that all of them see. Process 0
 does all the rest.
@@ -11,45 +11,40 @@ does all the rest.
 
 import logging
 import math
-import re
 import secrets
-import shutil
-import tempfile
 import threading
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
-from raggedmoe.disk import sync, sync_tree
 from raggedmoe.launch.processes import broadcast_from_first, wait_for_all
+from raggedmoe.storage import AnyPath, ObjectPath
+from raggedmoe.storage.trees import move
+from raggedmoe.train.checkpoint.disk_folder import DiskFolder
+from raggedmoe.train.checkpoint.folder import ArrayWriting, CheckpointFolder
 from raggedmoe.train.checkpoint.manifest import (
-    STATE,
     DamagedCheckpointError,
     Manifest,
-    hash_files,
     plain_json,
     read_manifest,
     verify_checkpoint,
-    write_manifest,
 )
-from raggedmoe.train.checkpoint.stored_arrays import describe_leaf, leaves_by_name, read_state, start_writing
+from raggedmoe.train.checkpoint.object_folder import ObjectFolder
+from raggedmoe.train.checkpoint.stored_arrays import describe_leaf, leaves_by_name, read_state
 
 logger = logging.getLogger("raggedmoe")
 
 VISIBLE_SECONDS = 30.0  # until a folder that another host made is seen: some file systems take a while
-_PARTIAL = re.compile(r"step_\d{8,}\.partial")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Where checkpoints are written, and which of them are kept."""
 
-    folder: Path
+    folder: AnyPath
     keep_last: int = 2  # the newest ones
     keep_best: bool = True  # and the one with the lowest metric
     asynchronous: bool = True  # write while the next steps run
@@ -68,7 +63,7 @@ class RestoredCheckpoint:
     step: int
     state: Any  # with the structure, shapes, types and shardings of the template
     extra: dict[str, Any]
-    path: Path
+    path: AnyPath
 
 
 class Checkpoints:
@@ -79,7 +74,9 @@ class Checkpoints:
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
-        self._folder = config.folder.absolute()  # orbax wants it so
+        folder = config.folder
+        self._place: CheckpointFolder = ObjectFolder(folder) if isinstance(folder, ObjectPath) else DiskFolder(folder)
+        self._folder: AnyPath = self._place.path
         self._damaged: set[int] = set()  # steps of damaged checkpoints that still have their name
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -90,33 +87,31 @@ class Checkpoints:
 
     def _make_folder(self) -> None:
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self._folder).close()
+            self._place.prepare()
         except OSError as error:
             raise OSError(
                 f"{self._folder}: expected a folder for checkpoints that can be written, got: {error}; name another"
             ) from error
-        self._remove_leftovers()
 
     def _check_all_see_it(self) -> None:
         """Require that all processes see one folder: on disks of their own, each would have a part of a checkpoint."""
         if jax.process_count() == 1:
             return
-        mark = self._folder / f"step_{secrets.randbelow(10**12):012}.partial"
+        mark = f"step_{secrets.randbelow(10**12):012}.partial"
         if self._is_first:
-            mark.mkdir()
-        mark = mark.with_name(broadcast_from_first(mark.name))
+            self._place.make_mark(mark)
+        mark = broadcast_from_first(mark)
         until = time.monotonic() + VISIBLE_SECONDS
-        while not mark.is_dir():
+        while not self._place.has_mark(mark):
             if time.monotonic() > until:
                 raise OSError(
-                    f"{self._folder}: expected a folder that all processes see, but {mark.name}, which process 0 made "
+                    f"{self._folder}: expected a folder that all processes see, but {mark}, which process 0 made "
                     f"there, is not seen by process {jax.process_index()}; name one on shared storage"
                 )
             time.sleep(0.05)
         wait_for_all("checkpoint folder")
         if self._is_first:
-            _remove(mark)
+            self._place.remove_mark(mark)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -146,6 +141,8 @@ class Checkpoints:
         self.wait()
         if self._is_first:
             self._check_is_next(step)
+            if step in self._damaged:
+                self._set_aside(step)
         wait_for_all("save")  # process 0 may have waited for long
         leaves = leaves_by_name(state)
         manifest = Manifest(
@@ -155,22 +152,19 @@ class Checkpoints:
             leaves={name: describe_leaf(name, leaf) for name, leaf in leaves.items()},
             files={},
         )
-        partial = self._path(step).with_name(f"{self._path(step).name}.partial")
-        if self._is_first:
-            self._remove_leftovers()  # orbax may go on writing for a moment after it has failed
-            partial.mkdir()
+        name = broadcast_from_first(self._place.begin(step) if self._is_first else None)
         try:
-            writing = start_writing(partial / STATE, leaves)  # where the others wait for process 0's folder
+            writing = self._place.start_writing(name, leaves)
         except BaseException:
-            self._discard(partial)
+            self._discard(name)
             raise
         if self._config.asynchronous:
             self._thread = threading.Thread(
-                target=self._finish_in_background, args=(partial, manifest, writing), name="raggedmoe-checkpoint"
+                target=self._finish_in_background, args=(name, manifest, writing), name="raggedmoe-checkpoint"
             )
             self._thread.start()
         else:
-            self._finish(partial, manifest, writing)
+            self._finish(name, manifest, writing)
 
     def wait(self) -> None:
         """Wait until nothing is being written, and raise what went wrong in the background."""
@@ -195,13 +189,13 @@ class Checkpoints:
             return None
         path = self._path(step)
         manifest = read_manifest(path)
-        state = read_state(path / STATE, template, manifest.leaves)
+        state = read_state(path / manifest.state, template, manifest.leaves)
         return RestoredCheckpoint(step=step, state=state, extra=manifest.extra, path=path)
 
     def _newest_good(self) -> int | None:
         """Find the step of the newest checkpoint that is not damaged; None if there are no checkpoints."""
         problems = []
-        for step in reversed(self._steps_on_disk()):
+        for step in reversed(self._place.steps()):
             path = self._path(step)
             try:
                 verify_checkpoint(path)
@@ -221,14 +215,9 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """List the steps of complete checkpoints, ascending, without those known to be damaged."""
-        return [step for step in self._steps_on_disk() if step not in self._damaged]
+        return [step for step in self._place.steps() if step not in self._damaged]
 
-    def _steps_on_disk(self) -> list[int]:
-        numbers = (path.name.removeprefix("step_") for path in self._folder.glob("step_*"))
-        steps = {int(number) for number in numbers if number.isdecimal()}
-        return sorted(step for step in steps if self._path(step).is_dir())
-
-    def _path(self, step: int) -> Path:
+    def _path(self, step: int) -> AnyPath:
         return self._folder / f"step_{step:08}"
 
     def _check_is_next(self, step: int) -> None:
@@ -239,50 +228,37 @@ class Checkpoints:
                 "resume from that, or name another folder"
             )
 
-    def _remove_leftovers(self) -> None:
-        """Remove partial folders that killed runs left while they saved or deleted a checkpoint."""
-        for leftover in self._folder.iterdir():
-            if _PARTIAL.fullmatch(leftover.name):
-                _remove(leftover)
-
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def _finish_in_background(self, partial: Path, manifest: Manifest, writing: ocp.AsyncCheckpointer | None) -> None:
+    def _finish_in_background(self, name: str, manifest: Manifest, writing: ArrayWriting) -> None:
         try:
-            self._finish(partial, manifest, writing)
+            self._finish(name, manifest, writing)
         except BaseException as error:
             self._failure = error  # the next call raises it
 
-    def _finish(self, partial: Path, manifest: Manifest, writing: ocp.AsyncCheckpointer | None) -> None:
-        """Do all that follows the copy to the host; the rename at the end makes the folder a checkpoint."""
+    def _finish(self, name: str, manifest: Manifest, writing: ArrayWriting) -> None:
+        """Do all that follows the copy to the host; the commit at the end makes it a checkpoint."""
         path = self._path(manifest.step)
         try:
-            if writing is not None:
-                with writing:
-                    writing.wait_until_finished()  # for all processes' parts
+            written = writing.finish()  # on a disk, all processes' parts
             if not self._is_first:
                 return
-            write_manifest(partial, replace(manifest, files=hash_files(partial / STATE)))
-            sync_tree(partial)
-            if path.exists():
-                self._set_aside(manifest.step)
-            partial.rename(path)
-            sync(self._folder)
+            self._place.commit(name, manifest, written)
         except ValueError as error:  # what orbax's storage says when it cannot write
-            self._discard(partial)
+            self._discard(name)
             raise OSError(f"{path}: could not be saved: {error}") from error
         except BaseException as error:
-            self._discard(partial)
+            self._discard(name)
             error.add_note(f"raggedmoe was saving {path}")
             raise
         self._prune()
 
-    def _discard(self, partial: Path) -> None:
+    def _discard(self, name: str) -> None:
         if self._is_first:
-            _remove(partial)
+            self._place.discard(name)
 
     def _set_aside(self, step: int) -> None:
         """Rename a damaged checkpoint whose step is saved again, so that it is kept."""
@@ -291,7 +267,7 @@ class Checkpoints:
         while aside.exists():
             number += 1
             aside = path.with_name(f"{path.name}.damaged.{number}")
-        path.rename(aside)
+        move(path, aside)
         self._damaged.discard(step)
         logger.warning("%s is damaged and its step is saved again: it is now %s", path, aside)
 
@@ -309,12 +285,4 @@ class Checkpoints:
         if self._config.keep_best and by_metric:
             keep.add(min(by_metric)[1])  # the earliest, if several are equal
         for step in metrics.keys() - keep:
-            path = self._path(step)
-            _remove(path.rename(path.with_name(f"{path.name}.partial")))
-
-
-def _remove(partial: Path) -> None:
-    """Delete a partial folder; a warning names one that cannot be deleted."""
-    shutil.rmtree(partial, ignore_errors=True)
-    if partial.exists():
-        logger.warning("%s could not be deleted; delete it by hand", partial)
+            self._place.delete(self._path(step))

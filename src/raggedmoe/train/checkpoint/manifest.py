@@ -5,10 +5,12 @@ orbax reads a file with a flipped bit without an error, so sizes and checksums a
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from raggedmoe.storage import AnyPath
+from raggedmoe.storage.trees import list_files, map_files, sha256
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -26,6 +28,7 @@ class StoredLeaf:
     shape: tuple[int, ...]
     dtype: str
     key_impl: str | None = None  # the implementation of a typed random key, whose data is what is stored
+    chunks: tuple[int, ...] | None = None  # the shape of the objects that it is stored as; None: orbax has stored it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +48,20 @@ class Manifest:
     extra: dict[str, Any]
     leaves: dict[str, StoredLeaf]
     files: dict[str, StoredFile]  # by path below the state's folder
+    state: str = STATE  # the name of that folder
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest of a checkpoint, with a checksum of itself."""
-    (folder / MANIFEST).write_bytes(_encode({"format": FORMAT, **asdict(manifest)}))
+    (folder / MANIFEST).write_bytes(encode_manifest(manifest))
 
 
-def read_manifest(folder: Path) -> Manifest:
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Encode a manifest, with a checksum of itself."""
+    return _encode({"format": FORMAT, **asdict(manifest)})
+
+
+def read_manifest(folder: AnyPath) -> Manifest:
     """Read a checkpoint's manifest. Raise `DamagedCheckpointError` if it is not, byte for byte, as it was written."""
     try:
         raw = (folder / MANIFEST).read_bytes()
@@ -79,13 +88,21 @@ def read_manifest(folder: Path) -> Manifest:
         metric=content["metric"],
         extra=content["extra"],
         leaves={
-            name: StoredLeaf(**{**leaf, "shape": tuple(leaf["shape"])}) for name, leaf in content["leaves"].items()
+            name: StoredLeaf(
+                **{
+                    **leaf,
+                    "shape": tuple(leaf["shape"]),
+                    "chunks": None if leaf.get("chunks") is None else tuple(leaf["chunks"]),
+                }
+            )
+            for name, leaf in content["leaves"].items()
         },
         files={name: StoredFile(**file) for name, file in content["files"].items()},
+        state=content.get("state", STATE),  # which older checkpoints do not say
     )
 
 
-def verify_checkpoint(folder: Path) -> Manifest:
+def verify_checkpoint(folder: AnyPath) -> Manifest:
     """Like `read_manifest`, but also compare all files with their checksums; the error names those that differ."""
     manifest = read_manifest(folder)
     expected_step = int(folder.name.removeprefix("step_"))
@@ -93,40 +110,34 @@ def verify_checkpoint(folder: Path) -> Manifest:
         raise DamagedCheckpointError(
             f"{MANIFEST}: expected step {expected_step}, as the folder is called, found {manifest.step}"
         )
-    problems = list(_problems(folder / STATE, manifest.files))
+    problems = _problems(folder / manifest.state, manifest.files)
     if problems:
         raise DamagedCheckpointError("; ".join(problems))
     return manifest
 
 
-def _problems(state: Path, expected: dict[str, StoredFile]) -> Iterator[str]:
-    present = set(_files(state))
-    for name in sorted(expected.keys() | present):
-        if name not in present:
-            yield f"{STATE}/{name} is missing"
-        elif name not in expected:
-            yield f"{STATE}/{name} was not there when the checkpoint was written"
-        else:
-            problem = _problem(state / name, expected[name])
-            if problem is not None:
-                yield f"{STATE}/{name} {problem}"
+def _problems(state: AnyPath, expected: dict[str, StoredFile]) -> list[str]:
+    sizes = list_files(state)
 
+    def problem(name: str) -> str | None:
+        if name not in sizes:
+            return "is missing"
+        if name not in expected:
+            return "was not there when the checkpoint was written"
+        if sizes[name] != expected[name].size:
+            return f"has {sizes[name]} bytes, expected {expected[name].size}"
+        try:
+            return None if sha256(state / name) == expected[name].sha256 else "does not match its checksum"
+        except OSError as error:  # a disk that cannot read it any more
+            return f"cannot be read: {error}"
 
-def _problem(path: Path, expected: StoredFile) -> str | None:
-    try:
-        size = path.stat().st_size
-        if size != expected.size:
-            return f"has {size} bytes, expected {expected.size}"
-        return None if _sha256(path) == expected.sha256 else "does not match its checksum"
-    except OSError as error:  # a disk that cannot read it any more
-        return f"cannot be read: {error}"
+    names = sorted(expected.keys() | sizes.keys())
+    return [f"{state.name}/{name} {said}" for name, said in zip(names, map_files(problem, names, state)) if said]
 
 
 def hash_files(state: Path) -> dict[str, StoredFile]:
     """List all files below a folder with their sizes and checksums."""
-    return {
-        name: StoredFile(size=(state / name).stat().st_size, sha256=_sha256(state / name)) for name in _files(state)
-    }
+    return {name: StoredFile(size=size, sha256=sha256(state / name)) for name, size in list_files(state).items()}
 
 
 def plain_json(value: Any, where: str = "extra") -> Any:
@@ -149,12 +160,3 @@ def plain_json(value: Any, where: str = "extra") -> Any:
 def _encode(content: dict[str, Any]) -> bytes:
     checksum = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return f"{json.dumps({'sha256': checksum, **content}, indent=1)}\n".encode()
-
-
-def _files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,5 +1,6 @@
 """The arrays of a checkpoint: their names and types, and how orbax writes and reads them."""
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from raggedmoe.storage import AnyPath, ObjectPath
+from raggedmoe.storage.trees import download
 from raggedmoe.train.checkpoint.manifest import StoredLeaf
+from raggedmoe.train.checkpoint.zarr_arrays import read_arrays
 
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:
@@ -59,40 +63,44 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(use_compression=False)
 
 
-def start_writing(folder: Path, leaves: dict[str, jax.Array]) -> ocp.AsyncCheckpointer | None:
-    """Copy the arrays to the host and begin to write them; return None if there is nothing to write."""
-    # A flat table of names: orbax joins the keys of nested ones with dots, and ours have dots in them.
-    # It refuses arrays without elements, so these are left out: the manifest has their shape.
-    non_empty = {name: leaf for name, leaf in leaves.items() if leaf.size}
-    if not non_empty:
-        folder.mkdir()
-        return None
-    data = {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in non_empty.items()}
-    writing = ocp.AsyncCheckpointer(_handler())
-    writing.save(folder, args=ocp.args.PyTreeSave(data))
-    return writing
+def non_empty(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the arrays that are written, and the data of random keys; of one without elements the manifest has all."""
+    filled = {name: leaf for name, leaf in leaves.items() if leaf.size}
+    return {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in filled.items()}
 
 
-def read_state(folder: Path, template: Any, stored_leaves: dict[str, StoredLeaf]) -> Any:
+class OrbaxWriter:
+    """Writes arrays to a folder of a disk. They are copied to the host when it is made."""
+
+    def __init__(self, folder: Path, leaves: dict[str, jax.Array]) -> None:
+        # A flat table of names: orbax joins the keys of nested ones with dots, and ours have dots in them.
+        # It refuses arrays without elements.
+        data = non_empty(leaves)
+        self._writing: ocp.AsyncCheckpointer | None = None
+        if not data:
+            folder.mkdir()
+            return
+        self._writing = ocp.AsyncCheckpointer(_handler())
+        self._writing.save(folder, args=ocp.args.PyTreeSave(data))
+
+    def finish(self) -> None:
+        """Wait until all processes' parts are written."""
+        if self._writing is not None:
+            with self._writing:
+                self._writing.wait_until_finished()
+
+
+def read_state(folder: AnyPath, template: Any, stored_leaves: dict[str, StoredLeaf]) -> Any:
     """Read the stored arrays into a tree like the template. Raise an error that lists those that differ from it."""
     leaves = leaves_by_name(template)
     _check_same_leaves(folder, leaves, stored_leaves)
     shardings = {name: _template_sharding(leaf) for name, leaf in leaves.items()}
     stored = {name: _stored_form(leaf) for name, leaf in leaves.items()}
-    non_empty = {name: array for name, array in stored.items() if array.size}
-    arrays: dict[str, Any] = {}
-    if non_empty:
-        restore_args = {
-            name: ocp.RestoreArgs(restore_type=np.ndarray)
-            if shardings[name] is None
-            else ocp.ArrayRestoreArgs(sharding=shardings[name])
-            for name in non_empty
-        }
-        with ocp.Checkpointer(_handler()) as reading:
-            arrays = reading.restore(folder, args=ocp.args.PyTreeRestore(item=non_empty, restore_args=restore_args))
+    filled = {name: array for name, array in stored.items() if array.size}
+    arrays = _read_arrays(folder, filled, {name: stored_leaves[name].chunks for name in filled}, shardings)
     restored = []
     for name, array in stored.items():
-        read = arrays.pop(name) if name in non_empty else np.zeros(array.shape, array.dtype)
+        read = arrays.pop(name) if name in filled else np.zeros(array.shape, array.dtype)
         if not isinstance(read, jax.Array):
             read = jnp.asarray(read) if shardings[name] is None else jax.device_put(read, shardings[name])
         impl = stored_leaves[name].key_impl
@@ -100,12 +108,44 @@ def read_state(folder: Path, template: Any, stored_leaves: dict[str, StoredLeaf]
     return jax.tree.unflatten(jax.tree.structure(template), restored)
 
 
+def _read_arrays(
+    folder: AnyPath,
+    stored: dict[str, jax.ShapeDtypeStruct],
+    chunks: dict[str, tuple[int, ...] | None],
+    shardings: dict[str, jax.sharding.Sharding | None],
+) -> dict[str, Any]:
+    """Read arrays as they were written: by orbax, or as objects."""
+    if not stored:
+        return {}
+    as_objects = {name: shape for name, shape in chunks.items() if shape is not None}
+    if as_objects:
+        return read_arrays(folder, stored, as_objects, shardings)
+    if isinstance(folder, ObjectPath):  # copied from a disk to where orbax does not read
+        with tempfile.TemporaryDirectory(prefix="raggedmoe-") as local:
+            download(folder, Path(local))
+            return _read_with_orbax(Path(local), stored, shardings)
+    return _read_with_orbax(folder, stored, shardings)
+
+
+def _read_with_orbax(
+    folder: Path, stored: dict[str, jax.ShapeDtypeStruct], shardings: dict[str, jax.sharding.Sharding | None]
+) -> dict[str, Any]:
+    restore_args = {
+        name: ocp.RestoreArgs(restore_type=np.ndarray)
+        if shardings[name] is None
+        else ocp.ArrayRestoreArgs(sharding=shardings[name])
+        for name in stored
+    }
+    with ocp.Checkpointer(_handler()) as reading:
+        return reading.restore(folder, args=ocp.args.PyTreeRestore(item=stored, restore_args=restore_args))
+
+
 def _template_sharding(leaf: Any) -> jax.sharding.Sharding | None:
     """Return the sharding of a template's leaf; None if it is uncommitted, as the array then must be."""
     return None if isinstance(leaf, jax.Array) and not leaf.committed else getattr(leaf, "sharding", None)
 
 
-def _check_same_leaves(folder: Path, template: dict[str, Any], stored: dict[str, StoredLeaf]) -> None:
+def _check_same_leaves(folder: AnyPath, template: dict[str, Any], stored: dict[str, StoredLeaf]) -> None:
     """Refuse a state of other arrays, which is no damage but another model, and say how it differs."""
     lines = []
     for name in sorted(template.keys() | stored.keys()):
