@@ -1,6 +1,7 @@
 """The layer as users have it: the nnx module, its backends and types, masks, and JAX's transformations."""
 
 import functools
+from collections import Counter
 from importlib.util import find_spec
 
 import jax
@@ -23,6 +24,7 @@ from tests.moe.examples import (
     assert_close,
     assert_gradients_close,
     dense_gradients,
+    layer,
     layer_gradients,
     magnitude,
     moe_config,
@@ -120,6 +122,30 @@ def test_gradients_in_float32_are_those_of_the_oracle(way):
         expected = dense_gradients(jnp.asarray(x, np.float64), wide, config, jnp.ones(x.shape), out.experts)
     assert all(gradients[name].dtype == np.float32 for name in gradients)
     assert_gradients_close(gradients, expected)
+
+
+def kept_for_backward(execution):
+    """How many arrays of so many columns are kept of the routed rows, of a layer without biases and losses."""
+    config = moe_config()
+    x, params = random_tokens(config, TOKENS, dtype=np.float32), random_params(config, dtype=np.float32)
+    num_rows = TOKENS * config.experts_per_token
+
+    def residuals(x, params):
+        return jax.tree.leaves(jax.vjp(lambda *args: layer(*args, config, execution).output, x, params)[1])
+
+    shapes = [array.shape for array in jax.eval_shape(residuals, x, params)]
+    return Counter(shape[1] for shape in shapes if len(shape) == 2 and shape[0] == num_rows)
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu", "expert_ffn"])
+def test_rows_are_dispatched_again_rather_than_kept_and_no_bit_changes(backend):
+    config = moe_config()
+    way, again = (MoEExecution(moe_backend=backend, recompute_dispatch=again) for again in (False, True))
+    jax.tree.map(np.testing.assert_array_equal, both_of(again), both_of(way))
+    width, hidden = config.model_dim, config.expert_dim
+    # Kept are both arguments of the activation, and what the router's gradient needs: the experts' results.
+    assert kept_for_backward(again) == {hidden: 2, width: 1}
+    assert kept_for_backward(way)[width] == 2
 
 
 def traced_with(backend):

@@ -56,6 +56,8 @@ class MoEExecution:
     token_chunks: int = 1  # The tokens come in this many parts, so that moving one overlaps with computing another.
     width_chunks: int = 1  # The model width comes in this many parts, so that moving one overlaps with multiplying.
     tensor_split: str = "expert_dim"  # What the tensor axis of a mesh splits of the experts: F, or D ("model_dim").
+    # Backward, the rows are gathered from their tokens again rather than kept: K · D numbers fewer for a token.
+    recompute_dispatch: bool = False
     hardware: str | None = None  # The chip to choose kernels for; None takes that of the mesh or of the arrays.
 
     def __post_init__(self) -> None:
@@ -84,6 +86,11 @@ class MoEExecution:
             )
         if self.backend.fused and self.tensor_split == "model_dim":
             raise ValueError(f"{fused}; it cannot be used with tensor_split='model_dim': use 'expert_dim'")
+        if self.recompute_dispatch and self.strategy in ACROSS_RANKS:
+            raise ValueError(
+                f"recompute_dispatch=True would send the rows of strategy={self.strategy!r} a second time; leave it out, "
+                "or use strategy='local'"
+            )
         if self.ragged_buffer_factor is not None:
             if self.strategy not in ACROSS_RANKS:
                 raise ValueError(

@@ -16,13 +16,14 @@ from raggedmoe.moe.config import MoEConfig, check_execution, is_expert_choice
 from raggedmoe.moe.dispatch import check_ranks, dispatch, prepare, unpermute
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import activate, expert_ffn, fuses_experts, gmm_down, gmm_up, shared_experts, tp_reduce
-from raggedmoe.moe.records import MoEOutput, MoEParams, RouteOutput, StageSettings
+from raggedmoe.moe.records import MoEOutput, MoEParams, RouteMetadata, RouteOutput, StageSettings
 from raggedmoe.moe.router import check_replay, route
 from raggedmoe.sharding.axes import TOKEN_AXES, WIDTH_TENSOR, LogicalMesh, logical_mesh, shard_tokens, split_over
 from raggedmoe.sharding.rules import all_gather_params
 from raggedmoe.sharding.stage import ACTIVATIONS, BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, stage
 
 DEFAULT_EXECUTION = MoEExecution()
+KEEP_MATMULS = jax.checkpoint_policies.save_only_these_names("moe_up", "moe_down")
 
 
 def _check_call(
@@ -101,15 +102,12 @@ def routed_experts(
     up_biases = all_gather_params(biases, specs, on_mesh, BETWEEN_PROJECTIONS)
     width_parts = even_parts(x.shape[1] // on_mesh.size(WIDTH_TENSOR), execution.width_chunks)
     fused = fuses_experts(x, params, settings)
-    outputs, dropped = [], jnp.zeros((), jnp.int32)
-    for tokens in even_parts(x.shape[0] // on_mesh.size(*TOKEN_AXES), execution.token_chunks):
-        metadata, more = run(prepare, routing, first_expert, tokens=tokens, num_stacked=params["wi_0"].shape[0])
-        dropped = dropped + more
+
+    def weighted_sum(x: Float[Array, "T D"], metadata: RouteMetadata, tokens: slice) -> Float[Array, "T D"]:
         if fused:
             rows = run(dispatch, x, routing, metadata, tokens=tokens, columns=width_parts[0])
-            rows = run(expert_ffn, rows, weights, up_biases, metadata)
-            outputs.append(run(unpermute, rows, routing, metadata, tokens=tokens))
-            continue
+            rows = checkpoint_name(run(expert_ffn, rows, weights, up_biases, metadata), "moe_down")
+            return run(unpermute, rows, routing, metadata, tokens=tokens)
         sums, columns_out = None, []
         for columns in width_parts:
             rows = run(dispatch, x, routing, metadata, tokens=tokens, columns=columns)
@@ -120,7 +118,15 @@ def routed_experts(
         for columns in width_parts:
             rows = checkpoint_name(run(gmm_down, hidden, weights, metadata, columns=columns), "moe_down")
             columns_out.append(run(unpermute, rows, routing, metadata, tokens=tokens))
-        outputs.append(on_mesh.run(concatenate, columns_out, dim=1))
+        return on_mesh.run(concatenate, columns_out, dim=1)
+
+    if execution.recompute_dispatch:
+        weighted_sum = jax.checkpoint(weighted_sum, policy=KEEP_MATMULS, static_argnums=2)
+    outputs, dropped = [], jnp.zeros((), jnp.int32)
+    for tokens in even_parts(x.shape[0] // on_mesh.size(*TOKEN_AXES), execution.token_chunks):
+        metadata, more = run(prepare, routing, first_expert, tokens=tokens, num_stacked=params["wi_0"].shape[0])
+        dropped = dropped + more
+        outputs.append(weighted_sum(x, metadata, tokens))
     return on_mesh.run(concatenate, outputs, dim=0), dropped
 
 

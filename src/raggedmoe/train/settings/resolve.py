@@ -223,5 +223,6 @@ def _make_moe_execution(config: TrainConfig, plan: Plan) -> MoEExecution:
         ragged_buffer_factor=asked.ragged_buffer_factor if strategy in ACROSS_RANKS else None,
         token_chunks=asked.token_chunks,
         width_chunks=asked.width_chunks,
+        recompute_dispatch=asked.recompute_dispatch,
         tensor_split=config.mesh.tensor_split,
     )

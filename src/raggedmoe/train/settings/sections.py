@@ -164,6 +164,11 @@ class ExecutionSettings(Section):
     token_chunks: int = setting(
         default=1, help="Chunks of a device's tokens, one sent while another is computed", may_change=True
     )
+    recompute_dispatch: bool = setting(
+        default=False,
+        help="Backward, gather the experts' rows again rather than keep them; not with experts on several devices",
+        may_change=True,
+    )
     expert_strategy: str = setting(
         default="auto",
         help="How tokens reach experts on other devices; auto: all_to_all",
