@@ -88,8 +88,8 @@ class MoEExecution:
             raise ValueError(f"{fused}; it cannot be used with tensor_split='model_dim': use 'expert_dim'")
         if self.recompute_dispatch and self.strategy in ACROSS_RANKS:
             raise ValueError(
-                f"recompute_dispatch=True would send the rows of strategy={self.strategy!r} a second time; leave it out, "
-                "or use strategy='local'"
+                f"recompute_dispatch=True would send the rows of strategy={self.strategy!r} a second time; leave it "
+                "out, or use strategy='local'"
             )
         if self.ragged_buffer_factor is not None:
             if self.strategy not in ACROSS_RANKS:

@@ -5,9 +5,8 @@ import numpy as np
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.attention.operands import Operands
-from raggedmoe.kernels.native.library import native_call, native_why_not, why_absent
-from raggedmoe.kernels.proof import Level, Proof
-from raggedmoe.kernels.registry import Call, Implementation
+from raggedmoe.kernels.native.library import native_call, native_implementation, native_why_not
+from raggedmoe.kernels.registry import Call
 
 
 def forward(operands, *, scale, window):
@@ -46,13 +45,9 @@ def why_not(call: Call, hardware: Hardware) -> str | None:
     return native_why_not(call, hardware, call.arrays["query"].dtype)
 
 
-IMPLEMENTATION = Implementation(
-    operation="attention",
-    name="cpu_native",
+IMPLEMENTATION = native_implementation(
+    "attention",
     forward=forward,
     backward=backward,
-    rank={"cpu": 5},
-    proofs=(Proof(level=Level.RUN, platforms=("cpu",), shown_by="make test"),),
     why_not=why_not,
-    why_absent=why_absent,
 )

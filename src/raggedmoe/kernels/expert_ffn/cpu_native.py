@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases, ExpertWeights, KeptSums
-from raggedmoe.kernels.native.library import native_call, native_why_not, why_absent
-from raggedmoe.kernels.proof import Level, Proof
-from raggedmoe.kernels.registry import Call, Implementation
+from raggedmoe.kernels.native.library import native_call, native_implementation, native_why_not
+from raggedmoe.kernels.registry import Call
 
 NUMBERS = {name: number for number, name in enumerate(ACTIVATIONS)}  # as in matmul_types.h
 
@@ -63,14 +62,10 @@ def why_not(call: Call, hardware: Hardware) -> str | None:
     return native_why_not(call, hardware, call.arrays["rows"].dtype)
 
 
-IMPLEMENTATION = Implementation(
-    operation="expert_ffn",
-    name="cpu_native",
+IMPLEMENTATION = native_implementation(
+    "expert_ffn",
     forward=forward,
     forward_keeping=forward_keeping,
     backward=backward,
-    rank={"cpu": 5},
-    proofs=(Proof(level=Level.RUN, platforms=("cpu",), shown_by="make test"),),
     why_not=why_not,
-    why_absent=why_absent,
 )

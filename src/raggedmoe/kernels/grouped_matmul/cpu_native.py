@@ -9,9 +9,8 @@ import functools
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.grouped_matmul.gradients import matmul_gradients
-from raggedmoe.kernels.native.library import native_call, native_why_not, why_absent
-from raggedmoe.kernels.proof import Level, Proof
-from raggedmoe.kernels.registry import Call, Implementation
+from raggedmoe.kernels.native.library import native_call, native_implementation, native_why_not
+from raggedmoe.kernels.registry import Call
 
 
 def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
@@ -33,13 +32,9 @@ def why_not(call: Call, hardware: Hardware) -> str | None:
     return native_why_not(call, hardware, dtype)
 
 
-IMPLEMENTATION = Implementation(
-    operation="grouped_matmul",
-    name="cpu_native",
+IMPLEMENTATION = native_implementation(
+    "grouped_matmul",
     forward=forward,
     backward=functools.partial(matmul_gradients, forward, transposed_matmul),
-    rank={"cpu": 5},
-    proofs=(Proof(level=Level.RUN, platforms=("cpu",), shown_by="make test"),),
     why_not=why_not,
-    why_absent=why_absent,
 )

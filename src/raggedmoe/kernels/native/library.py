@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.native import build as building
 from raggedmoe.kernels.placement import placement_why_not, pvary_alike
-from raggedmoe.kernels.registry import Call
+from raggedmoe.kernels.proof import Level, Proof
+from raggedmoe.kernels.registry import Call, Implementation
 from raggedmoe.names import unknown
 
 TARGETS = (  # exported by the library
@@ -133,3 +134,11 @@ def native_why_not(call: Call, hardware: Hardware, *dtypes: Any) -> str | None:
     if others:
         return f"it computes in {' and '.join(TYPES)}, not in {', '.join(others)}"
     return placement_why_not(call)
+
+
+def native_implementation(operation: str, **functions: Any) -> Implementation:
+    """Describe an operation's implementation in C++, the first that `auto` takes on a CPU."""
+    proofs = (Proof(level=Level.RUN, platforms=("cpu",), shown_by="make test"),)
+    return Implementation(
+        operation=operation, name="cpu_native", rank={"cpu": 5}, proofs=proofs, why_absent=why_absent, **functions
+    )

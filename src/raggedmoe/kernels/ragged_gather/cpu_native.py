@@ -3,10 +3,9 @@
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.native.library import native_call, native_why_not, why_absent
-from raggedmoe.kernels.proof import Level, Proof
+from raggedmoe.kernels.native.library import native_call, native_implementation, native_why_not
 from raggedmoe.kernels.ragged_gather import xla
-from raggedmoe.kernels.registry import BACKWARD, Call, Implementation
+from raggedmoe.kernels.registry import BACKWARD, Call
 
 
 def forward(x, indices, start, end, weights):
@@ -45,14 +44,10 @@ def note(call: Call, hardware: Hardware) -> str | None:
     return xla.note(call, hardware) if call.direction == BACKWARD and "inverse" not in call.arrays else None
 
 
-IMPLEMENTATION = Implementation(
-    operation="ragged_gather",
-    name="cpu_native",
+IMPLEMENTATION = native_implementation(
+    "ragged_gather",
     forward=forward,
     backward=backward,
-    rank={"cpu": 5},
-    proofs=(Proof(level=Level.RUN, platforms=("cpu",), shown_by="make test"),),
     why_not=why_not,
-    why_absent=why_absent,
     note=note,
 )

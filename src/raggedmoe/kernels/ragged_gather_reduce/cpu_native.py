@@ -3,11 +3,10 @@
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.kernels.native.library import native_call, why_absent
-from raggedmoe.kernels.proof import Level, Proof
+from raggedmoe.kernels.native.library import native_call, native_implementation
 from raggedmoe.kernels.ragged_gather import cpu_native as ragged_gather
 from raggedmoe.kernels.ragged_gather_reduce import xla
-from raggedmoe.kernels.registry import BACKWARD, Call, Implementation
+from raggedmoe.kernels.registry import BACKWARD, Call
 
 
 def forward(rows, indices, start, end, weights):
@@ -39,14 +38,10 @@ def note(call: Call, hardware: Hardware) -> str | None:
     return xla.note(call, hardware) if call.direction == BACKWARD and "inverse" not in call.arrays else None
 
 
-IMPLEMENTATION = Implementation(
-    operation="ragged_gather_reduce",
-    name="cpu_native",
+IMPLEMENTATION = native_implementation(
+    "ragged_gather_reduce",
     forward=forward,
     backward=backward,
-    rank={"cpu": 5},
-    proofs=(Proof(level=Level.RUN, platforms=("cpu",), shown_by="make test"),),
     why_not=ragged_gather.why_not,
-    why_absent=why_absent,
     note=note,
 )
