@@ -57,16 +57,14 @@ class ArrayWriter:
         """Write all parts, and return the objects with their checksums."""
         stores = {name: _open(self._folder, name, *self._arrays[name], chunks) for name, chunks in self.chunks.items()}
         files: dict[str, StoredFile] = {}
-        try:
-            writes = [
-                stores[part.name][part.index].write(part.values, can_reference_source_data_indefinitely=True)
-                for part in self._parts
-            ]
-            for part in self._parts:
-                files |= _describe_objects(part, self.chunks[part.name])
-            for write in writes:
-                write.result()
-        except ValueError as error:  # which tensorstore raises for everything
+        writes = [
+            stores[part.name][part.index].write(part.values, can_reference_source_data_indefinitely=True)
+            for part in self._parts
+        ]
+        for part in self._parts:
+            files |= _describe_objects(part, self.chunks[part.name])
+        errors = [write.exception() for write in writes]  # all of them end: none comes after they were removed
+        for error in filter(None, errors):
             raise OSError(f"{self._folder} could not be written: {error}") from error
         return files
 
