@@ -52,12 +52,13 @@ def test_folders_above_it_are_made(save, tmp_path, golden_model):
 def test_a_disk_that_is_full_halfway_leaves_nothing(save, tmp_path, golden_model, monkeypatch):
     whole, written = writing.write_file, []
 
-    def failing(path, tensors, metadata):
-        for num_bytes in whole(path, tensors, metadata):
+    def failing(path, tensors, metadata, advance):
+        def note(num_bytes):
             written.append(num_bytes)
             if len(written) == 5:
                 raise OSError(28, "No space left on device")
-            yield num_bytes
+
+        whole(path, tensors, metadata, note)
 
     monkeypatch.setattr(writing, "write_file", failing)
     with pytest.raises(OSError, match="No space left"):
@@ -70,11 +71,11 @@ def test_a_disk_that_is_full_halfway_leaves_nothing(save, tmp_path, golden_model
 def test_an_interrupted_save_of_the_second_file_leaves_nothing(save, tmp_path, golden_model, monkeypatch):
     whole, files = writing.write_file, []
 
-    def failing(path, tensors, metadata):
+    def failing(path, *arguments):
         files.append(path.name)
         if len(files) == 2:
             raise KeyboardInterrupt
-        yield from whole(path, tensors, metadata)
+        whole(path, *arguments)
 
     monkeypatch.setattr(writing, "write_file", failing)
     with pytest.raises(KeyboardInterrupt):

@@ -9,11 +9,12 @@ from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.models.count import count_params
 from raggedmoe.models.module import Decoder
 from raggedmoe.names import unknown
+from raggedmoe.storage import AnyPath, ObjectPath, as_path
 
 
 def import_(
-    path: tyro.conf.Positional[Path],
-    out: tyro.conf.Positional[Path],
+    path: tyro.conf.Positional[str],
+    out: tyro.conf.Positional[str],
     dtype: str | None = None,
 ) -> int:
     """Convert a Hugging Face checkpoint to our format: safetensors files that load without a transposition.
@@ -26,37 +27,48 @@ def import_(
         out: the folder to write.
         dtype: type of the weights, such as float32; by default that of the checkpoint.
     """
-    model = _load_model(path, out, dtype)
-    interop.save_native(model, out, companions=path, progress=True)
-    return _print_result("imported", model, out)
+    folder, target = as_path(path), _new_folder(out)
+    model = _load_model(folder, dtype)
+    interop.save_native(model, target, companions=folder, progress=True)
+    return _print_result("imported", model, target)
 
 
 def export(
-    path: tyro.conf.Positional[Path],
-    out: tyro.conf.Positional[Path],
+    path: tyro.conf.Positional[str],
+    out: tyro.conf.Positional[str],
     layout: str | None = None,
     dtype: str | None = None,
 ) -> int:
     """Convert a checkpoint of ours to a Hugging Face folder, or change the layout or type of a Hugging Face one.
 
     Args:
-        path: a folder that `raggedmoe import` or a run wrote, or a Hugging Face folder.
+        path: a folder that `raggedmoe import` or a run wrote, or a Hugging Face folder; it may be in an object store,
+            s3://bucket/folder.
         out: the folder to write.
         layout: layout of the experts: per_expert (one tensor each) or fused; by default as the family publishes them.
         dtype: type of the weights, such as bfloat16; by default that of PATH.
     """
-    model = _load_model(path, out, None)
+    folder, target = as_path(path), _new_folder(out)
+    model = _load_model(folder, None)
     if dtype is not None and dtype not in FLOATS:
         raise unknown("dtype", dtype, FLOATS)
-    interop.save(model, out, layout=layout, dtype=dtype, companions=path, progress=True)
-    return _print_result("exported", model, out)
+    interop.save(model, target, layout=layout, dtype=dtype, companions=folder, progress=True)
+    return _print_result("exported", model, target)
 
 
-def _load_model(path: Path, out: Path, dtype: str | None) -> Decoder:
-    if dtype is not None and dtype not in FLOATS:
-        raise unknown("dtype", dtype, FLOATS)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+def _new_folder(out: str) -> Path:
+    """Return the folder to write, before anything is read."""
+    folder = as_path(out)
+    if isinstance(folder, ObjectPath):
+        raise ValueError(f"{out}: expected a folder of this machine; write there, and copy it to where it should be")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{out}: expected a new or empty folder, got one with files; name another or remove it")
+    return folder
+
+
+def _load_model(path: AnyPath, dtype: str | None) -> Decoder:
+    if dtype is not None and dtype not in FLOATS:
+        raise unknown("dtype", dtype, FLOATS)
     return interop.load(path, param_dtype=dtype, progress=True)
 
 

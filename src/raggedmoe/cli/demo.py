@@ -11,6 +11,7 @@ import tyro
 
 from raggedmoe.cli.generate import generate
 from raggedmoe.cli.train import run_training
+from raggedmoe.storage import AnyPath
 
 PROMPT, NEW_TOKENS, TEMPERATURE = "def __init__(self", 240, 0.6
 
@@ -35,12 +36,12 @@ def demo(
     folder = outcome.folder
     page = write_report(folder)
     print(f"\nA sample, which continues {PROMPT!r}:\n\n{PROMPT}", end="", flush=True)
-    generate(folder / MODEL, PROMPT, max_new_tokens=NEW_TOKENS, temperature=TEMPERATURE)
+    generate(str(folder / MODEL), PROMPT, max_new_tokens=NEW_TOKENS, temperature=TEMPERATURE)
     print(summary(folder, folder / MODEL, page))
     return 0
 
 
-def summary(folder: Path, model: Path, page: Path) -> str:
+def summary(folder: AnyPath, model: AnyPath, page: AnyPath) -> str:
     """Say what a newcomer has now, and which commands to try next."""
     from raggedmoe.train.loop.record import read_run, series
 

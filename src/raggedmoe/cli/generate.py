@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import tyro
@@ -14,10 +13,11 @@ from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.models import generate as generation
 from raggedmoe.models.generate import Sampling
 from raggedmoe.names import unknown
+from raggedmoe.storage import AnyPath, as_path
 
 
 def generate(
-    path: tyro.conf.Positional[Path],
+    path: tyro.conf.Positional[str],
     prompt: str,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -29,7 +29,8 @@ def generate(
 ) -> int:
     """Generate text that continues a prompt, and print each token as it comes.
 
-    The folder is a Hugging Face one, or one that `raggedmoe import` or a run wrote, with its tokenizer.json. Decoding
+    The folder, which may be in an object store (s3://bucket/folder), is a Hugging Face one, or one that `raggedmoe
+    import` or a run wrote, with its tokenizer.json. Decoding
     is greedy by default, and samples with a temperature. It ends at the end-of-sequence token that the folder names.
 
     Args:
@@ -46,9 +47,10 @@ def generate(
     if dtype is not None and dtype not in FLOATS:
         raise unknown("dtype", dtype, FLOATS)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    tokenizer: Any = None if ids else _tokenizer(path)
+    folder = as_path(path)
+    tokenizer: Any = None if ids else _tokenizer(folder)
     numbers = _numbers(prompt) if ids else tokenizer.encode(prompt).ids
-    model = interop.load(path, dtype=dtype, progress=True)
+    model = interop.load(folder, dtype=dtype, progress=True)
     start = time.perf_counter()
     tokens = (
         token
@@ -57,7 +59,7 @@ def generate(
             [numbers],
             max_new_tokens=max_new_tokens,
             sampling=sampling,
-            stop=_end_tokens(path),
+            stop=_end_tokens(folder),
             seed=seed,
         )
         if token is not None
@@ -80,7 +82,7 @@ def _numbers(prompt: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _tokenizer(folder: Path) -> Any:
+def _tokenizer(folder: AnyPath) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -92,12 +94,12 @@ def _tokenizer(folder: Path) -> Any:
     if not path.is_file():
         raise ValueError(f"{path}: expected the model's tokenizer, found none; put it there, or use --ids")
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises the bare Exception for a file that it cannot read
         raise ValueError(f"{path}: expected a tokenizer of the tokenizers package, got {error}") from None
 
 
-def _end_tokens(folder: Path) -> list[int]:
+def _end_tokens(folder: AnyPath) -> list[int]:
     """Read the end-of-sequence tokens that a folder's JSON files name."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name

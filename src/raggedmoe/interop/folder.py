@@ -1,16 +1,18 @@
 """Reading a folder of safetensors files: one file, or several with an index."""
 
+import fnmatch
 import os
 from pathlib import Path, PurePosixPath
 
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.safetensors_file import BrokenFileError, StoredTensor, read_header
+from raggedmoe.storage import AnyPath
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-def read_tensor_headers(folder: Path) -> dict[str, StoredTensor]:
+def read_tensor_headers(folder: AnyPath) -> dict[str, StoredTensor]:
     """List every tensor in a model's folder by name. Only the files' headers are read."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder with a model's config.json and safetensors files, found none")
@@ -19,7 +21,8 @@ def read_tensor_headers(folder: Path) -> dict[str, StoredTensor]:
         return _read_sharded(folder, index)
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)[0]
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    names = sorted(path.name for path in folder.iterdir())
+    pickles = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in PICKLES)]
     if pickles:
         raise ValueError(
             f"{folder}: expected safetensors files, got {', '.join(pickles[:3])}: opening a pickle runs the code of "
@@ -28,12 +31,9 @@ def read_tensor_headers(folder: Path) -> dict[str, StoredTensor]:
     raise ValueError(f"{folder}: expected {SINGLE}, or {INDEX} and the files it names; found neither")
 
 
-def _read_sharded(folder: Path, index: Path) -> dict[str, StoredTensor]:
+def _read_sharded(folder: AnyPath, index: AnyPath) -> dict[str, StoredTensor]:
     """List the tensors of several files, and require that they are those of the index."""
-    weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise BrokenFileError(f"{index}: expected a weight_map from tensor to file, got {type(weight_map).__name__}")
-    file_of = {name: str(file) for name, file in weight_map.items()}
+    file_of = read_index(index)
     files = sorted(set(file_of.values()))
     for file in files:
         path = PurePosixPath(file)
@@ -43,7 +43,7 @@ def _read_sharded(folder: Path, index: Path) -> dict[str, StoredTensor]:
                 f"{index}: {tensor_name} is said to be in {file!r}; "
                 "expected the name of a safetensors file in the folder"
             )
-    missing = {file for file in files if not os.path.isfile(folder / file)}  # a name too long is no file either
+    missing = {file for file in files if not _is_file(folder / file)}
     if missing:
         lost = [name for name, where in file_of.items() if where in missing]
         raise BrokenFileError(
@@ -64,6 +64,18 @@ def _read_sharded(folder: Path, index: Path) -> dict[str, StoredTensor]:
             f"not in the index: {_shorten(unlisted)}"
         )
     return tensors
+
+
+def read_index(index: AnyPath) -> dict[str, str]:
+    """Read which file each tensor is in."""
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise BrokenFileError(f"{index}: expected a weight_map from tensor to file, got {type(weight_map).__name__}")
+    return {name: str(file) for name, file in weight_map.items()}
+
+
+def _is_file(path: AnyPath) -> bool:
+    return os.path.isfile(path) if isinstance(path, Path) else path.is_file()  # a name too long is no file either
 
 
 def _shorten(names: list[str], most: int = 8) -> str:

@@ -3,11 +3,11 @@
 import logging
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.models.config import MOST_LAYERS, ModelConfig, RopeConfig, YarnConfig
+from raggedmoe.storage import AnyPath
 
 logger = logging.getLogger("raggedmoe")
 
@@ -58,7 +58,7 @@ HARMLESS = {
 class ConfigReader:
     """Reads the keys of a config.json, checks their types, and remembers which were read."""
 
-    def __init__(self, path: Path | str, values: dict[str, Any]) -> None:
+    def __init__(self, path: AnyPath | str, values: dict[str, Any]) -> None:
         self.path = path
         self.values = values
         self.read: set[str] = set()
@@ -154,7 +154,7 @@ def read_model_config(reader: ConfigReader, read_config: Callable[[ConfigReader]
         raise ValueError(f"{reader.path}: {error}") from None
 
 
-def read_config_json(folder: Path) -> ConfigReader:
+def read_config_json(folder: AnyPath) -> ConfigReader:
     """Open the config.json of a folder."""
     path = folder / "config.json"
     if not path.is_file():

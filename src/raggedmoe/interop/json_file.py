@@ -1,11 +1,12 @@
 """Reading JSON files that other programs wrote."""
 
 import json
-from pathlib import Path
 from typing import Any
 
+from raggedmoe.storage import AnyPath
 
-def read_json(path: Path) -> Any:
+
+def read_json(path: AnyPath) -> Any:
     """Read a JSON file. If it is no JSON, no text or nested too deeply, the error names the file."""
     try:
         return json.loads(path.read_text())
@@ -13,7 +14,7 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path}: expected JSON, got {error}") from None
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: AnyPath) -> dict[str, Any]:
     """Like `read_json`, for a file that must hold an object."""
     values = read_json(path)
     if not isinstance(values, dict):

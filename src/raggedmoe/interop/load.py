@@ -4,7 +4,6 @@ import math
 import os
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,10 +22,11 @@ from raggedmoe.interop.quantized import ReadableTensor, dequantize_tensors
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.module import Decoder
 from raggedmoe.models.parameters import param_specs
+from raggedmoe.storage import ObjectPath, as_path
 
 
 def load(
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | ObjectPath,
     *,
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
@@ -36,7 +36,7 @@ def load(
 
     Args:
       folder: a folder with config.json and model.safetensors (or several files and their index), or one that
-        `raggedmoe import` made.
+        `raggedmoe import` or a run made; it may be in an object store, ``s3://bucket/folder``.
       dtype: the type of activations; by default that of the weights.
       param_dtype: the type of the weights; by default that of most of the checkpoint. Routers stay in float32.
       progress: show a bar on standard error.
@@ -45,7 +45,7 @@ def load(
       ValueError: if anything is missing, unknown, stored twice, misshapen or unreadable; the message lists all of it by
         name, and nothing has been loaded.
     """
-    path = Path(folder)
+    path = as_path(folder)
     if any(jnp.dtype(name) == np.float64 for name in (dtype, param_dtype) if name is not None) and not _has_float64():
         raise ValueError("float64 is switched off in JAX; switch it on with JAX_ENABLE_X64=1, or use float32")
     if native.is_native(path):

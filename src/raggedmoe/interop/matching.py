@@ -4,7 +4,6 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from raggedmoe.interop.table import Family, TensorEntry
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.params import ParamSpec
+from raggedmoe.storage import AnyPath
 
 # Buffers in old checkpoints that follow from the configuration.
 IGNORED_TENSORS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -97,7 +97,7 @@ def _drop_leading_dims(spec: ParamSpec, leading: int) -> ParamSpec:
 
 
 def match_tensors(
-    folder: Path, family: Family, config: ModelConfig, tensors: Mapping[str, ReadableTensor]
+    folder: AnyPath, family: Family, config: ModelConfig, tensors: Mapping[str, ReadableTensor]
 ) -> list[tuple[Target, ReadableTensor]]:
     """Pair each target with its tensor, or raise one error that lists everything that is wrong."""
     layouts = {name: _list_targets(folder, targets(family, config, name), len(tensors)) for name in family.experts}
@@ -127,7 +127,7 @@ def match_tensors(
     return pairs + [(target, tensors[name]) for name, target in extra.items() if name in tensors]
 
 
-def _list_targets(folder: Path, expected: Iterator[Target], num_tensors: int) -> dict[str, Target]:
+def _list_targets(folder: AnyPath, expected: Iterator[Target], num_tensors: int) -> dict[str, Target]:
     """List targets by name, up to a limit: a one-line config.json can ask for 10,000 layers of 10,000 experts."""
     most = 2 * num_tensors + 10_000
     listed = {target.name: target for target in itertools.islice(expected, most + 1)}
@@ -143,7 +143,7 @@ def _is_float(dtype: np.dtype) -> bool:
     return dtype.name in ("float64", "float32", "float16", "bfloat16")
 
 
-def _report(folder: Path, problems: Mapping[str, list[str]], most: int = 20) -> str:
+def _report(folder: AnyPath, problems: Mapping[str, list[str]], most: int = 20) -> str:
     """Write the error that lists all problems by kind."""
     lines = [f"{folder}: the tensors are not those of its config.json; nothing was loaded"]
     for kind, names in problems.items():

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,31 +15,43 @@ from raggedmoe.interop.folder import read_tensor_headers
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.progress import bytes_bar
 from raggedmoe.interop.safetensors_file import NewTensor
-from raggedmoe.interop.writing import SHARD_BYTES, copy_companions, new_folder, write_json, write_tensors
+from raggedmoe.interop.writing import (
+    SHARD_BYTES,
+    copy_companions,
+    new_folder,
+    replaced_objects,
+    write_json,
+    write_tensors,
+)
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.config_json import from_json, to_json
 from raggedmoe.models.module import Decoder
 from raggedmoe.models.parameters import param_specs
+from raggedmoe.storage import AnyPath, ObjectPath, as_path
 
 CONFIG, FORMAT = "raggedmoe.json", 1
 MAX_SHOWN = 20  # wrong tensors that an error lists
 
 
-def is_native(folder: Path) -> bool:
+def is_native(folder: AnyPath) -> bool:
     """Tell whether a folder has our own format."""
     return (folder / CONFIG).is_file()
 
 
 def save(
     model: Decoder,
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | ObjectPath,
     *,
-    companions: Path | None = None,
+    companions: AnyPath | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
 ) -> None:
-    """Write a model in our own format, with the tokenizer of the folder ``companions`` if there is one."""
-    with new_folder(Path(folder)) as partial:
+    """Write a model in our own format, with the tokenizer of the folder ``companions`` if there is one.
+
+    A folder of this machine must be new or empty. In an object store a model that is there is replaced.
+    """
+    path = as_path(folder)
+    with replaced_objects(path) if isinstance(path, ObjectPath) else new_folder(path) as partial:
         specs = param_specs(model.config)
         description = {
             "format": FORMAT,
@@ -52,9 +63,9 @@ def save(
             NewTensor(name=name, dtype=np.dtype(array.dtype), shape=array.shape, pieces=_pieces(array))
             for name, array in model.params.items()
         ]
-        write_tensors(partial, tensors, metadata={"format": "raggedmoe"}, shard_bytes=shard_bytes, progress=progress)
         if companions is not None:
             copy_companions(companions, partial)
+        write_tensors(partial, tensors, metadata={"format": "raggedmoe"}, shard_bytes=shard_bytes, progress=progress)
 
 
 def _pieces(array: jax.Array | np.ndarray) -> Iterator[np.ndarray]:
@@ -65,7 +76,7 @@ def _pieces(array: jax.Array | np.ndarray) -> Iterator[np.ndarray]:
 
 
 def load(
-    folder: Path, *, dtype: DTypeLike | None = None, param_dtype: DTypeLike | None = None, progress: bool = False
+    folder: AnyPath, *, dtype: DTypeLike | None = None, param_dtype: DTypeLike | None = None, progress: bool = False
 ) -> Decoder:
     """Read a folder that `save` wrote. By default activations have the type of the weights that is asked for."""
     config, axes = _read_description(folder)
@@ -105,7 +116,7 @@ def load(
     return Decoder(config, params=params)
 
 
-def _read_description(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
+def _read_description(folder: AnyPath) -> tuple[ModelConfig, dict[str, Any]]:
     """Read the model's configuration and the axes of its parameters from raggedmoe.json."""
     path = folder / CONFIG
     description = read_json_object(path)

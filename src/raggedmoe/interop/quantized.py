@@ -6,7 +6,6 @@ A dequantized tensor takes the place of the stored ones that it is made of, and 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
@@ -14,6 +13,7 @@ import numpy as np
 
 from raggedmoe.interop.hf_config import ConfigReader
 from raggedmoe.interop.safetensors_file import BrokenFileError, StoredTensor
+from raggedmoe.storage import AnyPath
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # The sixteen values of fp4 (e2m1): a sign, two bits of exponent and one of mantissa.
@@ -27,7 +27,7 @@ class ReadableTensor(Protocol):
     """A tensor of a checkpoint, stored as it is or quantized."""
 
     @property
-    def path(self) -> Path: ...
+    def path(self) -> AnyPath: ...
     @property
     def name(self) -> str: ...
     @property
@@ -49,7 +49,7 @@ class BlockFp8Tensor:
     dtype: np.dtype = BFLOAT16
 
     @property
-    def path(self) -> Path:
+    def path(self) -> AnyPath:
         return self.values.path
 
     @property
@@ -82,7 +82,7 @@ class Mxfp4Tensor:
     dtype: np.dtype = BFLOAT16
 
     @property
-    def path(self) -> Path:
+    def path(self) -> AnyPath:
         return self.blocks.path
 
     @property

@@ -7,16 +7,17 @@ is a length, a JSON header and the bytes; all that a header may get wrong is che
 
 import json
 import math
-import os
 import reprlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from raggedmoe.storage import AnyPath
+from raggedmoe.storage.trees import file_size, read_into, write_pieces
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMENSIONS = 32  # what any NumPy takes; a checkpoint's tensors have four at most
@@ -46,7 +47,7 @@ class BrokenFileError(ValueError):
 class StoredTensor:
     """A tensor in a file: its name, type and shape, and where its bytes are."""
 
-    path: Path
+    path: AnyPath
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -66,26 +67,23 @@ class StoredTensor:
 
     def _bytes(self, start: int, count: int) -> np.ndarray:
         buffer = np.empty(count, np.uint8)
-        with self.path.open("rb") as file:
-            file.seek(self.offset + start)
-            if file.readinto(buffer.data) != count:
-                raise BrokenFileError(f"{self.path}: {self.name} ended early; was the file changed while it was read?")
+        if read_into(self.path, self.offset + start, buffer.data) != count:
+            raise BrokenFileError(f"{self.path}: {self.name} ended early; was the file changed while it was read?")
         return buffer
 
 
-def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def read_header(path: AnyPath) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Read which tensors are in a file, by name, and its free-text metadata."""
     if not path.is_file():
         raise BrokenFileError(f"{path}: expected a safetensors file, found none; is the download complete?")
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise BrokenFileError(
-                f"{path}: expected a header within the file's {size} bytes and the format's limit of "
-                f"{MAX_HEADER_BYTES}, got a header length of {length}; the file is truncated or no safetensors file"
-            )
-        raw = file.read(length)
+    size = file_size(path)
+    length = int.from_bytes(_read(path, 0, min(size, 8)), "little")
+    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise BrokenFileError(
+            f"{path}: expected a header within the file's {size} bytes and the format's limit of "
+            f"{MAX_HEADER_BYTES}, got a header length of {length}; the file is truncated or no safetensors file"
+        )
+    raw = _read(path, 8, length)
     try:
         header = json.loads(raw, object_pairs_hook=_refuse_duplicates)
         metadata = header.pop("__metadata__", {})
@@ -99,6 +97,12 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     return tensors, metadata if isinstance(metadata, dict) else {}
 
 
+def _read(path: AnyPath, start: int, count: int) -> bytearray:
+    content = bytearray(count)
+    del content[read_into(path, start, memoryview(content)) :]
+    return content
+
+
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a dict of a JSON object's pairs, and refuse a name that occurs twice."""
     values = dict(pairs)
@@ -109,7 +113,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _parse_entry(path: Path, name: str, entry: tuple[Any, Any, Any], data_start: int) -> StoredTensor:
+def _parse_entry(path: AnyPath, name: str, entry: tuple[Any, Any, Any], data_start: int) -> StoredTensor:
     """Check what a header says of a tensor."""
     dtype, shape, offsets = entry
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -136,7 +140,7 @@ def _parse_entry(path: Path, name: str, entry: tuple[Any, Any, Any], data_start:
     )
 
 
-def _check_extent(path: Path, tensors: dict[str, StoredTensor], data_start: int, size: int) -> None:
+def _check_extent(path: AnyPath, tensors: dict[str, StoredTensor], data_start: int, size: int) -> None:
     """Require that the tensors lie one after the other and fill the file."""
     position = data_start
     for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.num_bytes)):
@@ -169,8 +173,17 @@ class NewTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_file(path: Path, tensors: list[NewTensor], metadata: dict[str, str]) -> Iterator[int]:
-    """Write a file. Yield the number of bytes of each piece that was written, for a progress bar."""
+def write_file(
+    path: AnyPath, tensors: list[NewTensor], metadata: dict[str, str], advance: Callable[[int], None]
+) -> None:
+    """Write a file. ``advance`` is told the number of bytes of each piece, for a progress bar."""
+    write_pieces(path, _encode(tensors, metadata, advance))
+
+
+def _encode(
+    tensors: list[NewTensor], metadata: dict[str, str], advance: Callable[[int], None]
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a file: its header, then each tensor's."""
     header: dict[str, Any] = {"__metadata__": metadata}
     position = 0
     for tensor in tensors:
@@ -182,19 +195,12 @@ def write_file(path: Path, tensors: list[NewTensor], metadata: dict[str, str]) -
         position += tensor.num_bytes
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in tensors:
-            yield from _write_tensor(file, tensor)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_tensor(file: BinaryIO, tensor: NewTensor) -> Iterator[int]:
-    written = 0
-    for piece in tensor.pieces:
-        flat = np.ascontiguousarray(piece, tensor.dtype).reshape(-1).view(np.uint8)
-        file.write(flat.data)
-        written += flat.size
-        yield flat.size
-    assert written == tensor.num_bytes, (tensor.name, written, tensor.num_bytes)
+    yield len(encoded).to_bytes(8, "little") + encoded
+    for tensor in tensors:
+        written = 0
+        for piece in tensor.pieces:
+            flat = np.ascontiguousarray(piece, tensor.dtype).reshape(-1).view(np.uint8)
+            yield flat.data
+            advance(flat.size)
+            written += flat.size
+        assert written == tensor.num_bytes, (tensor.name, written, tensor.num_bytes)

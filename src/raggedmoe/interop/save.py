@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from raggedmoe.interop.writing import SHARD_BYTES, copy_companions, new_folder, 
 from raggedmoe.models.config import GroupedQueryConfig, ModelConfig
 from raggedmoe.models.module import Decoder
 from raggedmoe.names import unknown
+from raggedmoe.storage import AnyPath, ObjectPath, as_path
 
 
 def save(
@@ -28,7 +28,7 @@ def save(
     *,
     layout: str | None = None,
     dtype: DTypeLike | None = None,
-    companions: Path | None = None,
+    companions: AnyPath | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
 ) -> None:
@@ -54,7 +54,10 @@ def save(
     params = model.params
     mtp_copies = [target for target in copies(family, config) if target.name.startswith("model.layers.")]
     tensors = [_new_tensor(target, params, dtype) for target in [*targets(family, config, layout), *mtp_copies]]
-    with new_folder(Path(folder)) as partial:
+    path = as_path(folder)
+    if isinstance(path, ObjectPath):
+        raise ValueError(f"{path}: expected a folder of this machine to export to; write there, and copy it")
+    with new_folder(path) as partial:
         write_json(partial / "config.json", config_json)
         write_tensors(partial, tensors, metadata={"format": "pt"}, shard_bytes=shard_bytes, progress=progress)
         if companions is not None:

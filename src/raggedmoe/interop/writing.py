@@ -1,4 +1,8 @@
-"""Writing a model's folder atomically: it is written under another name, flushed to disk and renamed."""
+"""Writing a model's folder atomically: it is written under another name, flushed to disk and renamed.
+
+In an object store, which renames nothing, the tensors get names that no other object has, and the index that names them
+is written last: with it the model is there, or has replaced another.
+"""
 
 import contextlib
 import fcntl
@@ -6,16 +10,20 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from raggedmoe.disk import sync, sync_tree
-from raggedmoe.interop.folder import INDEX, SINGLE
+from raggedmoe.interop.folder import INDEX, SINGLE, read_index
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.progress import bytes_bar
 from raggedmoe.interop.safetensors_file import NewTensor, write_file
+from raggedmoe.storage import AnyPath, ObjectPath
+from raggedmoe.storage.lease import check_lease
+from raggedmoe.storage.trees import remove_or_warn
 
 SHARD_BYTES = 5 * 10**9
 GENERATION = "generation_config.json"
@@ -82,10 +90,32 @@ def _try_lock(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def replaced_objects(folder: ObjectPath) -> Iterator[ObjectPath]:
+    """Yield a folder of an object store to write a model to. Before and after, what belongs to no model is removed.
+
+    There is a model, the one before or the new one, whenever there was one; `write_tensors` must come last.
+    """
+    remove_unnamed_objects(folder)
+    try:
+        yield folder
+    finally:
+        remove_unnamed_objects(folder)
+
+
+def remove_unnamed_objects(folder: ObjectPath) -> None:
+    """Remove the tensors that a killed writer left, or that were replaced: without an index that names them, all."""
+    names = {path.name for path in folder.iterdir()}
+    named = {*read_index(folder / INDEX).values()} if INDEX in names else {SINGLE}
+    for name in sorted(names - named):
+        if name.endswith(".safetensors"):
+            remove_or_warn(folder / name)
+
+
 def write_tensors(
-    folder: Path, tensors: list[NewTensor], *, metadata: dict[str, str], shard_bytes: int, progress: bool
+    folder: AnyPath, tensors: list[NewTensor], *, metadata: dict[str, str], shard_bytes: int, progress: bool
 ) -> None:
-    """Write tensors to one file, or to several of about ``shard_bytes`` with an index."""
+    """Write tensors to one file, or to several of about ``shard_bytes`` with an index; in an object store always so."""
     shards: list[list[NewTensor]] = [[]]
     for tensor in tensors:
         if shards[-1] and sum(t.num_bytes for t in shards[-1]) + tensor.num_bytes > shard_bytes:
@@ -93,13 +123,17 @@ def write_tensors(
         shards[-1].append(tensor)
     total = sum(tensor.num_bytes for tensor in tensors)
     weight_map = {}
+    are_objects = isinstance(folder, ObjectPath)
+    stem = f"model-{secrets.token_hex(8)}" if are_objects else "model"
     with bytes_bar("writing", total, progress) as advance:
         for number, shard in enumerate(shards, start=1):
-            name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            is_single = len(shards) == 1 and not are_objects
+            name = SINGLE if is_single else f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
             weight_map.update({tensor.name: name for tensor in shard})
-            for num_bytes in write_file(folder / name, shard, metadata):
-                advance(num_bytes)
-    if len(shards) > 1:
+            write_file(folder / name, shard, metadata, advance)
+    if isinstance(folder, ObjectPath):
+        check_lease(folder)
+    if len(shards) > 1 or are_objects:
         index = {
             "metadata": {
                 "total_size": total,
@@ -110,16 +144,16 @@ def write_tensors(
         write_json(folder / INDEX, index)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: AnyPath, value: Any) -> None:
     """Write a value as indented JSON."""
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    path.write_bytes(f"{json.dumps(value, indent=2)}\n".encode())
 
 
-def copy_companions(source: Path, target: Path) -> None:
+def copy_companions(source: AnyPath, target: AnyPath) -> None:
     """Copy the tokenizer and the files that belong to it from one model's folder to another."""
     for name in COMPANIONS:
         if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+            (target / name).write_bytes((source / name).read_bytes())
     if not (target / GENERATION).is_file() and (source / "config.json").is_file():
         # Where a text ends is also said in config.json, which does not go along.
         settings = read_json_object(source / "config.json")

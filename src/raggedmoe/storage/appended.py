@@ -1,6 +1,7 @@
 """Files that grow line by line. No object can grow, so in an object store such a file is a folder of segments."""
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -12,6 +13,7 @@ from raggedmoe.storage.trees import map_files, remove, replace_file
 
 # The last segment is written anew at every flush, until it has this size: what a flush costs is bounded.
 SEGMENT_BYTES = 2**20
+WATCH_SECONDS = 10.0  # between two flushes of a file in an object store while nobody asks for one
 
 
 class AppendedFile(Protocol):
@@ -107,19 +109,21 @@ class _SegmentedFile:
         segments = _segments(path)
         self._number = max(len(segments) - 1, 0)
         self._content = bytearray(segments[-1].read_bytes() if segments else b"")
-        self._is_written = True
+        self._is_written, self._flushed = True, time.monotonic()
         self._begin_next_if_full()
 
     def append(self, content: bytes) -> None:
         self._content += content
         self._is_written = False
+        if time.monotonic() - self._flushed > WATCH_SECONDS:
+            self.flush()
 
     def flush(self) -> None:
         if self._is_written:
             return
         check_lease(self._path)
         (self._path / _segment_name(self._number)).write_bytes(bytes(self._content))
-        self._is_written = True
+        self._is_written, self._flushed = True, time.monotonic()
         self._begin_next_if_full()
 
     def _begin_next_if_full(self) -> None:

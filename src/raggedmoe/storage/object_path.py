@@ -42,6 +42,10 @@ class ObjectPath:
         parent = str(PurePosixPath(self.key).parent)
         return ObjectPath(self.bucket_name, "" if parent == "." else parent)
 
+    def resolve(self) -> "ObjectPath":
+        """Return itself: there are no links."""
+        return self
+
     def with_name(self, name: str) -> "ObjectPath":
         """Return the path of that name in the same folder."""
         return self.parent / name

@@ -1,6 +1,8 @@
 """Files and folders in any place: listed, hashed, replaced, copied, moved and removed."""
 
 import hashlib
+import logging
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ from raggedmoe import disk
 from raggedmoe.storage.object_path import ObjectPath
 from raggedmoe.storage.paths import AnyPath
 
+logger = logging.getLogger("raggedmoe")
 NUM_REQUESTS = 16  # requests for different objects that are under way at once
 
 Item = TypeVar("Item")
@@ -23,6 +26,41 @@ def replace_file(path: AnyPath, content: bytes) -> None:
         path.write_bytes(content)
     else:
         disk.replace_file(path, content)
+
+
+def write_pieces(path: AnyPath, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write a new file of pieces, and flush it to disk. An object is there when the last piece has come."""
+    if isinstance(path, ObjectPath):
+        path.bucket.write(path.key, pieces)
+        return
+    with path.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def file_size(path: AnyPath) -> int:
+    """Return the size of a file in bytes."""
+    if isinstance(path, Path):
+        return path.stat().st_size
+    info = path.bucket.info(path.key)
+    if info is None:
+        raise FileNotFoundError(f"{path}: expected a file, found none")
+    return info.size
+
+
+def read_into(path: AnyPath, start: int, buffer: memoryview) -> int:
+    """Read a part of a file into a buffer, and return the number of its bytes, which are fewer where the file ends."""
+    if isinstance(path, Path):
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.readinto(buffer)
+    position = 0
+    for part in path.bucket.read_range(path.key, start, len(buffer)) if len(buffer) else ():
+        buffer[position : position + len(part)] = part
+        position += len(part)
+    return position
 
 
 def make_folder(folder: AnyPath) -> None:
@@ -99,6 +137,19 @@ def remove(path: AnyPath) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def remove_or_warn(path: AnyPath) -> None:
+    """Delete a folder, or an object; a warning names one that cannot be deleted, which does no harm."""
+    if isinstance(path, Path):
+        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            logger.warning("%s could not be deleted; delete it by hand", path)
+        return
+    try:
+        remove(path)
+    except OSError as error:
+        logger.warning("%s could not be deleted; delete it by hand: %s", path, error)
 
 
 def _renamed_keys(source: ObjectPath, target: ObjectPath) -> list[tuple[str, str]]:

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from raggedmoe.disk import sync, sync_tree
-from raggedmoe.train.checkpoint.folder import STEP, remove_or_warn
+from raggedmoe.storage.trees import remove_or_warn
+from raggedmoe.train.checkpoint.folder import STEP
 from raggedmoe.train.checkpoint.manifest import STATE, Manifest, hash_files, write_manifest
 from raggedmoe.train.checkpoint.stored_arrays import OrbaxWriter
 

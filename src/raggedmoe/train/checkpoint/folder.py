@@ -1,18 +1,12 @@
 """What a place for checkpoints can do; a disk and an object store each have their own way of it."""
 
-import logging
 import re
-import shutil
-from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 
-from raggedmoe.storage import AnyPath
-from raggedmoe.storage.trees import remove
 from raggedmoe.train.checkpoint.manifest import Manifest
 
-logger = logging.getLogger("raggedmoe")
 STEP = re.compile(r"step_(\d{8,})")  # the name of a complete checkpoint
 
 
@@ -49,16 +43,3 @@ class CheckpointFolder(Protocol):
     def delete(self, path: Any) -> None: ...
 
     def remove_leftovers(self) -> None: ...
-
-
-def remove_or_warn(path: AnyPath) -> None:
-    """Delete a folder, or an object; a warning names one that cannot be deleted, which does no harm."""
-    if isinstance(path, Path):
-        shutil.rmtree(path, ignore_errors=True)
-        if path.exists():
-            logger.warning("%s could not be deleted; delete it by hand", path)
-        return
-    try:
-        remove(path)
-    except OSError as error:
-        logger.warning("%s could not be deleted; delete it by hand: %s", path, error)

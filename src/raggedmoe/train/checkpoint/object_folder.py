@@ -15,8 +15,8 @@ import jax
 
 from raggedmoe.storage import ObjectPath
 from raggedmoe.storage.lease import check_lease
-from raggedmoe.storage.trees import list_files, map_files
-from raggedmoe.train.checkpoint.folder import STEP, remove_or_warn
+from raggedmoe.storage.trees import list_files, map_files, remove_or_warn
+from raggedmoe.train.checkpoint.folder import STEP
 from raggedmoe.train.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpointError,

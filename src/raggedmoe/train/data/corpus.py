@@ -14,6 +14,8 @@ import numpy as np
 from jaxtyping import Integer
 
 from raggedmoe.interop.progress import bytes_bar
+from raggedmoe.storage import AnyPath, ObjectPath, as_path
+from raggedmoe.storage.trees import list_files, map_files
 
 _log = logging.getLogger(__name__)
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
@@ -63,12 +65,13 @@ def read_standard_library() -> Corpus:
 
 
 def read_text_files(paths: Sequence[str], suffixes: Sequence[str], tokenizer: str | None, vocab_size: int) -> Corpus:
-    """Read files, and all files below folders, each as one document.
+    """Read files, and all files below folders, each as one document; any may be in an object store.
 
     Names below a folder that begin with a dot are left out, and so is a file that was found before.
     """
-    encoder = None if tokenizer is None else _load_tokenizer(Path(tokenizer), vocab_size)
-    contents = [(name, path, _read_file(path)) for name, path in _find_files(paths, suffixes)]
+    encoder = None if tokenizer is None else _load_tokenizer(as_path(tokenizer), vocab_size)
+    found = [file for root in map(as_path, paths) for file in _find_files(root, suffixes)]
+    contents = _read_files(found)
     if not any(content for _, _, content in contents):
         raise ValueError(f"{', '.join(paths)}: expected text, got {len(contents)} empty files; name other paths")
     if encoder is None:
@@ -84,26 +87,47 @@ def read_text_files(paths: Sequence[str], suffixes: Sequence[str], tokenizer: st
     return Corpus(documents=tuple(documents), unit="tokens", vocab_size=encoder.vocab_size, tokenizer_json=encoder.text)
 
 
-def _find_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[tuple[str, Path]]:
-    """List the files by their names relative to the paths, in the order of those names."""
-    files: dict[str, tuple[str, Path]] = {}
-    for root in map(Path, paths):
+def _find_files(root: AnyPath, suffixes: Sequence[str]) -> list[tuple[str, AnyPath]]:
+    """List a file, or the files below a folder, with their names relative to it."""
+    if isinstance(root, ObjectPath):
+        inside: list[AnyPath] = [root] if root.is_file() else _list_objects(root, suffixes)
+        is_there = bool(inside) or root.is_dir()
+    else:
         try:
             root.stat()
+            is_there = True
         except FileNotFoundError:
-            raise ValueError(f"{root}: expected a file or folder to read text from, found nothing there") from None
+            is_there = False
         except OSError as error:  # a link to itself, a folder that may not be entered
             raise _unreadable_error(error) from None
-        inside = sorted(_walk(root, suffixes)) if root.is_dir() else [root]
-        if not inside:
-            raise ValueError(
-                f"{root}: expected files that end in {', '.join(suffixes)}, found none; set suffixes=... to "
-                "others, or name the files themselves"
-            )
-        for path in inside:
-            # A file that is read twice could be trained on and held out. A link to itself fails when it is read.
-            files.setdefault(os.path.realpath(path), (_relative(path, root), path))
-    return sorted(files.values())
+        inside = [*sorted(_walk(root, suffixes))] if root.is_dir() else [root]
+    if not is_there:
+        raise ValueError(f"{root}: expected a file or folder to read text from, found nothing there")
+    if not inside:
+        raise ValueError(
+            f"{root}: expected files that end in {', '.join(suffixes)}, found none; set suffixes=... to "
+            "others, or name the files themselves"
+        )
+    return [(_relative(path, root), path) for path in inside]
+
+
+def _list_objects(root: ObjectPath, suffixes: Sequence[str]) -> list[AnyPath]:
+    """List the objects below a folder that `_walk` would find if they were files."""
+    endings = tuple(suffix.lower() for suffix in suffixes)
+    names = [name for name in list_files(root) if name.lower().endswith(endings)]
+    return [root / name for name in names if not any(part.startswith(".") for part in name.split("/"))]
+
+
+def _read_files(found: Sequence[tuple[str, AnyPath]]) -> list[tuple[str, AnyPath, bytes]]:
+    """Read files, and return them by their names in the order of those."""
+    # A file that is read twice could be trained on and held out. A link to itself fails when it is read.
+    files: dict[str, tuple[str, AnyPath]] = {}
+    for name, path in found:
+        files.setdefault(os.path.realpath(path) if isinstance(path, Path) else str(path), (name, path))
+    inside = sorted(files.values(), key=lambda file: (file[0], str(file[1])))
+    remote = next((path for _, path in inside if isinstance(path, ObjectPath)), None)
+    contents = map_files(lambda file: _read_file(file[1]), inside, remote or Path())
+    return [(name, path, content) for (name, path), content in zip(inside, contents)]
 
 
 def byte_tokenizer_json() -> str:
@@ -140,11 +164,13 @@ def _walk(root: Path, suffixes: Sequence[str], left_out: frozenset[str] = frozen
                 yield Path(folder, name)
 
 
-def _relative(path: Path, root: Path) -> str:
+def _relative(path: Any, root: Any) -> str:
     return path.name if path == root else path.relative_to(root).as_posix()
 
 
-def _read_file(path: Path) -> bytes:
+def _read_file(path: AnyPath) -> bytes:
+    if isinstance(path, ObjectPath):
+        return path.read_bytes()
     # Whoever reads a pipe waits for a writer.
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: expected a file, got something else by that name; leave it out")
@@ -158,7 +184,7 @@ def _unreadable_error(error: OSError) -> ValueError:
     return ValueError(f"{error.filename}: expected to read it, got {error.strerror}; mend it or leave it out")
 
 
-def _decode_utf8(path: Path, content: bytes) -> str:
+def _decode_utf8(path: AnyPath, content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -185,7 +211,7 @@ class _Encoder:
     vocab_size: int  # one more than its largest token
 
 
-def _load_tokenizer(path: Path, vocab_size: int) -> _Encoder:
+def _load_tokenizer(path: AnyPath, vocab_size: int) -> _Encoder:
     """Load a tokenizer.json, and require that its tokens are in the model's vocabulary."""
     try:
         from tokenizers import Tokenizer

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -164,7 +163,7 @@ def load_initial_params(config: ResolvedConfig) -> Params | None:
     path, model = config.run.load_parameters_path, config.step.model
     if path is None:
         return None
-    params = interop.load(Path(path), dtype=model.dtype, param_dtype=model.param_dtype, progress=True).params
+    params = interop.load(path, dtype=model.dtype, param_dtype=model.param_dtype, progress=True).params
     specs = param_specs(model)
     wrong = [
         f"{name}: expected {specs[name].shape if name in specs else 'none'}, "

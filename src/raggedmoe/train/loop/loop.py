@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from raggedmoe.launch.processes import CANNOT_WRITE, agree_to_stop, broadcast_fr
 from raggedmoe.models.flops import train_flops
 from raggedmoe.models.module import Decoder
 from raggedmoe.sharding.training import check_all_take_part, train_sharding
+from raggedmoe.storage import AnyPath
 from raggedmoe.train.data.batches import open_data
 from raggedmoe.train.loop import run_folder
 from raggedmoe.train.loop.begin import (
@@ -50,7 +50,7 @@ class RunOutcome:
 
     code: int  # FINISHED, NOT_FINITE, INTERRUPTED or CANNOT_WRITE
     text: str
-    folder: Path
+    folder: AnyPath
     model: Decoder | None = None  # the trained model, if the run finished; process 0 has it
 
     @cached_property

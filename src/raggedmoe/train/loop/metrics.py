@@ -1,17 +1,27 @@
 """The metrics files of a run: JSON lines of its steps and of its experts' load, and TensorBoard's events."""
 
+import contextlib
 import json
 import math
-import os
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, SupportsFloat
+from typing import Any, SupportsFloat
 
 import numpy as np
 
-from raggedmoe.disk import replace_file
+from raggedmoe.storage import AnyPath, ObjectPath
+from raggedmoe.storage.appended import (
+    SEGMENT_BYTES,
+    AppendedFile,
+    is_appended,
+    open_appended,
+    read_appended,
+    rewrite_appended,
+)
+from raggedmoe.storage.trees import make_folder, upload
 
 METRICS = "metrics.jsonl"
 LOAD = "load.jsonl"
@@ -24,25 +34,25 @@ class MetricsWriter:
 
     ``resume_step=None`` starts a run and refuses a folder that has metrics. A number resumes the run after that step:
     lines that a killed run wrote past it are removed, as those steps are done again. Each line is handed to the
-    operating system at once, for those who watch the file.
+    operating system at once, for those who watch the file; in an object store all lines are written every few seconds.
     """
 
-    def __init__(self, folder: Path, *, resume_step: int | None, tensorboard: bool = True) -> None:
+    def __init__(self, folder: AnyPath, *, resume_step: int | None, tensorboard: bool = True) -> None:
         metrics, load = folder / METRICS, folder / LOAD
         for path in (metrics, load):
-            if resume_step is None and path.exists() and read_jsonl(path):
+            if resume_step is None and is_appended(path) and read_jsonl(path):
                 raise ValueError(
                     f"{path}: expected no such lines where a run starts, got those of another run; resume that one, or "
                     "name a new folder"
                 )
         if tensorboard:
             _require_tensorboard()
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         for path in (metrics, load):
             _truncate_after(path, -1 if resume_step is None else resume_step)
-        self._metrics: BinaryIO = metrics.open("ab")
-        self._load: BinaryIO = load.open("ab")
+        self._metrics, self._load = open_appended(metrics), open_appended(load)
         self._events = _TensorBoardFile(folder / TENSORBOARD, resume_step) if tensorboard else None
+        self._is_closed = self._has_failed = False
 
     def train(self, step: int, values: Mapping[str, SupportsFloat | None]) -> None:
         """Write the values of a training step, such as ``loss``. A value that is not finite becomes null."""
@@ -54,7 +64,7 @@ class MetricsWriter:
 
     def event(self, step: int, what: str, text: str = "") -> None:
         """Write an event, such as ``resumed``, ``interrupted``, ``skipped`` or ``checkpoint``."""
-        _append(self._metrics, {"kind": "event", "step": int(step), "what": what, "text": text})
+        self._append(self._metrics, {"kind": "event", "step": int(step), "what": what, "text": text})
 
     def load(self, step: int, load: Sequence[Sequence[int]] | np.ndarray) -> None:
         """Write how many tokens each expert got since the previous line, ``[layers, E]``."""
@@ -63,25 +73,25 @@ class MetricsWriter:
             raise ValueError(
                 f"expected load as whole counts [layers, experts], got an array of {counts.dtype}{list(counts.shape)}"
             )
-        _append(self._load, {"step": int(step), "load": counts.astype(np.int64).tolist()})
+        self._append(self._load, {"step": int(step), "load": counts.astype(np.int64).tolist()})
 
     def flush(self) -> None:
         """Flush all lines to disk, so that they survive a power cut. Call it before a checkpoint commits."""
-        for file in (self._metrics, self._load):
-            file.flush()
-            os.fsync(file.fileno())
-        if self._events is not None:
-            self._events.flush()
+        with self._noting_failure():
+            for file in (self._metrics, self._load):
+                file.flush()
+            if self._events is not None:
+                self._events.flush()
 
     def close(self) -> None:
-        """Flush and close the files. Closing twice does no harm."""
-        if self._metrics.closed:
+        """Flush and close the files. Closing twice does no harm. What failed before does not raise again."""
+        if self._is_closed:
             return
-        self.flush()
-        self._metrics.close()
-        self._load.close()
-        if self._events is not None:
-            self._events.close()
+        self._is_closed = True
+        files = [file for file in (self._metrics, self._load, self._events) if file is not None]
+        for end in (self.flush, *(file.close for file in files)):
+            with contextlib.suppress(*([OSError] if self._has_failed else [])):
+                end()
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -95,10 +105,23 @@ class MetricsWriter:
         numbers = {name: _number(value) for name, value in values.items()}
         if taken := {"kind", "step"} & numbers.keys():
             raise ValueError(f"expected other names of values than kind and step, got {', '.join(sorted(taken))}")
-        _append(self._metrics, {"kind": kind, "step": int(step), **numbers})
+        self._append(self._metrics, {"kind": kind, "step": int(step), **numbers})
         if self._events is not None:
             group = "held_out" if kind == "eval" else kind
-            self._events.scalars(int(step), {f"{group}/{k}": v for k, v in numbers.items() if v is not None})
+            with self._noting_failure():
+                self._events.scalars(int(step), {f"{group}/{k}": v for k, v in numbers.items() if v is not None})
+
+    def _append(self, file: AppendedFile, values: dict[str, Any]) -> None:
+        with self._noting_failure():
+            file.append(_line(values))
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            self._has_failed = True
+            raise
 
 
 class NoMetrics:
@@ -122,21 +145,21 @@ class NoMetrics:
     ) -> None: ...
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: AnyPath) -> list[dict[str, Any]]:
     """Read a file of JSON objects, one a line. An incomplete last line, which a killed run leaves, is left out.
 
     NaN and Infinity, which are no JSON but which some write, read as None, as does our null.
     """
-    return [values for _, values in _numbered_lines(path)]
+    return [values for _, values in _numbered_lines(read_appended(path), path)]
 
 
-def last_step(path: Path) -> int:
+def last_step(path: AnyPath) -> int:
     """Return the last step that a file has a line of; -1 if it has none."""
-    return max((step for step, _ in _steps(path)), default=-1)
+    return max((step for step, _ in _steps(read_appended(path), path)), default=-1)
 
 
-def _numbered_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    lines = path.read_bytes().split(b"\n")
+def _numbered_lines(content: bytes, path: AnyPath) -> list[tuple[int, dict[str, Any]]]:
+    lines = content.split(b"\n")
     numbered = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -155,18 +178,17 @@ def _numbered_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     return numbered
 
 
-def _truncate_after(path: Path, step: int) -> None:
+def _truncate_after(path: AnyPath, step: int) -> None:
     """Remove the lines after a step, and an incomplete last one."""
-    if not path.exists():
-        return
-    content = b"".join(_line(values) for line_step, values in _steps(path) if line_step <= step)
-    if content != path.read_bytes():
-        replace_file(path, content)
+    rewrite_appended(
+        path,
+        lambda content, part: b"".join(_line(line) for line_step, line in _steps(content, part) if line_step <= step),
+    )
 
 
-def _steps(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _steps(content: bytes, path: AnyPath) -> Iterator[tuple[int, dict[str, Any]]]:
     """Iterate over the lines with their steps, which every line of a run to resume must have."""
-    for number, values in _numbered_lines(path):
+    for number, values in _numbered_lines(content, path):
         if not isinstance(values.get("step"), int):
             raise ValueError(
                 f"{path}, line {number}: expected a whole number as step, got {values.get('step')!r}; "
@@ -177,11 +199,6 @@ def _steps(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _line(values: dict[str, Any]) -> bytes:
     return json.dumps(values, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-
-
-def _append(file: BinaryIO, values: dict[str, Any]) -> None:
-    file.write(_line(values))
-    file.flush()
 
 
 def _number(value: SupportsFloat | None) -> float | int | None:
@@ -204,19 +221,19 @@ def _require_tensorboard() -> None:
 
 
 class _TensorBoardFile:
-    """One event file, written in this thread.
+    """One event file, written in this thread; in an object store several, of which the last is written anew.
 
     tensorboardX's SummaryWriter hands events to a queue that its flush does not wait for, and names the file after
     the second, so that a run resumed within it would overwrite the file before. Hence its parts, and a number.
     """
 
-    def __init__(self, folder: Path, resume_step: int | None) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
+    def __init__(self, folder: AnyPath, resume_step: int | None) -> None:
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        folder.mkdir(parents=True, exist_ok=True)
-        suffix = f".{len(list(folder.iterdir())):06}"
-        self._writer = EventsWriter(str(folder / "events"), suffix)
+        make_folder(folder)
+        self._folder, self._number = folder, len(list(folder.iterdir()))
+        self._copies = tempfile.TemporaryDirectory(prefix="raggedmoe-") if isinstance(folder, ObjectPath) else None
+        self._open_file()
         self._flushed = time.monotonic()
         if resume_step is not None:  # TensorBoard hides what earlier files have from this step on
             self._write(Event(step=resume_step + 1, session_log=SessionLog(status=SessionLog.START)))
@@ -233,9 +250,26 @@ class _TensorBoardFile:
     def flush(self) -> None:
         self._writer.flush()  # which calls fsync
         self._flushed = time.monotonic()
+        if self._copies is not None:
+            assert isinstance(self._folder, ObjectPath)
+            upload(Path(self._copies.name), self._folder)
+            [file] = Path(self._copies.name).iterdir()
+            if file.stat().st_size >= SEGMENT_BYTES:
+                self._writer.close()
+                file.unlink()
+                self._open_file()
 
     def close(self) -> None:
         self._writer.close()
+        if self._copies is not None:
+            self._copies.cleanup()
+
+    def _open_file(self) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+
+        folder = self._folder if self._copies is None else Path(self._copies.name)
+        self._writer = EventsWriter(str(folder / "events"), f".{self._number:06}")
+        self._number += 1
 
     def _write(self, event: Any) -> None:
         event.wall_time = time.time()

@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from raggedmoe.interop.json_file import read_json_object
+from raggedmoe.storage import AnyPath
+from raggedmoe.storage.appended import is_appended
 from raggedmoe.train.loop.metrics import LOAD, METRICS, read_jsonl
 
 RUN, REPORT = "run.json", "report.html"
@@ -108,7 +109,7 @@ class BinnedLoad:
 class RunRecord:
     """The lines of a run by kind, what run.json says, and what was missing or could not be read."""
 
-    folder: Path
+    folder: AnyPath
     info: dict[str, Any]
     train: list[dict[str, Any]]
     held_out: list[dict[str, Any]]
@@ -146,9 +147,9 @@ class RunRecord:
         return sorted(by_line | set(self.steps_of("skipped")))
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(folder: AnyPath) -> RunRecord:
     """Read the files of a run. A missing file is a problem that the report shows; a folder without any is refused."""
-    if not any((folder / name).is_file() for name in (METRICS, RUN)):
+    if not (is_appended(folder / METRICS) or (folder / RUN).is_file()):
         raise ValueError(
             f"{folder}: expected the folder of a run, with {METRICS} or {RUN}, found neither; name another"
         )
@@ -161,7 +162,7 @@ def read_run(folder: Path) -> RunRecord:
     except ValueError:
         problems.append(f"{RUN} could not be read: it is no JSON object, perhaps cut off.")
     lines = []
-    if (folder / METRICS).is_file():
+    if is_appended(folder / METRICS):
         written = read_jsonl(folder / METRICS)
         lines = [line for line in written if _is_step(line.get("step"))]
         if len(lines) < len(written):
@@ -216,8 +217,8 @@ def _float(value: Any) -> float:
     return float(value) if is_number(value) else math.nan
 
 
-def _load_history(path: Path, layers: list[Any]) -> LoadHistory | None:
-    if not path.is_file():
+def _load_history(path: AnyPath, layers: list[Any]) -> LoadHistory | None:
+    if not is_appended(path):
         return None
     tables: dict[int, np.ndarray] = {}
     num_lines = 0

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, the results of earlier runs, the description in run.json, and the trained model.
+"""The folder of a run, on a disk or in an object store: its lock, the results of earlier runs, run.json, the model.
 
 ``run.json`` describes the run, ``metrics.jsonl`` and ``load.jsonl`` its steps, ``checkpoints`` are to resume from,
 ``model`` is the trained model, ``profile`` a trace, ``tensorboard`` events.
@@ -7,7 +7,6 @@
 import contextlib
 import fcntl
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,10 +14,15 @@ from typing import Any
 
 import jax
 
-from raggedmoe.disk import replace_file, sync
+from raggedmoe.disk import sync
+from raggedmoe.interop.folder import INDEX, SINGLE
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.native import save
+from raggedmoe.interop.writing import remove_unnamed_objects
 from raggedmoe.models.module import Decoder
+from raggedmoe.storage import AnyPath, ObjectPath
+from raggedmoe.storage.lease import Lease
+from raggedmoe.storage.trees import copy, file_size, list_files, make_folder, move, remove, replace_file
 from raggedmoe.train.loop.metrics import LOAD, METRICS, TENSORBOARD, last_step
 from raggedmoe.train.loop.record import REPORT, RUN
 
@@ -27,13 +31,18 @@ NEW_MODEL, OLD_MODEL = f"{MODEL}.new", f"{MODEL}.old"  # while one replaces the 
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Make the folder if needed, and lock it against other runs. The lock ends with the process.
+def lock_folder(folder: AnyPath) -> Iterator[None]:
+    """Make the folder if needed, and lock it against other runs. The lock ends with the process, a lease soon after.
 
     In a run of several processes the first holds the lock. A model that a killed run left half replaced is recovered.
     """
     if jax.process_index() != 0:
         yield
+        return
+    if isinstance(folder, ObjectPath):
+        with _lease(folder):
+            _recover_objects(folder / MODEL)
+            yield
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,17 +60,31 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def read_description(folder: Path) -> dict[str, Any] | None:
+@contextlib.contextmanager
+def _lease(folder: ObjectPath) -> Iterator[None]:
+    try:
+        lease = Lease(folder)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise OSError(f"{folder}: expected a folder that can be written to, got: {error}; name another") from error
+    try:
+        yield
+    finally:
+        lease.release()
+
+
+def read_description(folder: AnyPath) -> dict[str, Any] | None:
     """Read run.json, the description of an earlier run; None if there was none."""
     return read_json_object(folder / RUN) if (folder / RUN).is_file() else None
 
 
-def write_description(folder: Path, run: Mapping[str, Any]) -> None:
+def write_description(folder: AnyPath, run: Mapping[str, Any]) -> None:
     """Write run.json, the description of the run, atomically."""
     replace_file(folder / RUN, (json.dumps(run, indent=1) + "\n").encode())
 
 
-def set_aside(folder: Path, *, checkpoints: bool) -> Path | None:
+def set_aside(folder: AnyPath, *, checkpoints: bool) -> AnyPath | None:
     """Move an earlier run's files into a folder of their own, and return it; None if that run has no results.
 
     Checkpoints are moved first, so that a kill in between leaves none to resume without their description.
@@ -73,11 +96,11 @@ def set_aside(folder: Path, *, checkpoints: bool) -> Path | None:
         return None
     aside = _new_folder_aside(folder)
     for path in present.values():
-        path.rename(aside / path.name)
+        move(path, aside / path.name)
     return aside
 
 
-def set_aside_finished(folder: Path, step: int) -> Path | None:
+def set_aside_finished(folder: AnyPath, step: int) -> AnyPath | None:
     """Keep the results of a finished run that resumes from a checkpoint before its end, and return their folder.
 
     Files that the run continues are copied, and the model is moved. None if the run was not finished, or ends there.
@@ -90,44 +113,52 @@ def set_aside_finished(folder: Path, step: int) -> Path | None:
     aside = _new_folder_aside(folder)
     for path in (folder / name for name in (RUN, LOAD, METRICS)):
         if path.exists():
-            shutil.copy2(path, aside / path.name)
+            copy(path, aside / path.name)
     for path in (folder / name for name in (REPORT, MODEL)):
         if path.exists():
-            path.rename(aside / path.name)
+            move(path, aside / path.name)
     return aside
 
 
-def _has_content(path: Path) -> bool:
+def _has_content(path: AnyPath) -> bool:
+    if isinstance(path, ObjectPath):
+        return any(list_files(path).values()) or (path.is_file() and file_size(path) > 0)
     if path.is_dir():
         return any(path.iterdir())
     return path.exists() and path.stat().st_size > 0
 
 
-def _new_folder_aside(folder: Path) -> Path:
+def _new_folder_aside(folder: AnyPath) -> AnyPath:
     number = 1
     while (folder / f"earlier-{number}").exists():
         number += 1
     aside = folder / f"earlier-{number}"
-    aside.mkdir()
+    make_folder(aside)
     return aside
 
 
-def save_model(folder: Path, model: Decoder, tokenizer: str | None) -> Path:
+def save_model(folder: AnyPath, model: Decoder, tokenizer: str | None) -> AnyPath:
     """Write the trained model, with its tokenizer, as `raggedmoe generate` and `export` read it; replace an older one.
 
-    If there was one, then at every moment one of the folders model, model.new and model.old is whole, and the next run
-    begins with it in its place.
+    If there was one on a disk, then at every moment one of the folders model, model.new and model.old is whole, and the
+    next run begins with it in its place. In an object store it is whole in its place.
     """
-    target, new, old = (folder / name for name in (MODEL, NEW_MODEL, OLD_MODEL))
     with tempfile.TemporaryDirectory(prefix="raggedmoe-") as companions:
         if tokenizer is not None:
             (Path(companions) / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+        new = folder / (MODEL if isinstance(folder, ObjectPath) else NEW_MODEL)
         save(model, new, companions=Path(companions))
+    return new if isinstance(folder, ObjectPath) else _put_in_place(folder)
+
+
+def _put_in_place(folder: Path) -> Path:
+    """Give the new model, which is whole, its place."""
+    target, new, old = (folder / name for name in (MODEL, NEW_MODEL, OLD_MODEL))
     if target.exists():
         target.rename(old)
     new.rename(target)
     sync(folder)
-    _remove(old)
+    remove(old)
     return target
 
 
@@ -139,9 +170,12 @@ def _recover_model(folder: Path) -> None:
             whole.rename(target)
     sync(folder)
     for leftover in (new, old, *folder.glob(f".{NEW_MODEL}.*.partial")):
-        _remove(leftover)
+        remove(leftover)
 
 
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+def _recover_objects(model: ObjectPath) -> None:
+    """Remove what a kill in `save_model` left in an object store."""
+    if any((model / name).is_file() for name in (INDEX, SINGLE)):
+        remove_unnamed_objects(model)
+    else:
+        remove(model)

@@ -2,9 +2,9 @@
 
 import math
 from html import escape
-from pathlib import Path
 
-from raggedmoe.disk import replace_file
+from raggedmoe.storage import AnyPath
+from raggedmoe.storage.trees import make_folder, replace_file
 from raggedmoe.train.loop.metrics import LOAD, METRICS
 from raggedmoe.train.loop.record import DEAD_LINES, REPORT, RUN, RunRecord, get_typed, is_number, read_run, series
 from raggedmoe.train.report import page as html
@@ -15,7 +15,7 @@ from raggedmoe.train.report.page import NOTHING, compact, duration, number, perc
 from raggedmoe.train.report.tables import events_section, kernels_section, settings_section
 
 
-def write_report(run: Path, out: Path | None = None) -> Path:
+def write_report(run: AnyPath, out: AnyPath | None = None) -> AnyPath:
     """Write the report of a run, by default to ``report.html`` in its folder, and return its path.
 
     Equal files give equal pages, byte for byte. The page says what an old or incomplete run lacks.
@@ -33,7 +33,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
         f'<footer class="sub">Made by raggedmoe report from {METRICS}, {LOAD} and {RUN}.</footer>',
     ]
     path = run / REPORT if out is None else out
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     replace_file(path, html.page(f"{record.name}: raggedmoe training report", sections).encode())
     return path
 

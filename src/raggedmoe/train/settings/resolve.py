@@ -16,6 +16,7 @@ from raggedmoe.models.sizes import FIELDS, OTHERS, resize
 from raggedmoe.moe.config import RouterConfig
 from raggedmoe.moe.execution import ACROSS_RANKS, MoEExecution
 from raggedmoe.sharding.plan import Plan
+from raggedmoe.storage import AnyPath, as_path
 from raggedmoe.train.settings.config import TrainConfig
 from raggedmoe.train.settings.notes import kernel_names, list_notes
 from raggedmoe.train.settings.sections import CheckpointConfig, DataConfig, RunConfig
@@ -29,7 +30,7 @@ class ResolvedConfig:
     asked: TrainConfig
     plan: Plan
     step: StepConfig
-    folder: Path
+    folder: AnyPath
     notes: tuple[str, ...]  # what the user should be told of the settings
 
     @property
@@ -77,24 +78,27 @@ def resolve(config: TrainConfig, hardware: Hardware, num_devices: int = 1) -> Re
         asked=config,
         plan=plan,
         step=step,
-        folder=Path(config.run.base_output_directory) / _run_name(config),
+        folder=as_path(config.run.base_output_directory) / _run_name(config),
         notes=list_notes(config, step, plan, num_devices),
     )
 
 
 def _check_places(config: TrainConfig) -> None:
-    """Refuse places that are not on this machine, and a checkpoint to start from that is not there."""
+    """Refuse places of a kind that cannot be read or written, and a checkpoint on this machine that is not there."""
     places = {
-        "base_output_directory": config.run.base_output_directory,
-        "load_parameters_path": config.run.load_parameters_path,
-        "tokenizer_path": config.data.tokenizer_path,
+        "base_output_directory": (config.run.base_output_directory,),
+        "load_parameters_path": (config.run.load_parameters_path,),
+        "dataset_path": config.data.dataset_path,
+        "tokenizer_path": (config.data.tokenizer_path,),
     }
-    for name, place in places.items():
-        if "://" in (place or ""):
-            raise ValueError(f"{name}: expected a place on this machine, got {place!r}; mount it, or copy it")
-    start = config.run.load_parameters_path
-    if start is not None and not Path(start).is_dir():
-        raise ValueError(f"load_parameters_path: expected a folder, found none at {start}")
+    for name, named in places.items():
+        for place in filter(None, named):
+            try:
+                path = as_path(place)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            if name == "load_parameters_path" and isinstance(path, Path) and not path.is_dir():
+                raise ValueError(f"load_parameters_path: expected a folder, found none at {place}")
 
 
 def _run_name(config: TrainConfig) -> str:
