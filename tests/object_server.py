@@ -53,6 +53,7 @@ class ObjectServer:
         self._one_change = threading.Lock()
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str]] = []
+        self.ignored_headers: list[str] = []
         self._port = 0
         self.start()
 
@@ -113,6 +114,8 @@ class ObjectServer:
     def _serve(self, environ: dict[str, Any], start_response: Any) -> Any:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         self.requests.append((method, path))
+        for name in self.ignored_headers:
+            environ.pop(name, None)
         fault = next((fault for fault in tuple(self.faults) if fault.takes(method, path)), None)
         if fault is not None and fault.kind in ("refuse", "busy"):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))

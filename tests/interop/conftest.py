@@ -7,6 +7,9 @@ import pytest
 from raggedmoe import interop
 from raggedmoe.models.module import Decoder
 from tests.interop.folders import GOLDEN
+from tests.object_server import _object_server as _object_server
+from tests.object_server import bucket as bucket
+from tests.object_server import object_server as object_server
 
 
 @pytest.fixture(scope="session")

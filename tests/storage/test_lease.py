@@ -120,3 +120,13 @@ def test_a_lease_outlives_a_server_that_is_away_for_a_while(object_server, bucke
     lease.check()
     lease.release()
     assert list_files(bucket) == {}
+
+
+@pytest.mark.parametrize("ignored", ["HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"])
+def test_a_server_that_ignores_the_conditions_of_writes_is_refused(object_server, bucket, ignored):
+    object_server.ignored_headers.append(ignored)
+    try:
+        with pytest.raises(ValueError, match="expected a server that keeps the conditions of writes"):
+            Lease(bucket / "run")
+    finally:
+        object_server.ignored_headers.clear()

@@ -105,6 +105,24 @@ def test_a_server_that_stays_away_is_an_error_that_names_the_object(object_serve
                 request()
 
 
+def test_a_server_that_was_waited_for_in_vain_is_not_waited_for_again_until_it_answers(
+    object_server, bucket, monkeypatch
+):
+    monkeypatch.setenv("RAGGEDMOE_STORAGE_SECONDS", "1")
+    with object_server.fault("PUT", "", "busy"):
+        seconds = []
+        for write in (*[(bucket / "a").write_bytes] * 2, lambda text: bucket.bucket.create("b", text)):
+            start = time.monotonic()
+            with pytest.raises(OSError, match="could not be written"):
+                write(b"x")
+            seconds.append(time.monotonic() - start)
+    assert seconds[0] > 0.5 > max(seconds[1:])
+    (bucket / "a").write_bytes(b"1")
+    with object_server.fault("PUT", "/a", "busy", times=2):
+        (bucket / "a").write_bytes(b"2")
+    assert (bucket / "a").read_bytes() == b"2"
+
+
 def test_a_refused_write_is_an_error_at_once_and_the_object_stays(object_server, bucket):
     (bucket / "a").write_bytes(b"old")
     with object_server.fault("PUT", "/a", "refuse") as fault, pytest.raises(OSError, match="/a could not be written"):

@@ -9,6 +9,7 @@ An owner that was stopped for longer than the lease may wake up as another run h
 writes what counts: lines of metrics and the commit of a checkpoint, which call `check_lease`.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -42,12 +43,16 @@ def check_lease(path: ObjectPath) -> None:
 
 
 class Lease:
-    """The lock of a folder, from its construction to `release`. A folder that another run has is a BlockingIOError."""
+    """The lock of a folder, from its construction to `release`. A folder that another run has is a BlockingIOError.
+
+    A server that does not keep the conditions of writes, as some that call themselves compatible do, is refused.
+    """
 
     def __init__(self, folder: ObjectPath) -> None:
         self._folder, self._lock = folder, folder / ".lock"
         self._token, self._count = secrets.token_hex(16), 0
         self._is_lost, self._renewing, self._released = False, threading.Lock(), threading.Event()
+        self._check_server()
         self._valid_until = _clock() + LEASE_SECONDS
         self._version = self._acquire()
         _leases[folder] = self
@@ -76,6 +81,24 @@ class Lease:
             except OSError as error:
                 logger.warning("%s stays, and lapses in %.0f s: %s", self._lock, LEASE_SECONDS, error)
 
+    def _check_server(self) -> None:
+        """Require that the server refuses to create what is there, and to update what has changed."""
+        probe = self._lock.with_name(f".lock.{self._token}")
+        store = probe.bucket
+        old = store.create(probe.key, b"1")
+        store.update(probe.key, b"2", old)
+        for write in (lambda: store.create(probe.key, b"3"), lambda: store.update(probe.key, b"4", old)):
+            with contextlib.suppress(FileExistsError, ChangedObjectError):
+                write()
+                raise ValueError(
+                    f"{self._folder}: expected a server that keeps the conditions of writes (If-None-Match, If-Match), "
+                    "got one that overwrote what was there: two runs could write to one folder; use another server"
+                )
+        info = store.info(probe.key)
+        assert info is not None
+        self._server_seconds = info.written.timestamp() - time.monotonic()
+        store.delete([probe.key])
+
     def _acquire(self) -> str:
         while True:
             try:
@@ -100,7 +123,7 @@ class Lease:
             if _start_of_process(owner.get("pid")) == owner.get("started"):
                 raise self._taken_error(name)
             return
-        lapses = time.monotonic() + LEASE_SECONDS - (self._server_time() - held.written.timestamp())
+        lapses = LEASE_SECONDS + held.written.timestamp() - self._server_seconds  # by this machine's clock
         if time.monotonic() < lapses:
             logger.warning("%s: %s had it and may be gone; waiting until that is known", self._folder, name)
         while time.monotonic() < lapses:
@@ -120,15 +143,6 @@ class Lease:
 
     def _taken_error(self, owner: str) -> BlockingIOError:
         return BlockingIOError(f"{self._folder}: {owner} trains into it; wait for it, or use another run_name")
-
-    def _server_time(self) -> float:
-        """Return the time by the server's clock, which also says when the lock was written."""
-        probe = self._lock.with_name(f".lock.{self._token}")
-        probe.write_bytes(b"")
-        info = probe.bucket.info(probe.key)
-        probe.bucket.delete([probe.key])
-        assert info is not None
-        return info.written.timestamp()
 
     def _content(self) -> bytes:
         """Describe the owner, otherwise at every renewal: the version of the object is a hash of its content."""

@@ -61,6 +61,11 @@ def _open_bucket(name: str, server: str | None, seconds: float) -> "Bucket":
             f"s3://{name}: object storage needs the obstore package; pip install 'raggedmoe[s3]', or name a folder of "
             "this machine"
         ) from None
+    options: Any = {
+        "allow_http": server is not None and server.startswith("http://"),
+        "connect_timeout": timedelta(seconds=5),
+        "timeout": timedelta(seconds=max(5.0, seconds / 2)),
+    }
     backoff = {
         "init_backoff": timedelta(seconds=FIRST_PAUSE),
         "max_backoff": timedelta(seconds=LONGEST_PAUSE),
@@ -68,24 +73,26 @@ def _open_bucket(name: str, server: str | None, seconds: float) -> "Bucket":
     }
     # As many tries as there is time for.
     retries: Any = {"max_retries": 10**6, "retry_timeout": timedelta(seconds=seconds), "backoff": backoff}
-    store = S3Store(
-        name,
-        client_options={
-            "allow_http": server is not None and server.startswith("http://"),
-            "connect_timeout": timedelta(seconds=5),
-            "timeout": timedelta(seconds=max(5.0, seconds / 2)),
-        },
-        retry_config=retries,
-    )
-    return Bucket(name, store, seconds)
+    patient = S3Store(name, client_options=options, retry_config=retries)
+    impatient = S3Store(name, client_options=options, retry_config={**retries, "max_retries": 0})
+    return Bucket(name, patient, impatient, seconds)
 
 
 class Bucket:
-    """A bucket of objects. An object is whole or not there: a write that is cut off leaves what was there before."""
+    """A bucket of objects. An object is whole or not there: a write that is cut off leaves what was there before.
 
-    def __init__(self, name: str, store: Any, seconds: float) -> None:
+    A server that was waited for in vain gets one try of each later request, until one succeeds: a run that stops does
+    not wait again for each thing that it closes.
+    """
+
+    def __init__(self, name: str, patient: Any, impatient: Any, seconds: float) -> None:
         self.name = name
-        self._store, self._seconds = store, seconds
+        self._patient, self._impatient, self._seconds = patient, impatient, seconds
+        self._was_in_vain = False
+
+    @property
+    def _store(self) -> Any:
+        return self._impatient if self._was_in_vain else self._patient
 
     def read(self, key: str) -> bytes:
         """Read an object."""
@@ -147,7 +154,7 @@ class Bucket:
             return str(written["e_tag"])
 
         with self._explained(key, "written"):
-            return _repeat(attempt, self._seconds)
+            return _repeat(attempt, 0.0 if self._was_in_vain else self._seconds)
 
     def info(self, key: str) -> ObjectInfo | None:
         """Return what the server says of an object; None if it is not there."""
@@ -195,14 +202,16 @@ class Bucket:
     @contextlib.contextmanager
     def _explained(self, key: str, done: str) -> Iterator[None]:
         """Turn obstore's errors, some of which are not even of one class, into OSErrors that name the object."""
-        from obstore.exceptions import BaseError
+        from obstore.exceptions import BaseError, GenericError
 
         try:
             yield
+            self._was_in_vain = False
         except FileNotFoundError as error:
             text = "no such bucket" if "NoSuchBucket" in str(error) else "no such object"
             raise FileNotFoundError(errno.ENOENT, text, self._url(key)) from None
         except BaseError as error:
+            self._was_in_vain |= isinstance(error, GenericError)
             said = str(error).split("\n", 1)[0]
             raise OSError(f"{self._url(key)} could not be {done}: {said}") from None
 

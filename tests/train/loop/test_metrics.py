@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from raggedmoe.disk import replace_file
-from raggedmoe.train.loop import metrics
 from raggedmoe.train.loop.metrics import LOAD, METRICS, TENSORBOARD, MetricsWriter, read_jsonl
 from tests.disk_calls import DiskCalls
 
@@ -152,7 +151,7 @@ def test_cutting_off_leaves_the_old_file_if_the_machine_stops(tmp_path, monkeypa
     def stop(*args):
         raise OSError("no space left")
 
-    monkeypatch.setattr(metrics.os, "fsync", stop)
+    monkeypatch.setattr(os, "fsync", stop)
     with pytest.raises(OSError, match="no space left"):
         MetricsWriter(tmp_path, resume_step=4, tensorboard=False)
     assert (tmp_path / METRICS).read_bytes() == before
