@@ -29,9 +29,12 @@ class Fault:
     kind: str  # "refuse" (403), "busy" (503), "cut" before it is served, "mute" after, "serve" after so many seconds
     times: int = 10**9
     seconds: float = 0.0
+    after: "Fault | None" = None  # not before that one was seen
     seen: int = 0
 
     def takes(self, method: str, path: str) -> bool:
+        if self.after is not None and not self.after.seen:
+            return False
         if self.seen >= self.times or not re.fullmatch(self.method, method) or not re.search(self.path, path):
             return False
         self.seen += 1
@@ -83,19 +86,21 @@ class ObjectServer:
         try:
             yield
         finally:
-            self.faults.pop()
-            self.start()
+            self.come_back()
+
+    def come_back(self) -> None:
+        self.faults.pop()
+        self.start()
 
     def away_for(self, seconds: float) -> threading.Thread:
         """Be away from now on for so long, while the test goes on."""
         self.stop()
 
-        def come_back() -> None:
+        def come_back_later() -> None:
             time.sleep(seconds)
-            self.faults.pop()
-            self.start()
+            self.come_back()
 
-        thread = threading.Thread(target=come_back)
+        thread = threading.Thread(target=come_back_later)
         thread.start()
         return thread
 

@@ -93,6 +93,13 @@ def test_a_lock_that_is_no_json_lapses_too(bucket, short):
     Lease(bucket / "run").release()
 
 
+def test_a_lock_that_was_copied_from_a_disk_is_nobodys(bucket):
+    (bucket / "run/.lock").write_bytes(b"")
+    start = time.monotonic()
+    Lease(bucket / "run").release()
+    assert time.monotonic() - start < 2
+
+
 def test_of_two_that_wait_for_a_lock_to_lapse_one_gets_it(bucket, short, monkeypatch):
     as_left(bucket)
     monkeypatch.setattr(Lease, "_wait_for_end", lambda self, held: as_left(bucket, token="the other, who was faster"))

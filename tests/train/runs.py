@@ -9,6 +9,8 @@ from pathlib import Path
 
 import jax
 
+from raggedmoe.storage import AnyPath
+from raggedmoe.storage.appended import read_appended
 from raggedmoe.train.loop import loop, run, speed
 from raggedmoe.train.step.programs import compile_programs
 
@@ -40,11 +42,11 @@ def train(cache: Path, *words: str, **options) -> subprocess.CompletedProcess:
     )
 
 
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def lines(path: AnyPath) -> list[dict]:
+    return [json.loads(line) for line in read_appended(path).splitlines()]
 
 
-def curve(folder: Path) -> list[dict]:
+def curve(folder: AnyPath) -> list[dict]:
     """All that a run's steps and evaluations said, without what depends on the clock, in order."""
     found = [line for line in lines(folder / "metrics.jsonl") if line["kind"] != "event"]
     return [{name: value for name, value in line.items() if name not in NOT_REPEATABLE} for line in found]

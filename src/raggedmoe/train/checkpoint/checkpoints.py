@@ -122,9 +122,7 @@ class Checkpoints:
         if error is None:
             self.wait()
         elif not isinstance(error, KeyboardInterrupt):  # which waits for nothing: the save stays partial, or ends
-            self._join()
-            if self._failure is not None and self._failure is not error:  # the error that is under way counts
-                logger.error("a checkpoint was not saved: %s", self._failure)
+            self.abandon(error)
 
     def save(self, step: int, state: Any, extra: dict[str, Any], *, metric: float | None = None) -> None:
         """Save a state. When this returns, the state has been copied and its buffers may be donated.
@@ -172,6 +170,13 @@ class Checkpoints:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+    def abandon(self, error: BaseException) -> None:
+        """Wait until nothing is being written, when an error ends the run; another one of a save is only logged."""
+        self._join()
+        failure, self._failure = self._failure, None
+        if failure is not None and failure is not error:
+            logger.error("a checkpoint was not saved: %s", failure)
 
     def restore(self, template: Any) -> RestoredCheckpoint | None:
         """Restore the newest checkpoint that is not damaged; None if there are no checkpoints.

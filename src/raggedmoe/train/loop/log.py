@@ -120,6 +120,10 @@ class RunLog:
         """Flush all lines to disk."""
         self._metrics.flush()
 
+    def abandon(self) -> None:
+        """Have the files close without another error, as one has ended the run."""
+        self._metrics.abandon()
+
     def _call(self, line: dict[str, Any]) -> None:
         if jax.process_index() == 0:
             answers = [callback(line) for callback in self._callbacks]

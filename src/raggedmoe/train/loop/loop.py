@@ -141,6 +141,7 @@ def _steps(run: Run, state: TrainState) -> RunOutcome:
                 run.log.say(trace.text)
             return outcome
         except OSError as error:
+            run.abandon(error)
             text = f"stopped: {error}; the checkpoints before are as they were, and the same command goes on from them"
             return RunOutcome(code=CANNOT_WRITE, text=text, folder=folder)
         finally:

@@ -15,12 +15,12 @@ import numpy as np
 from raggedmoe.storage import AnyPath, ObjectPath
 from raggedmoe.storage.appended import (
     SEGMENT_BYTES,
-    AppendedFile,
     is_appended,
     open_appended,
     read_appended,
     rewrite_appended,
 )
+from raggedmoe.storage.lease import check_lease
 from raggedmoe.storage.trees import make_folder, upload
 
 METRICS = "metrics.jsonl"
@@ -52,7 +52,7 @@ class MetricsWriter:
             _truncate_after(path, -1 if resume_step is None else resume_step)
         self._metrics, self._load = open_appended(metrics), open_appended(load)
         self._events = _TensorBoardFile(folder / TENSORBOARD, resume_step) if tensorboard else None
-        self._is_closed = self._has_failed = False
+        self._is_closed = self._is_abandoned = False
 
     def train(self, step: int, values: Mapping[str, SupportsFloat | None]) -> None:
         """Write the values of a training step, such as ``loss``. A value that is not finite becomes null."""
@@ -64,7 +64,7 @@ class MetricsWriter:
 
     def event(self, step: int, what: str, text: str = "") -> None:
         """Write an event, such as ``resumed``, ``interrupted``, ``skipped`` or ``checkpoint``."""
-        self._append(self._metrics, {"kind": "event", "step": int(step), "what": what, "text": text})
+        self._metrics.append(_line({"kind": "event", "step": int(step), "what": what, "text": text}))
 
     def load(self, step: int, load: Sequence[Sequence[int]] | np.ndarray) -> None:
         """Write how many tokens each expert got since the previous line, ``[layers, E]``."""
@@ -73,25 +73,29 @@ class MetricsWriter:
             raise ValueError(
                 f"expected load as whole counts [layers, experts], got an array of {counts.dtype}{list(counts.shape)}"
             )
-        self._append(self._load, {"step": int(step), "load": counts.astype(np.int64).tolist()})
+        self._load.append(_line({"step": int(step), "load": counts.astype(np.int64).tolist()}))
 
     def flush(self) -> None:
         """Flush all lines to disk, so that they survive a power cut. Call it before a checkpoint commits."""
-        with self._noting_failure():
-            for file in (self._metrics, self._load):
+        for file in (self._metrics, self._load, self._events):
+            if file is not None:
                 file.flush()
-            if self._events is not None:
-                self._events.flush()
+
+    def abandon(self) -> None:
+        """Have `close` raise nothing, as what cannot be written has ended the run already."""
+        self._is_abandoned = True
 
     def close(self) -> None:
-        """Flush and close the files. Closing twice does no harm. What failed before does not raise again."""
+        """Flush and close the files. Closing twice does no harm."""
         if self._is_closed:
             return
         self._is_closed = True
-        files = [file for file in (self._metrics, self._load, self._events) if file is not None]
-        for end in (self.flush, *(file.close for file in files)):
-            with contextlib.suppress(*([OSError] if self._has_failed else [])):
-                end()
+        suppressed = (OSError,) if self._is_abandoned else ()
+        with contextlib.suppress(*suppressed), contextlib.ExitStack() as closing:
+            for file in (self._metrics, self._load, self._events):
+                if file is not None:
+                    closing.callback(file.close)
+            self.flush()
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -99,29 +103,18 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, OSError):
+            self.abandon()
         self.close()
 
     def _record(self, kind: str, step: int, values: Mapping[str, SupportsFloat | None]) -> None:
         numbers = {name: _number(value) for name, value in values.items()}
         if taken := {"kind", "step"} & numbers.keys():
             raise ValueError(f"expected other names of values than kind and step, got {', '.join(sorted(taken))}")
-        self._append(self._metrics, {"kind": kind, "step": int(step), **numbers})
+        self._metrics.append(_line({"kind": kind, "step": int(step), **numbers}))
         if self._events is not None:
             group = "held_out" if kind == "eval" else kind
-            with self._noting_failure():
-                self._events.scalars(int(step), {f"{group}/{k}": v for k, v in numbers.items() if v is not None})
-
-    def _append(self, file: AppendedFile, values: dict[str, Any]) -> None:
-        with self._noting_failure():
-            file.append(_line(values))
-
-    @contextlib.contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError:
-            self._has_failed = True
-            raise
+            self._events.scalars(int(step), {f"{group}/{k}": v for k, v in numbers.items() if v is not None})
 
 
 class NoMetrics:
@@ -136,6 +129,8 @@ class NoMetrics:
     def load(self, step: int, load: Sequence[Sequence[int]] | np.ndarray) -> None: ...
 
     def flush(self) -> None: ...
+
+    def abandon(self) -> None: ...
 
     def __enter__(self) -> "NoMetrics":
         return self
@@ -252,6 +247,7 @@ class _TensorBoardFile:
         self._flushed = time.monotonic()
         if self._copies is not None:
             assert isinstance(self._folder, ObjectPath)
+            check_lease(self._folder)
             upload(Path(self._copies.name), self._folder)
             [file] = Path(self._copies.name).iterdir()
             if file.stat().st_size >= SEGMENT_BYTES:

@@ -156,6 +156,12 @@ class Run:
         self.checkpoints.save(step, state, extra, metric=metric)
         self.log.restart_clock()
 
+    def abandon(self, error: OSError) -> None:
+        """Have nothing that is closed now raise another error than the one that ends the run."""
+        self.log.abandon()
+        if self.checkpoints is not None:
+            self.checkpoints.abandon(error)
+
     def finish(self, state: TrainState) -> tuple[Decoder | None, str]:
         """Write the trained model, and return it with how it went. Process 0 does; all take part."""
         params = on_first_host(state.params)
