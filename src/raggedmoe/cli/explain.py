@@ -24,7 +24,7 @@ from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.moe.config import MoEConfig, check_execution
 from raggedmoe.moe.execution import MoEExecution, canonical_backend
 from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known
 from raggedmoe.train.settings.resolve import make_execution, make_model
 from raggedmoe.train.settings.words import read_words
 
@@ -54,8 +54,7 @@ def explain(
         dtype: type of activations.
         moe_backend: the bundle of strategy and kernels to explain.
     """
-    if dtype not in FLOATS:
-        raise unknown("dtype", dtype, FLOATS)
+    check_known("dtype", dtype, FLOATS)
     moe_backend = canonical_backend(moe_backend)
     chip = target_hardware() if hardware is None else hardware_by_name(hardware)
     decoder: ModelConfig | None = None

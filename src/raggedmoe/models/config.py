@@ -11,7 +11,7 @@ from raggedmoe.kernels.expert_ffn.api import check_activation
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.config import check_execution as check_moe_execution
-from raggedmoe.names import refuse_keywords_of, unknown
+from raggedmoe.names import check_known, refuse_keywords_of
 from raggedmoe.params import check_sizes, divisors
 
 MOST_LAYERS = 10_000  # those of multi-token prediction included: they are listed one by one
@@ -70,8 +70,7 @@ class GroupedQueryConfig:
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_heads", "num_kv_heads", "head_dim")
-        if self.qk_norm not in QK_NORMS:
-            raise unknown("qk_norm", self.qk_norm, QK_NORMS)
+        check_known("qk_norm", self.qk_norm, QK_NORMS)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; use one of "

@@ -41,7 +41,7 @@ DTYPES = ("dtype", "param_dtype")
 def to_json(config: Any) -> Any:
     """Nested objects, each with its kind; fields that have their default are left out."""
     kind = next(name for name, known in KINDS.items() if type(config) is known)
-    found: dict[str, Any] = {"kind": kind}
+    entries: dict[str, Any] = {"kind": kind}
     for entry in fields(config):
         value = getattr(config, entry.name)
         default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
@@ -51,8 +51,8 @@ def to_json(config: Any) -> Any:
             value = to_json(value)
         elif entry.name in DTYPES:
             value = str(jnp.dtype(value))
-        found[entry.name] = list(value) if isinstance(value, tuple) else value
-    return found
+        entries[entry.name] = list(value) if isinstance(value, tuple) else value
+    return entries
 
 
 def _dtype(name: Any, where: str) -> Any:

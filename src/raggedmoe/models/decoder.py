@@ -26,11 +26,11 @@ from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import shared_experts
 from raggedmoe.moe.layer import moe_route_and_compute
+from raggedmoe.params import Params
 from raggedmoe.sharding.axes import AnyMesh, LogicalMesh, logical_mesh, shard_tokens, split_over
 from raggedmoe.sharding.dense_layers import all_gather_dense_weights, save_all_but_gathered_weights
 from raggedmoe.sharding.vocabulary import embedding_lookup, table_sharding
 
-Params = dict[str, Any]
 DEFAULT_EXECUTION = ModelExecution()
 
 
@@ -210,37 +210,37 @@ def run_stack(
         reports = []
         for p, kind in enumerate(stack.kinds):
             layer_key = None if key is None else jax.random.fold_in(key, repeat * len(stack.kinds) + p)
-            own = under(f"{p}.", {**weights, **in_place})
-            own = all_gather_dense_weights(own, layer_specs(run.config, kind), run.mesh, run.config.dtype)
-            x, memory, report = run_layer(run, kind, x, own, memory, f"{p}.", repeat, layer_key)
+            stored = under(f"{p}.", {**weights, **in_place})
+            layer = all_gather_dense_weights(stored, layer_specs(run.config, kind), run.mesh, run.config.dtype)
+            x, memory, report = run_layer(run, kind, x, layer, memory, f"{p}.", repeat, layer_key)
             reports += [] if report is None else [report]
         return (x, memory), jax.tree.map(lambda *parts: jnp.stack(parts), *reports) if has_experts else None
 
     repeats = jnp.arange(stack.repeats, dtype=jnp.int32)
     carry, step = (x, memory), _rematerialize(body, run)
     if is_unstacked:
-        memories, found = [], []
+        memories, layer_reports = [], []
         for repeat in range(stack.repeats):
             of_layer = (_of_layer(params, repeat), None if memory is None else _of_layer(memory, repeat))
             (x, updated), report = step((x, of_layer[1]), (repeats[repeat], of_layer[0]))
             memories.append(updated)
-            found.append(report)
+            layer_reports.append(report)
         memory = {what: tuple(updated[what] for updated in memories) for what in memory or {}}
-        reports = jax.tree.map(lambda *parts: jnp.stack(parts), *found)
+        reports = jax.tree.map(lambda *parts: jnp.stack(parts), *layer_reports)
     elif run.execution.scan_layers:
         (x, memory), reports = lax.scan(step, carry, (repeats, params))
     else:
-        found = []
+        layer_reports = []
         for repeat in range(stack.repeats):
             carry, report = step(carry, (repeats[repeat], jax.tree.map(lambda a, r=repeat: a[r], params)))
-            found.append(report)
-        (x, memory), reports = carry, jax.tree.map(lambda *parts: jnp.stack(parts), *found)
+            layer_reports.append(report)
+        (x, memory), reports = carry, jax.tree.map(lambda *parts: jnp.stack(parts), *layer_reports)
     # [repeats, MoE layers of one repeat, ...] -> the layers in order
     in_order = [jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reports)] if has_experts else []
     return x, memory or {}, in_order
 
 
-def _of_layer(arrays: dict[str, tuple[jax.Array, ...]], repeat: int) -> dict[str, jax.Array]:
+def _of_layer(arrays: Params, repeat: int) -> dict[str, jax.Array]:
     return {name: layers[repeat] for name, layers in arrays.items()}
 
 
@@ -292,10 +292,10 @@ def run_layer(
     config, mixer = run.config, mixer_of(run.config)
     eps = config.norm_epsilon
     with jax.named_scope("attention"):
-        own = under("attention.", weights)
+        attention_weights = under("attention.", weights)
         normed = rms_norm(x, weights["attention_norm"], eps)
-        query = mixer.project_query(normed, own, config.attention, run.cos_sin)
-        new = mixer.project_key_value(normed, own, config.attention, run.cos_sin)
+        query = mixer.project_query(normed, attention_weights, config.attention, run.cos_sin)
+        new = mixer.project_key_value(normed, attention_weights, config.attention, run.cos_sin)
         visible = VisibleMemory(new, None, kind.window)
         if memory is not None:
             assert repeat is not None
@@ -311,7 +311,7 @@ def run_layer(
             hardware=run.execution.moe.hardware,
             mesh=run.mesh,
         )
-        attended = mixer.attend(query, visible.memory, own, config.attention, context)
+        attended = mixer.attend(query, visible.memory, attention_weights, config.attention, context)
         attended = shard_tokens(attended, run.mesh)
         x = x + checkpoint_name(attended, "attn_proj_out")
     with jax.named_scope("moe" if kind.moe else "mlp"):
@@ -420,11 +420,10 @@ def _mtp_states(
     stack = Stack(first=config.num_layers, kinds=(config.kind(config.num_layers),), repeats=1)
     documents = jnp.zeros_like(ids) if segments is None else segments
     documents = documents if mask is None else jnp.where(mask, documents, -1)
-    found, reports = [], []
+    hidden_states, reports = [], []
     for m in range(config.mtp_layers):
-        own = under(f"mtp.{m}.", params)
-        dense = {"projection": own["projection"]}
-        dense = all_gather_dense_weights(dense, mtp_specs(config), mesh, config.dtype)
+        module = under(f"mtp.{m}.", params)
+        dense = all_gather_dense_weights({"projection": module["projection"]}, mtp_specs(config), mesh, config.dtype)
         next_ids = jnp.roll(ids, -(m + 1), axis=1)
         run = LayerContext(
             config=config,
@@ -440,18 +439,18 @@ def _mtp_states(
         further = embed(params, next_ids, config, mesh)
         joined = jnp.concatenate(
             [
-                rms_norm(further, own["embedding_norm"], config.norm_epsilon),
-                rms_norm(hidden, own["hidden_norm"], config.norm_epsilon),
+                rms_norm(further, module["embedding_norm"], config.norm_epsilon),
+                rms_norm(hidden, module["hidden_norm"], config.norm_epsilon),
             ],
             axis=-1,
         )
         module_key = None if key is None else jax.random.fold_in(key, len(config.stacks) + m)
-        layer = {f"0.{name}": value[None] for name, value in own.items()}
+        layer = {f"0.{name}": value[None] for name, value in module.items()}
         x, _, report = run_stack(run, stack, project(joined, dense["projection"]), layer, None, module_key)
-        hidden = rms_norm(x, own["final_norm"], config.norm_epsilon)
-        found.append(hidden)
+        hidden = rms_norm(x, module["final_norm"], config.norm_epsilon)
+        hidden_states.append(hidden)
         reports += report
-    return found, reports
+    return hidden_states, reports
 
 
 _mtp_forward = compile_once(_mtp_states, static=("config", "execution", "mesh"))

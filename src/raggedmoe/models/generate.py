@@ -19,10 +19,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from raggedmoe.models.cache import Cache, empty_cache, unstack_cache
 from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.decoder import DecoderOutput, Params, decode, logits, reads_experts_in_place, unstack_params
+from raggedmoe.models.decoder import DecoderOutput, decode, logits, reads_experts_in_place, unstack_params
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.matmul import dense_matmuls_for
 from raggedmoe.models.module import Decoder
+from raggedmoe.params import Params
 from raggedmoe.sharding.axes import LogicalMesh
 
 CHUNK = 512  # the most tokens of a prompt that are read at once: the memory that they take is bounded by it

@@ -9,12 +9,13 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from raggedmoe.models.cache import Cache
 from raggedmoe.models.config import ModelConfig, check_execution
-from raggedmoe.models.decoder import DEFAULT_EXECUTION, DecoderOutput, Params, decode, logits, mtp_forward
+from raggedmoe.models.decoder import DEFAULT_EXECUTION, DecoderOutput, decode, logits, mtp_forward
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.parameters import check_model_params, is_trained, param_specs
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.dispatch import check_has_mesh
 from raggedmoe.moe.module import SelectionBias
+from raggedmoe.params import Params
 from raggedmoe.sharding.axes import AnyMesh, MeshAxes, logical_mesh
 from raggedmoe.sharding.rules import make_params
 

@@ -13,7 +13,7 @@ from raggedmoe.models.config import GroupedQueryConfig, LatentConfig, LayerKind,
 from raggedmoe.models.grouped_query import GROUPED_QUERY
 from raggedmoe.models.latent import LATENT
 from raggedmoe.models.mixer import Mixer
-from raggedmoe.params import ParamSpec, Specs, stack_spec
+from raggedmoe.params import Params, ParamSpec, Specs, stack_spec
 
 MIXERS: dict[type, Mixer] = {GroupedQueryConfig: GROUPED_QUERY, LatentConfig: LATENT}
 
@@ -91,8 +91,8 @@ def is_trained(name: str) -> bool:
     return not name.endswith("router_selection_bias")
 
 
-def under(prefix: str, params: dict[str, Any]) -> dict[str, Any]:
-    """The entries whose name starts with a prefix, without it."""
+def under(prefix: str, params: Params) -> dict[str, Any]:
+    """Return the parameters whose name starts with a prefix, by their names without it."""
     return {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from raggedmoe.models.config import GroupedQueryConfig, LatentConfig, ModelConfig, first_layers
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known, unknown
 
 # The name of a size, and the fields that hold it: a part of the configuration, and its field.
 FIELDS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -105,8 +105,7 @@ def _router_changes(model: ModelConfig, sizes: Mapping[str, Any]) -> dict[str, A
     changes: dict[str, Any] = {}
     score = sizes.get("routed_score_func")
     if score is not None:
-        if score not in SCORES:
-            raise unknown("routed_score_func", score, SCORES)
+        check_known("routed_score_func", score, SCORES)
         changes["score"] = SCORES[score]
         changes["normalize"] = "softmax" if not in_deepseek else "none" if score == "softmax" else "sum"
     if not in_deepseek:

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from raggedmoe.kernels.expert_ffn.api import check_activation
 from raggedmoe.moe.execution import MoEExecution
-from raggedmoe.names import refuse_keywords_of, unknown
+from raggedmoe.names import check_known, refuse_keywords_of
 from raggedmoe.params import ParamSpec, check_sizes, divisors
 
 ROUTER_WORDS = {  # the words that each field of a `RouterConfig` takes
@@ -58,8 +58,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         for name, known in ROUTER_WORDS.items():
-            if getattr(self, name) not in known:
-                raise unknown(name, getattr(self, name), known)
+            check_known(name, getattr(self, name), known)
         if self.score == "logits" and self.normalize == "sum":
             raise ValueError(
                 "score='logits' may be negative, so normalize='sum' can divide by zero; use normalize='softmax'"

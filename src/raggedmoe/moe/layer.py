@@ -16,11 +16,12 @@ from raggedmoe.moe.config import MoEConfig, check_execution, is_expert_choice
 from raggedmoe.moe.dispatch import check_ranks, dispatch, prepare, unpermute
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import activate, expert_ffn, fuses_experts, gmm_down, gmm_up, shared_experts, tp_reduce
-from raggedmoe.moe.records import MoEOutput, MoEParams, RouteMetadata, RouteOutput, StageSettings
+from raggedmoe.moe.records import MoEOutput, RouteMetadata, RouteOutput, StageSettings
 from raggedmoe.moe.router import check_replay, route
+from raggedmoe.params import Params
 from raggedmoe.sharding.axes import TOKEN_AXES, WIDTH_TENSOR, LogicalMesh, logical_mesh, shard_tokens, split_over
 from raggedmoe.sharding.rules import all_gather_params
-from raggedmoe.sharding.stage import ACTIVATIONS, BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, stage
+from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, TOKENS_AND_WIDTH, stage
 
 DEFAULT_EXECUTION = MoEExecution()
 KEEP_MATMULS = jax.checkpoint_policies.save_only_these_names("moe_up", "moe_down")
@@ -38,7 +39,7 @@ def _check_call(
 @functools.partial(compile_once, static=("config", "execution", "mesh", "num_sequences"), check=_check_call)
 def moe_route_and_compute(
     x: Float[Array, "T D"],
-    params: MoEParams,
+    params: Params,
     config: MoEConfig,
     execution: MoEExecution = DEFAULT_EXECUTION,
     *,
@@ -83,7 +84,7 @@ def moe_route_and_compute(
 
 def routed_experts(
     x: Float[Array, "T D"],
-    params: MoEParams,
+    params: Params,
     routing: RouteOutput,
     first_expert: Int[Array, ""] | None,
     settings: StageSettings,
@@ -130,7 +131,7 @@ def routed_experts(
     return on_mesh.run(concatenate, outputs, dim=0), dropped
 
 
-@stage(chunks=ACTIVATIONS, result=ACTIVATIONS)
+@stage(chunks=TOKENS_AND_WIDTH, result=TOKENS_AND_WIDTH)
 def concatenate(chunks: list[Float[Array, "_ _"]], *, dim: int) -> Float[Array, "_ _"]:
     """Chunks of the tokens (dim 0) or of their columns (1), after each other on every device."""
     return jnp.concatenate(chunks, axis=dim)

@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from raggedmoe.kernels.arrays import accumulator, int32
 from raggedmoe.moe import balance
 from raggedmoe.moe.config import RouterConfig
-from raggedmoe.moe.records import MoEParams, RouteOutput, StageSettings
+from raggedmoe.moe.records import RouteOutput, StageSettings
+from raggedmoe.params import Params
 from raggedmoe.sharding.axes import TOKEN_AXES
 from raggedmoe.sharding.stage import REPLICATED, TOKENS, stage
 
@@ -25,7 +26,7 @@ from raggedmoe.sharding.stage import REPLICATED, TOKENS, stage
 )
 def route(
     x: Float[Array, "T D"],
-    params: MoEParams,
+    params: Params,
     mask: Bool[Array, " T"] | None = None,
     key: jax.Array | None = None,
     token_ids: Integer[Array, " T"] | None = None,
@@ -89,7 +90,7 @@ def route(
 
 
 def router_logits(
-    x: Float[Array, "T D"], params: MoEParams, config: RouterConfig, key: jax.Array | None, first_token: Int[Array, ""]
+    x: Float[Array, "T D"], params: Params, config: RouterConfig, key: jax.Array | None, first_token: Int[Array, ""]
 ) -> Float[Array, "T E"]:
     """One logit for each token and expert, in float32 at least."""
     wide = accumulator(x.dtype)
@@ -189,7 +190,7 @@ def limit_to_groups(ranking: Float[Array, "T E"], config: RouterConfig) -> Float
 
 
 def combine_weights(
-    scores: Float[Array, "T E"], experts: Int[Array, "T K"], params: MoEParams, config: RouterConfig
+    scores: Float[Array, "T E"], experts: Int[Array, "T K"], params: Params, config: RouterConfig
 ) -> Float[Array, "T K"]:
     """Weights of the chosen experts from the unbiased scores."""
     weights = jnp.take_along_axis(scores, experts, axis=1, mode="clip")
@@ -224,7 +225,7 @@ def check_replay(replay: jax.Array, num_tokens: int, experts_per_token: int, num
 
 
 def choose_tokens(
-    scores: Float[Array, "T E"], params: MoEParams, config: RouterConfig, mask: Bool[Array, " T"], capacity: int
+    scores: Float[Array, "T E"], params: Params, config: RouterConfig, mask: Bool[Array, " T"], capacity: int
 ) -> tuple[Int[Array, "E C"], Float[Array, "E C"], Int[Array, " E"]]:
     """The tokens that score highest with each expert, which takes them, their weights, and how many there are.
 

@@ -13,15 +13,13 @@ from jax.custom_derivatives import linear_call
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from raggedmoe.params import Specs
+from raggedmoe.params import Params, Specs
 from raggedmoe.sharding.axes import FSDP, TENSOR, TOKEN_AXES, LogicalMesh, axes_of
 from raggedmoe.sharding.rules import WIDTH_AXES, partition
 from raggedmoe.sharding.stage import TOKENS, stage
 
-Weights = dict[str, Any]
 
-
-def all_gather_dense_weights(weights: Weights, specs: Specs, mesh: LogicalMesh | None, dtype: Any) -> Weights:
+def all_gather_dense_weights(weights: Params, specs: Specs, mesh: LogicalMesh | None, dtype: Any) -> Params:
     """Gather the dense weights of matmuls over the axes that split their width, in the type that they are used in.
 
     Routed experts and routers stay as they are stored: the MoE layer's stages gather them.

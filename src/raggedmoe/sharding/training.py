@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
-from raggedmoe.params import Specs
+from raggedmoe.params import Params, Specs
 from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.rules import param_shardings
@@ -101,7 +101,7 @@ def transfer_slices(shape: tuple[int, ...], itemsize: int) -> list[slice]:
     return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 
-def on_first_host(params: dict[str, Any]) -> dict[str, Any] | None:
+def on_first_host(params: Params) -> Params | None:
     """Parameters of which process 0 can read every part; None on the others, who must ask too, and keep nothing.
 
     A layer is moved at a time, or several, or some entries of a vocabulary: what has about `TRANSFER_BYTES`.

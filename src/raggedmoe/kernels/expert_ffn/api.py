@@ -16,7 +16,7 @@ from raggedmoe.kernels.gradient import refuse_forward_mode, with_gradient
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
 from raggedmoe.kernels.placement import placement, pvary_alike
 from raggedmoe.kernels.registry import Call, Choice, Kernels, candidates, select_kernels
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known
 
 NAME = "expert_ffn"
 
@@ -111,8 +111,7 @@ def is_faster_than_split(rows: Any, wi_0: Any, activation: str, biases: bool, ha
 
 def check_activation(name: str) -> None:
     """Require the name of an activation."""
-    if name not in ACTIVATIONS:
-        raise unknown("activation", name, ACTIVATIONS)
+    check_known("activation", name, ACTIVATIONS)
 
 
 def _check(rows: Any, weights: ExpertWeights, group_sizes: Any, activation: str) -> None:

@@ -68,7 +68,6 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
             ),
             grouped=grouped,
             ungrouped=ungrouped,
-            num_received=kept[:, rank].sum(dtype=jnp.int32),
         ),
     )
 
@@ -82,7 +81,7 @@ def dispatch(
     assert routing.experts is not None
     rows, buffer = gather_rows(x, metadata, settings), receive_rows(settings, *routing.experts.shape)
     received = _exchange(rows, exchange.moves, buffer, routing.experts, settings)
-    return _reorder(received, exchange.grouped, exchange.ungrouped, exchange.num_received, settings)
+    return _reorder(received, exchange.grouped, exchange.ungrouped, exchange.moves, settings)
 
 
 def unpermute(
@@ -92,7 +91,7 @@ def unpermute(
     exchange = metadata.exchange
     assert exchange is not None
     assert routing.experts is not None
-    rows = _reorder(rows, exchange.ungrouped, exchange.grouped, exchange.num_received, settings)
+    rows = _reorder(rows, exchange.ungrouped, exchange.grouped, exchange.moves, settings)
     back = _exchange(rows, reverse_moves(exchange.moves), routing.experts.size, routing.experts, settings)
     return combine_rows(back, metadata, settings)
 
@@ -111,16 +110,16 @@ def _reorder(
     rows: Float[Array, "R D"],
     indices: Int[Array, " R"],
     inverse: Int[Array, " R"],
-    num_rows: Int[Array, "*one"],
+    moves: Moves,
     settings: StageSettings,
 ) -> Float[Array, "R D"]:
-    """Put the rows into the order of the indices."""
+    """Put the rows that this rank received into the order of the indices."""
     if num_held(settings) == 1:  # rows of one expert are in order as they come
         return rows
     return ragged_gather(
         rows,
         indices,
-        end=num_rows.squeeze(),
+        end=moves.received.sum(dtype=jnp.int32),
         inverse=inverse[:, None],
         implementation=settings.execution.kernel_choice.ragged_gather,
         hardware=settings.execution.hardware,
