@@ -39,7 +39,7 @@ DTYPES = ("dtype", "param_dtype")
 
 
 def to_json(config: Any) -> Any:
-    """Nested objects, each with its kind; fields that have their default are left out."""
+    """Write a configuration as nested objects, each with its kind; fields that have their default are left out."""
     kind = next(name for name, known in KINDS.items() if type(config) is known)
     entries: dict[str, Any] = {"kind": kind}
     for entry in fields(config):
@@ -63,7 +63,7 @@ def _dtype(name: Any, where: str) -> Any:
 
 
 def from_json(value: Any, where: str = "config", kinds: tuple[str, ...] = tuple(KINDS)) -> Any:
-    """The configuration that `to_json` wrote, which is of one of these kinds."""
+    """Read the configuration that `to_json` wrote, which is of one of these kinds."""
     if not isinstance(value, dict) or value.get("kind") not in kinds:
         raise ValueError(
             f"{where}: expected an object with a kind out of {', '.join(kinds)}, got {reprlib.repr(value)}"

@@ -71,7 +71,7 @@ def decode(
     key: jax.Array | None = None,
     mesh: AnyMesh | None = None,
 ) -> DecoderOutput:
-    """Hidden states of every token.
+    """Compute the hidden states of every token.
 
     Args:
       params: by the names of `param_specs`.
@@ -157,7 +157,7 @@ _decode = compile_once(_hidden_states, static=("config", "execution", "cache_is_
 def embed(
     params: Params, ids: Integer[Array, "B S"], config: ModelConfig, mesh: LogicalMesh | None = None
 ) -> Float[Array, "B S D"]:
-    """The tokens' vectors."""
+    """Look up the tokens' vectors, in the type of the activations."""
     table = params["embedding"]
     if mesh is not None:
         return embedding_lookup(table, ids, config.dtype, table_sharding(mesh, table.shape))
@@ -165,7 +165,7 @@ def embed(
 
 
 def logits(params: Params, hidden: Float[Array, "B S D"], config: ModelConfig) -> Float[Array, "B S V"]:
-    """Scores of every vocabulary entry, in float32 at least."""
+    """Compute the scores of every vocabulary entry, in float32 at least."""
     return wide_project(hidden, params["embedding" if config.tied_embeddings else "head"])
 
 
@@ -192,10 +192,10 @@ def run_stack(
     memory: Any,
     key: jax.Array | None,
 ) -> tuple[Float[Array, "B S D"], Any, list[ExpertReport]]:
-    """The layers of a stack: the result, the memory with these tokens, and what its MoE layers said.
+    """Run the layers of a stack; return the result, the memory with these tokens, and what its MoE layers said.
 
-    Parameters and memory are arrays with the layers in front, which are scanned over, or those of `unstack_params` and
-    `unstack_cache`.
+    Parameters and memory are arrays with the layers in front, which are scanned over, or have an array for each layer,
+    as `unstack_params` and `unstack_cache` make them.
     """
     has_experts = any(kind.moe for kind in stack.kinds)
     is_unstacked = any(isinstance(value, tuple) for value in params.values())
@@ -245,7 +245,7 @@ def _of_layer(arrays: Params, repeat: int) -> dict[str, jax.Array]:
 
 
 def unstack_params(params: Params) -> Params:
-    """The same parameters with an array for each layer, but for the experts, which are read in place.
+    """Split parameters into an array for each layer, but for the experts, which are read in place.
 
     XLA's CPU backend copies what a program takes out of a stack before it multiplies by it. For decoding, which reads
     each weight for one token only, this copies the dense weights once instead of at every token.
@@ -261,7 +261,7 @@ EXPERT_WEIGHTS = tuple(f".moe.{name}" for name in ("wi_0", "wi_1", "wo", "bias_w
 
 
 def reads_experts_in_place(config: ModelConfig, execution: MoEExecution, x: Float[Array, "..."]) -> bool:
-    """Whether all layers' experts are given to the kernel, with rows for one layer's only, instead of a layer's slice.
+    """Tell whether the kernel is given all layers' experts, with rows for one layer's only, instead of its slice.
 
     A scan copies what it slices: every expert of a layer, used or not, which is most of the time of decoding a token
     (docs/log.md). Where empty groups cost nothing, no slice is needed.
@@ -288,7 +288,7 @@ def run_layer(
     repeat: jax.Array | None = None,
     key: jax.Array | None = None,
 ) -> tuple[Float[Array, "B S D"], Memory | None, ExpertReport | None]:
-    """One layer: attention, then MLP or experts, each on the normed input and added to it."""
+    """Run one layer: attention, then MLP or experts, each on the normed input and added to it."""
     config, mixer = run.config, mixer_of(run.config)
     eps = config.norm_epsilon
     with jax.named_scope("attention"):
@@ -352,7 +352,7 @@ def _experts(
 
 
 def _rematerialize(body: Any, run: LayerContext) -> Any:
-    """The body of a stack that keeps for the backward pass only what the execution names."""
+    """Have the body of a stack keep for the backward pass only what the execution names."""
     remat = run.execution.remat
     if remat == "none" and run.mesh is None:
         return body
@@ -365,7 +365,7 @@ def _rematerialize(body: Any, run: LayerContext) -> Any:
 
 
 def mtp_mask(documents: Int[Array, "B S"], module: int) -> Bool[Array, "B S"]:
-    """Where a module of multi-token prediction knows the token that it joins, given each token's document or -1."""
+    """Mark where a module of multi-token prediction knows the token that it joins; ``documents``: each token's, or -1."""
     ahead, length = module + 1, documents.shape[1]
     in_row = jnp.arange(length)[None] < length - ahead
     return in_row & (documents == jnp.roll(documents, -ahead, axis=1)) & (documents >= 0)
@@ -384,7 +384,7 @@ def mtp_forward(
     key: jax.Array | None = None,
     mesh: AnyMesh | None = None,
 ) -> tuple[list[Float[Array, "B S D"]], list[ExpertReport]]:
-    """Multi-token prediction: hidden states from which `logits` predicts the token after the next, and so on.
+    """Compute the hidden states from which `logits` predicts the token after the next, and so on.
 
     Module m joins the hidden state at position i with the embedding of token i + m + 1 and predicts token i + m + 2.
     A position that knows no such token (the last of a row or of a document, or one before padding) goes to no expert,
@@ -457,7 +457,7 @@ _mtp_forward = compile_once(_mtp_states, static=("config", "execution", "mesh"))
 
 
 def _slots(cache: Cache, mask: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
-    """Where these tokens go in the cache: after what is there, those that do not count nowhere (-1)."""
+    """Return where these tokens go in the cache: after what is there, those that do not count nowhere (-1)."""
     counts = jnp.ones(shape, bool) if mask is None else mask
     after = cache.lengths[:, None] + jnp.cumsum(counts, axis=1, dtype=jnp.int32) - 1
     return jnp.where(counts, after, -1)

@@ -15,7 +15,7 @@ from raggedmoe.params import Params, ParamSpec
 
 
 def specs(config: GroupedQueryConfig, model_dim: int, dtype: Any) -> dict[str, ParamSpec]:
-    """wq, wk, wv and wo are all (heads, head_dim, D)."""
+    """Declare the parameters. wq, wk, wv and wo are all (heads, head_dim, D)."""
     heads = {
         "q": ("head", config.num_heads),
         "k": ("kv_head", config.num_kv_heads),

@@ -39,7 +39,7 @@ def run_attention(
     scale: float | None,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B S N W"]:
-    """Attention of the queries to the keys that the context lets them see."""
+    """Compute the attention of the queries to the keys that the context lets them see."""
     compute: Any = functools.partial(
         attention,
         scale=scale,

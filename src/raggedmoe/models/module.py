@@ -78,7 +78,7 @@ class Decoder(nnx.Module):
         key: jax.Array | None = None,
         execution: ModelExecution | None = None,
     ) -> Float[Array, "B S V"]:
-        """Logits of the token after each, in float32 at least.
+        """Compute the logits of the token after each, in float32 at least.
 
         ``key`` is for random routing and jitter; ``execution`` says how to run this call, if not as the model was made
         to.
@@ -96,7 +96,7 @@ class Decoder(nnx.Module):
         key: jax.Array | None = None,
         execution: ModelExecution | None = None,
     ) -> DecoderOutput:
-        """Hidden states, what the experts did, and the cache. `raggedmoe.models.decoder.decode` says of what."""
+        """Compute hidden states, what the experts did, and the cache: `raggedmoe.models.decoder.decode` of the model."""
         self._check_ids(ids)
         return decode(
             self.params,
@@ -111,7 +111,7 @@ class Decoder(nnx.Module):
         )
 
     def logits_further(self, ids: Integer[Array, "B S"]) -> list[Float[Array, "B S V"]]:
-        """Multi-token prediction: for each module, logits of one token further than the last."""
+        """Compute, for each module of multi-token prediction, the logits of one token further than the last."""
         params, hidden = self.params, self.hidden(ids).hidden
         states, _ = mtp_forward(params, hidden, ids, self.config, self.execution, mesh=self.mesh)
         return [logits(params, further, self.config) for further in states]

@@ -39,7 +39,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 def canonical_backend(word: str) -> str:
-    """The name of a backend from what is typed on a command line, where an older word stays known."""
+    """Return the name of a backend from what is typed on a command line, where an older word stays known."""
     return "dense" if word == "jax" else word
 
 

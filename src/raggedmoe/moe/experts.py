@@ -83,7 +83,7 @@ def expert_ffn(
     *,
     settings: StageSettings,
 ) -> Float[Array, "R D"]:
-    """Both projections and the activation in one operation, which never holds all hidden rows."""
+    """Compute both projections and the activation in one operation, which never holds all hidden rows."""
     bias, group_sizes = _down_bias(weights, settings), metadata.group_sizes
     if group_sizes is None:
         group_sizes = jnp.full(weights["wi_0"].shape[0], rows.shape[0] // weights["wi_0"].shape[0], jnp.int32)
@@ -102,7 +102,7 @@ def expert_ffn(
 
 
 def fuses_experts(x: Float[Array, "T D"], weights: Params, settings: StageSettings) -> bool:
-    """Whether the experts are one `expert_ffn`: if the backend says so, or for "auto" where that is the fastest."""
+    """Tell whether the experts are one `expert_ffn`: if the backend says so, or for "auto" where it is the fastest."""
     config, execution = settings.config, settings.execution
     if execution.moe_backend != "auto" or execution.width_chunks > 1 or settings.on_mesh.axes(WIDTH_TENSOR):
         return execution.backend.fused
@@ -116,7 +116,7 @@ def fuses_experts(x: Float[Array, "T D"], weights: Params, settings: StageSettin
 
 
 def shared_experts(x: Float[Array, "T D"], params: Params, activation: str) -> Float[Array, "T D"]:
-    """The MLP ``wi_0, wi_1, wo`` that every token goes through, times the sigmoid of its ``gate`` if there is one."""
+    """Compute the MLP of every token, by ``wi_0, wi_1, wo``, times the sigmoid of its ``gate`` if there is one."""
     wide, dtype = accumulator(x.dtype), x.dtype
     matmul = functools.partial(jnp.matmul, precision=matmul_precision(dtype), preferred_element_type=wide)
     up = None if "wi_1" not in params else checkpoint_name(matmul(x, params["wi_1"].astype(dtype).T), "mlp_up")
@@ -129,7 +129,7 @@ def shared_experts(x: Float[Array, "T D"], params: Params, activation: str) -> F
 
 
 def _down_bias(weights: Params, settings: StageSettings) -> Float[Array, "G D"] | None:
-    """The bias of the down projection, on the first of the ranks whose results are summed alone."""
+    """Return the bias of the down projection; of ranks whose results are summed, the first alone adds it."""
     bias, axes = weights.get("bias_wo"), settings.on_mesh.axes(HIDDEN_TENSOR)
     if bias is None or not axes:
         return bias
@@ -137,7 +137,7 @@ def _down_bias(weights: Params, settings: StageSettings) -> Float[Array, "G D"] 
 
 
 def _mask_rows(rows: Float[Array, "R _"], metadata: RouteMetadata) -> Float[Array, "R _"]:
-    """The rows that stand for a token's choice; the others are zero, in the gradient too."""
+    """Keep the rows that stand for a token's choice; the others are zero, in the gradient too."""
     return rows if metadata.used is None else jnp.where(metadata.used[:, None], rows, 0)
 
 
@@ -150,7 +150,7 @@ def _matmul(
     transpose_rhs: bool,
     dtype: jnp.dtype,
 ) -> Float[Array, "R _"]:
-    """The grouped matmul of the rows, or a batched one where all experts have as many."""
+    """Multiply the rows by their experts' weights: a grouped matmul, or a batched one where all have as many rows."""
     if metadata.group_sizes is not None:
         return grouped_matmul(
             rows,

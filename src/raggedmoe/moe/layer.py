@@ -51,7 +51,7 @@ def moe_route_and_compute(
     num_sequences: int = 1,
     first_expert: Int[Array, ""] | None = None,
 ) -> MoEOutput:
-    """The layer on a batch of tokens. `raggedmoe.moe.router.route` describes the optional arguments.
+    """Compute the layer on a batch of tokens. `raggedmoe.moe.router.route` describes the optional arguments.
 
     ``params``: arrays by the names of ``config.param_specs()``.
     ``mesh``: devices to compute it on, with the axes of `raggedmoe.sharding.axes`; arrays are global, and the result
@@ -89,7 +89,7 @@ def routed_experts(
     first_expert: Int[Array, ""] | None,
     settings: StageSettings,
 ) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
-    """The routed experts' weighted sum of every token, and how many slots were dropped.
+    """Compute the weighted sum of each token's experts, and count the slots that were dropped.
 
     The tokens, or the model width, come in chunks that do not depend on each other, so that the compiler may move one
     while it computes another, forward and backward. One chunk is the ordinary case.
@@ -133,7 +133,7 @@ def routed_experts(
 
 @stage(chunks=TOKENS_AND_WIDTH, result=TOKENS_AND_WIDTH)
 def concatenate(chunks: list[Float[Array, "_ _"]], *, dim: int) -> Float[Array, "_ _"]:
-    """Chunks of the tokens (dim 0) or of their columns (1), after each other on every device."""
+    """Join chunks of the tokens (dim 0) or of their columns (1) on every device."""
     return jnp.concatenate(chunks, axis=dim)
 
 
@@ -144,7 +144,7 @@ def even_parts(size: int, num_parts: int) -> list[slice]:
 
 
 def sequences_of_device(num_sequences: int, config: MoEConfig, mesh: LogicalMesh | None) -> int:
-    """How many whole sequences are on each device, where the balance loss or the capacity is of each sequence."""
+    """Count the whole sequences on each device, where the balance loss or the capacity is of each sequence."""
     if config.capacity_factor is not None and not is_expert_choice(config):
         what, instead = "whole sequences, in which a capacity_factor counts slots,", "no capacity_factor"
     elif config.router.aux_loss == "sequence" and config.router.aux_loss_weight:

@@ -102,7 +102,7 @@ class MoE(nnx.Module):
         replay: Integer[Array, "... K"] | None = None,
         execution: MoEExecution | None = None,
     ) -> MoEOutput:
-        """The layer on ``x [..., D]``; the other arguments have its leading dimensions.
+        """Compute the layer on ``x [..., D]``; the other arguments have its leading dimensions.
 
         Args:
           x: tokens. The last leading dimension is the sequence, for the sequence-wise loss.

@@ -35,7 +35,7 @@ class RouteOutput:
     weights: Float[Array, "T K"] | Float[Array, "_ C"]  # zero where there is no expert or no token
 
     def slice_tokens(self, tokens: slice) -> "RouteOutput":
-        """What was decided for some of the tokens."""
+        """Return what was decided for some of the tokens."""
         if self.experts is None:
             assert tokens == slice(0, self.mask.shape[0]), "expert choice decides for all tokens at once"
             return self

@@ -44,7 +44,7 @@ _SHAPING = ("reshape", "transpose", "squeeze", "slice", "dynamic_slice", "broadc
 
 
 def save_all_but_gathered_weights(mesh: LogicalMesh) -> Callable[..., bool]:
-    """The policy, for `jax.checkpoint`, to keep everything but gathered weights, in whatever shape they are used."""
+    """Make the policy, for `jax.checkpoint`, to keep all but gathered weights, in whatever shape they are used."""
     fsdp = set(mesh.axes(FSDP))
 
     def is_saved(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -76,9 +76,9 @@ def sharded_attention(
     value: Float[Array, "B L M W"],
     options: dict[str, jax.Array | None],
 ) -> Float[Array, "B S N W"]:
-    """Attention of each device's own sequences and heads: what XLA cannot divide, a Pallas kernel, can run so.
+    """Compute attention on each device for its own sequences and heads, as XLA cannot divide a Pallas kernel.
 
-    Heads are split over the tensor axis where their numbers divide, or where all query heads read one key head.
+    Heads are split over the tensor axis where it divides their numbers, or where all query heads read one key head.
     ``options``: the positions, segments and sinks.
     """
     num_queries, num_keys, num_ranks = query.shape[2], key.shape[2], mesh.size(TENSOR)

@@ -73,7 +73,7 @@ def _strategy(settings: StageSettings) -> Any:
 def offset_into_stacked_experts(
     metadata: RouteMetadata, first_expert: Int[Array, ""] | None, num_stacked: int
 ) -> RouteMetadata:
-    """The rows' groups among the experts of all layers: those of the other layers have no rows, and cost nothing."""
+    """Place the rows' groups among the experts of all layers; those of other layers have no rows, and cost nothing."""
     if first_expert is None:
         return metadata
     if metadata.group_sizes is None:

@@ -75,7 +75,7 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
 def dispatch(
     x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "R D"]:
-    """Each token's rows, sent to their experts and put in their order there."""
+    """Send each token's rows to the ranks of their experts, and put them into the order of the experts there."""
     exchange = metadata.exchange
     assert exchange is not None
     assert routing.experts is not None
@@ -87,7 +87,7 @@ def dispatch(
 def unpermute(
     rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "T D"]:
-    """The rows sent back to their tokens, and each token's weighted sum."""
+    """Send the rows back to the ranks of their tokens, and add up each token's, weighted."""
     exchange = metadata.exchange
     assert exchange is not None
     assert routing.experts is not None
@@ -99,7 +99,7 @@ def unpermute(
 def _exchange(
     rows: Float[Array, "R D"], moves: Moves, num_rows: int, experts: Int[Array, "T K"], settings: StageSettings
 ) -> Float[Array, "N D"]:
-    """What this rank receives, in a buffer of ``num_rows``."""
+    """Send the rows to other ranks, and return those that this rank receives, in a buffer of ``num_rows``."""
     ragged = target_hardware(settings.execution.hardware).platform != "cpu"  # XLA has no ragged all-to-all there
     return exchange_rows(
         rows, moves, num_rows, most_rows(settings, *experts.shape), settings.on_mesh.axes(EXPERT), ragged
@@ -129,7 +129,7 @@ def _reorder(
 def _order_by_expert(
     sizes: Int[Array, "P G"], arrives_at: Int[Array, " P"], buffer: int
 ) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
-    """The permutation from the order of arrival (by rank, then expert) to that of experts, and the one back.
+    """Return the permutation from the order of arrival (by rank, then expert) to that of experts, and its inverse.
 
     ``sizes``: the rows of each block. Rows without a place are sent out of range.
     """
@@ -145,5 +145,5 @@ def _order_by_expert(
 
 
 def _firsts(sizes: jax.Array, axis: int) -> jax.Array:
-    """Where each block begins when blocks follow each other along an axis."""
+    """Return where each block begins when blocks follow each other along an axis."""
     return (jnp.cumsum(sizes, axis=axis) - sizes).astype(jnp.int32)
