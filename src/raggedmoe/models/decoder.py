@@ -365,7 +365,7 @@ def _rematerialize(body: Any, run: LayerContext) -> Any:
 
 
 def mtp_mask(documents: Int[Array, "B S"], module: int) -> Bool[Array, "B S"]:
-    """Mark where a module of multi-token prediction knows the token that it joins; ``documents``: each token's, or -1."""
+    """Mark where a module of multi-token prediction knows the token that it joins. A document of -1 is padding."""
     ahead, length = module + 1, documents.shape[1]
     in_row = jnp.arange(length)[None] < length - ahead
     return in_row & (documents == jnp.roll(documents, -ahead, axis=1)) & (documents >= 0)

@@ -96,7 +96,7 @@ class Decoder(nnx.Module):
         key: jax.Array | None = None,
         execution: ModelExecution | None = None,
     ) -> DecoderOutput:
-        """Compute hidden states, what the experts did, and the cache: `raggedmoe.models.decoder.decode` of the model."""
+        """Compute hidden states, what the experts did, and the cache: see `raggedmoe.models.decoder.decode`."""
         self._check_ids(ids)
         return decode(
             self.params,

@@ -173,7 +173,7 @@ def _forward_keeping(static, rows, weights, bounds):
 
 
 def _backward_keeping(static, residuals, cotangents):
-    """Only the result has a cotangent: what is kept is used by gradients whose derivatives do without it."""
+    """Use the result's cotangent alone: what is kept enters gradients only, whose derivatives do without it."""
     return _backward(static, residuals, cotangents[0])
 
 
@@ -187,7 +187,7 @@ def _gradients_forward(static, rows, weights, bounds, kept, cotangent):
 
 
 def _gradients_backward(static, residuals, cotangents):
-    """Derivatives of the gradients, hence of any order, are the reference's."""
+    """Take derivatives of the gradients, hence of any order, from the reference."""
     rows, weights, bounds, kept, cotangent = residuals
 
     def gradients(rows, weights, cotangent):
