@@ -30,7 +30,7 @@ from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known, unknown
 from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh
 from raggedmoe.sharding.stage import TOKENS
 from raggedmoe.train.settings.config import TrainConfig
@@ -48,8 +48,7 @@ def find_example(operation: str, call: str, dtype: str) -> Example:
     if "=" in call:
         return example_of_shape(operation, call, dtype)
     specs = {spec.name: spec for spec in operation_named(operation).specs}
-    if call not in specs:
-        raise unknown(f"example call of {operation},", call, specs)
+    check_known(f"example call of {operation},", call, specs)
     return specs[call].example(dtype)
 
 

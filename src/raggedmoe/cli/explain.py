@@ -24,7 +24,7 @@ from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.moe.config import MoEConfig, check_execution
 from raggedmoe.moe.execution import MoEExecution, canonical_backend
 from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known
 from raggedmoe.train.settings.resolve import make_execution, make_model
 from raggedmoe.train.settings.words import read_words
 
@@ -54,8 +54,7 @@ def explain(
         dtype: type of activations.
         moe_backend: the bundle of strategy and kernels to explain.
     """
-    if dtype not in FLOATS:
-        raise unknown("dtype", dtype, FLOATS)
+    check_known("dtype", dtype, FLOATS)
     moe_backend = canonical_backend(moe_backend)
     chip = target_hardware() if hardware is None else hardware_by_name(hardware)
     decoder: ModelConfig | None = None
@@ -100,14 +99,14 @@ def explain(
 
 
 def settings_model(words: tuple[str, ...], chip: Hardware) -> tuple[ModelConfig, MoEExecution]:
-    """The model that the words of `raggedmoe train` describe, and how its MoE layers run, on that chip."""
+    """Read from the words of `raggedmoe train` which model they describe, and how its MoE layers run on that chip."""
     config = read_words(words)
     model, plan = make_model(config, chip), config.mesh.plan.resolve(config.mesh.num_devices)
     return model, make_execution(config, model, plan).moe
 
 
 def _traced_backend(execution: MoEExecution, chip: Hardware) -> str:
-    """The backend whose calls are those of a layer on a chip, whatever kernels it names for them.
+    """Choose a backend whose calls are those of a layer on a chip, whatever kernels it names for them.
 
     These need not run on this machine. The calls of "auto" depend on the chip: only CPUs' is traced as it is.
     """
@@ -119,7 +118,7 @@ def _traced_backend(execution: MoEExecution, chip: Hardware) -> str:
 
 
 def layer_calls(config: MoEConfig, num_tokens: int, dtype: str, moe_backend: str) -> list[Call]:
-    """The distinct kernel calls that the layer makes, found by tracing it with shapes alone."""
+    """List the distinct kernel calls that the layer makes, by tracing it with shapes alone."""
     execution = MoEExecution(moe_backend=moe_backend)
     params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in config.param_specs().items()}
     x = jax.ShapeDtypeStruct((num_tokens, config.model_dim), jnp.dtype(dtype))
@@ -133,7 +132,7 @@ def layer_calls(config: MoEConfig, num_tokens: int, dtype: str, moe_backend: str
 
 
 def attention_calls(config: ModelConfig, num_tokens: int, dtype: str) -> list[Call]:
-    """The distinct calls of attention in a model, training on one sequence of that many tokens."""
+    """List the distinct calls of attention in a model that trains on one sequence of that many tokens."""
     config = replace(config, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype))
     params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in param_specs(config).items()}
     with record_selections() as selections:
@@ -147,7 +146,7 @@ def attention_calls(config: ModelConfig, num_tokens: int, dtype: str) -> list[Ca
 
 
 def _by_shapes(calls: list[Call]) -> dict[tuple[str, str], list[Call]]:
-    """The calls of each operation and set of shapes and options, both directions."""
+    """Group the calls by operation, shapes and options, both directions together."""
     grouped: dict[tuple[str, str], list[Call]] = {}
     for call in calls:
         options = " ".join(f"{name}={value}" for name, value in call.options.items() if value)
@@ -156,7 +155,7 @@ def _by_shapes(calls: list[Call]) -> dict[tuple[str, str], list[Call]]:
 
 
 def _lines(looked_at: tuple[Candidate, ...]) -> list[str]:
-    """The chosen implementation first, then each other with its reason."""
+    """Write a line for the chosen implementation, then one for each other with its reason."""
     chosen = next((candidate for candidate in looked_at if candidate.reason is None), None)
     lines = [] if chosen else ["[red]none can run[/]"]
     for candidate in sorted(looked_at, key=lambda candidate: candidate is not chosen):

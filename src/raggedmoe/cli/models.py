@@ -13,7 +13,7 @@ from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.models.config import LatentConfig
 from raggedmoe.models.count import count_params
 from raggedmoe.models.presets import ALIASES, PRESETS, model_preset
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known
 
 
 def models(
@@ -30,8 +30,7 @@ def models(
         dtype: type of the weights, for the size in bytes.
         json: print JSON instead of a table.
     """
-    if dtype not in FLOATS:
-        raise unknown("dtype", dtype, FLOATS)
+    check_known("dtype", dtype, FLOATS)
     rows = [_row(name, dtype) for name in names or PRESETS]
     if json:
         print(dumps(rows, indent=1))

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -19,7 +18,8 @@ from raggedmoe.interop.safetensors_file import NewTensor
 from raggedmoe.interop.writing import SHARD_BYTES, copy_companions, new_folder, write_json, write_tensors
 from raggedmoe.models.config import GroupedQueryConfig, ModelConfig
 from raggedmoe.models.module import Decoder
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known
+from raggedmoe.params import Params
 
 
 def save(
@@ -47,8 +47,7 @@ def save(
     family = family_by_model_type(config.family, "the model")
     layout = layout or next(iter(family.experts))
     writable = [name for name in family.experts if name not in family.import_only]
-    if layout not in writable:
-        raise unknown(f"layout of {config.family}", layout, writable)
+    check_known(f"layout of {config.family}", layout, writable)
     dtype = np.dtype(jnp.dtype(dtype or config.param_dtype))
     config_json = make_config_json(config, str(dtype))
     params = model.params
@@ -132,7 +131,7 @@ def _differences(ours: dict[str, Any], restored: dict[str, Any], where: str = ""
             yield f"{where}{name}={our_value!r} (it would be read as {restored_value!r})"
 
 
-def _new_tensor(target: Target, params: dict[str, jax.Array], dtype: np.dtype) -> NewTensor:
+def _new_tensor(target: Target, params: Params, dtype: np.dtype) -> NewTensor:
     """Describe the stored tensor of a target, which is cut from the parameters when it is written."""
     stored_dtype = np.dtype(target.specs[0].dtype) if _stays_float32(target, params, dtype) else dtype
     return NewTensor(
@@ -140,7 +139,7 @@ def _new_tensor(target: Target, params: dict[str, jax.Array], dtype: np.dtype) -
     )
 
 
-def _stays_float32(target: Target, params: dict[str, jax.Array], dtype: np.dtype) -> bool:
+def _stays_float32(target: Target, params: Params, dtype: np.dtype) -> bool:
     """Tell whether a router's tensor is written in float32, as routers are held, although the model is narrower.
 
     Selection biases are published in float32. Other tensors of a router are not, so they are written in the narrower
@@ -153,7 +152,7 @@ def _stays_float32(target: Target, params: dict[str, jax.Array], dtype: np.dtype
     return not np.array_equal(values.astype(dtype), values)
 
 
-def _pieces(target: Target, params: dict[str, jax.Array], dtype: np.dtype) -> Iterator[np.ndarray]:
+def _pieces(target: Target, params: Params, dtype: np.dtype) -> Iterator[np.ndarray]:
     """Yield the stored tensor in pieces, cut along the first axis of its layout."""
     layout, specs, shape = target.entry.layout, target.specs, target.shape
     num = specs[0].shape[first_axis(layout, specs[0])]

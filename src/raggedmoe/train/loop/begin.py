@@ -13,8 +13,8 @@ from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, KernelChoice
 from raggedmoe.launch.processes import broadcast_from_first
 from raggedmoe.models.count import count_params
-from raggedmoe.models.decoder import Params
 from raggedmoe.models.parameters import param_specs
+from raggedmoe.params import Params
 from raggedmoe.sharding.training import TrainSharding
 from raggedmoe.train.checkpoint.checkpoints import CheckpointConfig as CheckpointFolder
 from raggedmoe.train.checkpoint.checkpoints import Checkpoints, RestoredCheckpoint

@@ -10,9 +10,9 @@ import numpy as np
 from raggedmoe import compat
 from raggedmoe.hardware import Hardware
 from raggedmoe.models.count import count_params
-from raggedmoe.models.decoder import Params
 from raggedmoe.models.module import Decoder
 from raggedmoe.models.parameters import param_specs
+from raggedmoe.params import Params
 from raggedmoe.sharding.training import TrainSharding, on_first_host
 from raggedmoe.train.checkpoint.checkpoints import Checkpoints, RestoredCheckpoint
 from raggedmoe.train.data.batches import Batches, Data
