@@ -39,6 +39,7 @@ from raggedmoe.cli.compile_report import (
     schedule_table,
     whole_model_line,
 )
+from raggedmoe.interop.named_model import is_folder
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.catalog import operation as operation_named
 from raggedmoe.kernels.proof import libtpu_version
@@ -197,7 +198,7 @@ def _cases(
         raise ValueError(f"expected {', '.join(OPERATIONS)}, layer PRESET or model PRESET; got nothing to compile")
     if subject[0] == "layer":
         return [_layer(subject[1:], topology, dtype, moe_backend, tokens, forward)]
-    if subject[0] == "model" or subject[0] in (*MODELS, *ALIASES):
+    if subject[0] == "model" or subject[0] in (*MODELS, *ALIASES) or is_folder(subject[0]):
         words = subject[1:] if subject[0] == "model" else subject
         config = _config(words, topology, dtype, moe_backend)
         fewer = []

@@ -19,7 +19,8 @@ def import_(
     """Convert a Hugging Face checkpoint to our format: safetensors files that load without a transposition.
 
     Every tensor is matched with a parameter before anything is read, and OUT is written completely or not at all. The
-    tokenizer is copied as well.
+    tokenizer, chat template and generation settings go along, and so does config.json, of which `raggedmoe export`
+    keeps every key that is no size.
 
     Args:
         path: the folder with config.json and one or more safetensors files.
@@ -27,7 +28,7 @@ def import_(
         dtype: type of the weights, such as float32; by default that of the checkpoint.
     """
     model = _load_model(path, out, dtype)
-    interop.save_native(model, out, companions=path, progress=True)
+    interop.save_native(model, out, progress=True)
     return _print_result("imported", model, out)
 
 
@@ -48,7 +49,7 @@ def export(
     model = _load_model(path, out, None)
     if dtype is not None and dtype not in FLOATS:
         raise unknown("dtype", dtype, FLOATS)
-    interop.save(model, out, layout=layout, dtype=dtype, companions=path, progress=True)
+    interop.save(model, out, layout=layout, dtype=dtype, progress=True)
     return _print_result("exported", model, out)
 
 

@@ -13,14 +13,14 @@ from rich.padding import Padding
 from raggedmoe import compat
 from raggedmoe.cli.layer_choice import parse_layer
 from raggedmoe.hardware import Hardware, hardware_by_name, target_hardware
+from raggedmoe.interop.named_model import named_model
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.proof import read_certificates
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Call, Candidate, KernelChoice, candidates, record_selections
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.decoder import decode
+from raggedmoe.models.families.llama4 import LAYERS
 from raggedmoe.models.parameters import param_specs
-from raggedmoe.models.presets import ALIASES, model_preset
-from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.moe.config import MoEConfig, check_execution
 from raggedmoe.moe.execution import MoEExecution, canonical_backend
 from raggedmoe.moe.layer import moe_route_and_compute
@@ -47,7 +47,7 @@ def explain(
 
     Args:
         words: a model, and settings as `raggedmoe train` takes them.
-        model: a public model, such as deepseek-v3 or gpt-oss-20b: its MoE layer and its attention.
+        model: a public model, such as deepseek-v3, or a folder with one: its MoE layer and its attention.
         shape: sizes of a layer, as T=2048,D=512,F=1024,E=16,K=2.
         hardware: the chip to choose for, such as tpu7x; this machine's by default.
         jax_version: the JAX version to choose for; the one installed by default.
@@ -68,8 +68,8 @@ def explain(
         kernels = asked.kernels
     else:
         title, config, num_tokens = parse_layer(model, shape)
-        if model in MODELS or model in ALIASES:
-            decoder = model_preset(str(model))
+        if model is not None and model not in LAYERS:
+            decoder = named_model(model)
     console = Console()
     console.print(f"[bold]{title}[/] on [bold]{chip.name}[/], JAX {jax_version}, {dtype}, moe_backend={moe_backend}")
     execution = MoEExecution(moe_backend=moe_backend, kernels=kernels)

@@ -61,7 +61,7 @@ def plan(
     strategy = strategy_name(model.moe, execution.moe)
     moe_layers = len(model.moe_layers) + config.step.mtp_layers
     sequences = config.micro_batch_size // made.num_token_shards
-    tokens = sequences * config.data.max_target_length
+    tokens = sequences * config.data.sequence_length
     step = Step(
         num_tokens=tokens,
         num_sequences=sequences,

@@ -12,11 +12,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from raggedmoe.interop.arrays import PIECE_BYTES, aligned_empty, fetch_to_host, to_device
+from raggedmoe.interop.companions import companions_of, read_companions, write_companions, write_kept_config
 from raggedmoe.interop.folder import read_tensor_headers
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.progress import bytes_bar
 from raggedmoe.interop.safetensors_file import NewTensor
-from raggedmoe.interop.writing import SHARD_BYTES, copy_companions, new_folder, write_json, write_tensors
+from raggedmoe.interop.writing import SHARD_BYTES, new_folder, write_json, write_tensors
+from raggedmoe.models.companions import Companions
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.config_json import from_json, to_json
 from raggedmoe.models.module import Decoder
@@ -35,11 +37,12 @@ def save(
     model: Decoder,
     folder: str | os.PathLike[str],
     *,
-    companions: Path | None = None,
+    companions: Companions | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
 ) -> None:
-    """Write a model in our own format, with the tokenizer of the folder ``companions`` if there is one."""
+    """Write a model in our own format, with the tokenizer and all else that belongs to it, as `interop.save` does."""
+    belongings = companions_of(model, companions)
     with new_folder(Path(folder)) as partial:
         specs = param_specs(model.config)
         description = {
@@ -53,8 +56,13 @@ def save(
             for name, array in model.params.items()
         ]
         write_tensors(partial, tensors, metadata={"format": "raggedmoe"}, shard_bytes=shard_bytes, progress=progress)
-        if companions is not None:
-            copy_companions(companions, partial)
+        write_companions(belongings, partial)
+        write_kept_config(belongings, partial)
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """Read the configuration of a model's folder, and none of its tensors."""
+    return _read_description(folder)[0]
 
 
 def _pieces(array: jax.Array | np.ndarray) -> Iterator[np.ndarray]:
@@ -102,7 +110,7 @@ def load(
                 buffer[start:stop] = piece
                 advance(piece.nbytes)
             params[name] = to_device(buffer)
-    return Decoder(config, params=params)
+    return Decoder(config, params=params, companions=read_companions(folder))
 
 
 def _read_description(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Integer
 
 from raggedmoe.models.cache import Cache
+from raggedmoe.models.companions import Companions
 from raggedmoe.models.config import ModelConfig, check_execution
 from raggedmoe.models.decoder import DEFAULT_EXECUTION, DecoderOutput, decode, logits, mtp_forward
 from raggedmoe.models.execution import ModelExecution
@@ -40,6 +41,7 @@ class Decoder(nnx.Module):
         execution: ModelExecution = DEFAULT_EXECUTION,
         mesh: AnyMesh | None = None,
         mesh_axes: MeshAxes | None = None,
+        companions: Companions | None = None,
     ) -> None:
         """Make a model with new parameters or with given ones.
 
@@ -51,13 +53,14 @@ class Decoder(nnx.Module):
           mesh: devices over which sequences, weights and experts are split; None: all on one device. New parameters are
             drawn in their places; given ones stay where they are, best as `raggedmoe.Plan.shardings` has them.
           mesh_axes: for a mesh with other axes, which of them are "data", "fsdp", "expert" and "tensor", as for `MoE`.
+          companions: the tokenizer and whatever else belongs to its checkpoint, for `raggedmoe.interop.save`.
         """
         check_execution(config, execution)
         check_has_mesh(strategy_name(config.moe, execution.moe), mesh)
         self.mesh, specs = logical_mesh(mesh, mesh_axes), param_specs(config)
         params = make_params(specs, params, rngs, self.mesh, execution.moe.tensor_split)
         check_model_params(specs, params)
-        self.config, self.execution = config, execution
+        self.config, self.execution, self.companions = config, execution, companions
         # Axes are kept beside the values: sharding and checkpoints go by them.
         self.variables = nnx.Dict(
             {

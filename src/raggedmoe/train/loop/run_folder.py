@@ -8,7 +8,6 @@ import contextlib
 import fcntl
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -112,17 +111,14 @@ def _new_folder_aside(folder: Path) -> Path:
     return aside
 
 
-def save_model(folder: Path, model: Decoder, tokenizer: str | None) -> Path:
-    """Write the trained model, with its tokenizer, as `raggedmoe generate` and `export` read it; replace an older one.
+def save_model(folder: Path, model: Decoder) -> Path:
+    """Write the trained model and its companions, as `raggedmoe generate` and `export` read it; replace an older one.
 
     If there was one, then at every moment one of the folders model, model.new and model.old is whole, and the next run
     begins with it in its place.
     """
     target, new, old = (folder / name for name in (MODEL, NEW_MODEL, OLD_MODEL))
-    with tempfile.TemporaryDirectory(prefix="raggedmoe-") as companions:
-        if tokenizer is not None:
-            (Path(companions) / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-        save(model, new, companions=Path(companions))
+    save(model, new)
     if target.exists():
         target.rename(old)
     new.rename(target)
