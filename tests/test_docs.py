@@ -19,7 +19,7 @@ from tests.models.drawn import GOLDEN
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
-    path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")] if path.name not in ("log.md", "mutants.md")
+    path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")] if path.name not in ("log.md", "mutants.md")
 )
 
 
@@ -27,6 +27,15 @@ def blocks(page, *kinds):
     """The text of a page's code blocks of these kinds; "" is one without a word."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), flags=re.M | re.S)
     return [text for kind, text in found if kind in kinds]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_code_block_is_of_a_kind_that_is_read_here(page):
+    """Python without its word, an indented block or a block of another kind would be run by no test."""
+    fences = re.findall(r"^ *```.*$", page.read_text(), flags=re.M)
+    assert set(fences) <= {"```", "```python", "```sh"}
+    assert len(fences) == 2 * len(blocks(page, "", "python", "sh"))
+    assert not re.search(r"^(from raggedmoe|import |>>> )", "\n".join(blocks(page, "", "sh")), flags=re.M)
 
 
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
@@ -59,7 +68,7 @@ def test_python_examples_run(page, tmp_path, monkeypatch):
 
 def commands(page):
     """The lines of a page that call `raggedmoe`, without prompt, comment and what they write to."""
-    for text in blocks(page, "sh", "console", ""):
+    for text in blocks(page, "sh", ""):
         for line in text.replace("\\\n", " ").splitlines():
             line = line.removeprefix("$ ")
             if line.startswith("raggedmoe "):

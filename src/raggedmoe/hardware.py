@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known
 
 GB, GIB, MIB = 10**9, 2**30, 2**20
 
@@ -132,8 +132,7 @@ HARDWARE: dict[str, Hardware] = {chip.name: chip for chip in _CHIPS}
 
 def hardware_by_name(name: str) -> Hardware:
     """Look up a chip by its name in the table, such as "v6e"."""
-    if name not in HARDWARE:
-        raise unknown("hardware", name, HARDWARE)
+    check_known("hardware", name, HARDWARE)
     return HARDWARE[name]
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 Config = TypeVar("Config", bound=type)
@@ -15,6 +15,12 @@ def unknown(what: str, name: object, known: Iterable[str]) -> ValueError:
     near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.3)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return ValueError(f"unknown {what} {name!r}: expected one of {', '.join(known)}{hint}")
+
+
+def check_known(what: str, name: object, known: Collection[str]) -> None:
+    """Require that a name is one of the known ones."""
+    if name not in known:
+        raise unknown(what, name, known)
 
 
 def refuse_keywords_of(execution: type, usage: str) -> Callable[[Config], Config]:

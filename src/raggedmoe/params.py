@@ -30,6 +30,7 @@ class ParamSpec:
 
 
 Specs = Mapping[str, ParamSpec]
+Params = Mapping[str, Any]  # arrays by the names of their `ParamSpec`, all of a model or a layer's, or some of them
 LARGEST_SIZE = 2**31 - 1  # the largest size of a dimension that an int32 can count
 CONSTANTS = {"zeros": 0, "ones": 1}
 

@@ -22,6 +22,7 @@ MOE_CHANGES = {
     "token_chunks": {"token_chunks": 2},
     "width_chunks": {"width_chunks": 2},
     "tensor_split": {"tensor_split": "model_dim"},
+    "recompute_dispatch": {"recompute_dispatch": True},
     "hardware": {"hardware": "v6e"},
 }
 CHANGES = {

@@ -58,7 +58,7 @@ BAD_EXECUTIONS = {
     ),
     "fused_with_a_split_width": (
         {"moe_backend": "expert_ffn", "tensor_split": "model_dim"},
-        r"fuses the activation, which needs the sums over the whole width.*tensor_split='model_dim': use 'expert_dim'",
+        r"fuses the activation, which needs the sums over the whole width.*='model_dim': use tensor_split='expert_dim'",
     ),
     "backend_and_kernels": (
         {"moe_backend": "cpu", "kernels": KernelChoice(grouped_matmul="xla")},

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from raggedmoe.sharding.axes import EXPERT, HIDDEN_TENSOR, TENSOR, WIDTH_TENSOR, LogicalMesh, logical_mesh
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.sharding.stage import ACTIVATIONS, BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, stage
+from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, TOKENS_AND_WIDTH, stage
 from tests.aot.hlo_collectives import collectives
 
 ON_MESH = logical_mesh(Plan(expert=2, tensor=2).mesh())
@@ -43,8 +43,8 @@ def test_without_a_mesh_a_stage_is_a_plain_call():
 
 def test_activations_are_split_by_their_width_where_the_tensor_axis_splits_it():
     by_width = replace(ON_MESH, tensor_split="model_dim")
-    assert ON_MESH.spec(ACTIVATIONS) == PartitionSpec(*TOKENS, None)
-    assert by_width.spec(ACTIVATIONS) == PartitionSpec(*TOKENS, TENSOR)
+    assert ON_MESH.spec(TOKENS_AND_WIDTH) == PartitionSpec(*TOKENS, None)
+    assert by_width.spec(TOKENS_AND_WIDTH) == PartitionSpec(*TOKENS, TENSOR)
     assert [mesh.spec(BETWEEN_PROJECTIONS) for mesh in (ON_MESH, by_width)] == [PER_DEVICE, TOKENS]
     assert (ON_MESH.axes(HIDDEN_TENSOR, WIDTH_TENSOR), by_width.axes(HIDDEN_TENSOR)) == ((TENSOR,), ())
 

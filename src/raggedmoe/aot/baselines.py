@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from raggedmoe.aot.case import JitProgram
 from raggedmoe.aot.subjects import OperationCall, call_program, find_example, with_integers
 from raggedmoe.kernels.registry import FORWARD
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known
 
 OPERATION = "grouped_matmul"
 
@@ -53,8 +53,7 @@ class BaselineCall:
 
     def program(self) -> JitProgram:
         """Make the program of that direction."""
-        if self.baseline not in BASELINES:
-            raise unknown("peer", self.baseline, BASELINES)
+        check_known("peer", self.baseline, BASELINES)
         example = find_example(OPERATION, self.call, self.dtype)
         arrays = with_integers({name: example.arrays[name] for name in ("lhs", "rhs", "group_sizes")})
         transpose, rhs = example.options.get("transpose_rhs", False), arrays["rhs"]

@@ -61,7 +61,7 @@ class Step:
 
 
 def layer_collectives(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> list[Collective]:
-    """All that a training step of one layer communicates; nothing over axes of one device."""
+    """List all that a training step of one layer communicates; nothing over axes of one device."""
     collectives = [*_of_router(config, plan), *_of_weights(config, plan, step)]
     collectives += _of_rows(config, execution, plan, step)
     sizes = plan.sizes
@@ -73,7 +73,7 @@ def layer_collectives(config: MoEConfig, execution: MoEExecution, plan: Plan, st
 
 
 def least_sent(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> float:
-    """Bytes that a device sends for its tokens at least, over the experts' axis, in a whole training step.
+    """Count the bytes that a device sends at least for its tokens, over the experts' axis, in a whole training step.
 
     all_to_all: every row whose expert is elsewhere, there and back, and its gradient, there and back; with balanced
     experts one in n stays. ring: every token to all others, the sums back, and both gradients. capacity: the slots of
@@ -91,7 +91,7 @@ def least_sent(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Ste
 
 
 def sent_again(collectives: list[Collective]) -> float:
-    """Bytes that a device sends once more in a model's backward pass, which gathers weights anew and keeps none."""
+    """Count the bytes that a device sends again in a model's backward pass, which gathers weights anew."""
     return sum(
         collective.sent_bytes
         for collective in collectives
@@ -100,7 +100,7 @@ def sent_again(collectives: list[Collective]) -> float:
 
 
 def sent_for_rows(collectives: list[Collective]) -> float:
-    """Bytes that a device sends over the experts' axis for its tokens, of a layer's collectives."""
+    """Count the bytes that a device sends over the experts' axis for its tokens, of a layer's collectives."""
     return sum(
         collective.sent_bytes
         for collective in collectives
@@ -113,12 +113,12 @@ def _collective(kind: str, what: str, direction: str, axes: tuple[str, ...], num
 
 
 def _split_axes(plan: Plan, name: str, spec: ParamSpec) -> tuple[str, ...]:
-    """The mesh axes that a parameter is split over."""
+    """Return the mesh axes that a parameter is split over."""
     return tuple(axis for entry in plan.spec(name, spec) for axis in axes_of(entry))
 
 
 def columns_here(config: MoEConfig, plan: Plan) -> int:
-    """The columns of a token that one device moves."""
+    """Count the columns of a token that one device moves."""
     return config.model_dim // (plan.tensor if plan.tensor_split == "model_dim" else 1)
 
 
@@ -139,7 +139,7 @@ def _of_router(config: MoEConfig, plan: Plan) -> Iterator[Collective]:
 
 
 def _sums_of_router(config: MoEConfig) -> int:
-    """Numbers that all devices sum: load; tokens and squares for the z-loss; what the balance loss is made of."""
+    """Count what all devices sum: load; tokens and squares for the z-loss; what the balance loss is made of."""
     always = config.num_experts + 2
     if config.router.selection == "expert_choice":
         return always
@@ -149,7 +149,7 @@ def _sums_of_router(config: MoEConfig) -> int:
 
 
 def _of_weights(config: MoEConfig, plan: Plan, step: Step) -> Iterator[Collective]:
-    """FSDP: gathered before use, once whatever the chunks; gradients summed and split again."""
+    """List how FSDP gathers weights before use, once whatever the chunks, and sums and splits their gradients."""
     size, sizes = np.dtype(step.dtype).itemsize, plan.sizes
     for name, spec in config.param_specs().items():
         if not is_routed(name, spec):
@@ -222,7 +222,7 @@ def _parts(execution: MoEExecution, step: Step) -> list[slice]:
 
 
 def received_rows(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> int:
-    """Rows that a device has room for at once: of its largest chunk of tokens."""
+    """Count the rows that a device has room for at once: those of its largest chunk of tokens."""
     return max(_rows_of_parts(config, execution, plan, step))
 
 
@@ -232,7 +232,7 @@ def _rows_of_parts(config: MoEConfig, execution: MoEExecution, plan: Plan, step:
 
 
 def num_slots(config: MoEConfig, num_tokens: int, num_sequences: int) -> int:
-    """Slots that all experts together have for a device's tokens under strategy "capacity"."""
+    """Count the slots that all experts together have for a device's tokens under strategy "capacity"."""
     if is_expert_choice(config):
         return config.num_experts * config.expert_choice_capacity(num_tokens)
     return config.num_experts * num_sequences * config.sequence_capacity(num_tokens // num_sequences)
@@ -241,7 +241,7 @@ def num_slots(config: MoEConfig, num_tokens: int, num_sequences: int) -> int:
 def rows_here(
     config: MoEConfig, execution: MoEExecution, num_ranks: int, num_tokens: int, num_sequences: int = 1
 ) -> int:
-    """Rows that a device's experts compute on at most, for so many tokens on each device, R."""
+    """Count R, the rows that a device's experts compute on at most, for so many tokens on each device."""
     strategy = strategy_name(config, execution)
     if strategy == "capacity":
         return num_slots(config, num_tokens, num_sequences)

@@ -137,7 +137,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def _out_of_hbm(message: str) -> OutOfHBMError | None:
-    """The compiler's complaint about HBM with its figures, which it rounds; None: it complains about something else."""
+    """Read the compiler's complaint about HBM with its rounded figures; None: it complains about something else."""
     size = r"\(?([\d.]+)([KMGT]?)B?\)?"
     for pattern in (rf"{size} exceeds available HBM {size}", rf"Used {size} of {size} hbm"):
         match = re.search(pattern, message)

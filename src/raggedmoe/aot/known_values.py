@@ -55,7 +55,7 @@ def _evaluate(program: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], f
 
 
 def _results(equation: Any, operands: list[Any], found: list[KernelCall]) -> list[Any]:
-    """What an equation gives; None for what is not known."""
+    """Compute what an equation gives; None for what is not known."""
     name, unknown = equation.primitive.name, [None] * len(equation.outvars)
     if name in KERNELS:
         found.append(_kernel_call(equation.invars, operands))
@@ -94,11 +94,12 @@ class CustomCalls:
     """The kernels that a compiled program calls, and the values of their operands, as far as they are known."""
 
     def __init__(self, hlo: str, arguments: Sequence[Any], outputs: Callable[[str], Mapping[int, Values]]) -> None:
-        """
+        """Find the kernels' calls in a compiled program.
+
         Args:
           hlo: the compiled program.
-          arguments: of it, in any order: a parameter is known by its shape, if one known argument alone has it.
-          outputs: of another custom call, by the number that it has among that call's operands and outputs.
+          arguments: its arguments in any order: a parameter is known by its shape, if one known argument alone has it.
+          outputs: returns another custom call's outputs, each by its number among the call's operands and outputs.
         """
         self._outputs = outputs
         self._lines: dict[str, tuple[str, str, list[str], str]] = {}

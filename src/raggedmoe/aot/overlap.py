@@ -98,7 +98,7 @@ def _moves_of(body: list[_Instruction]) -> list[Move]:
 
 
 def _beside(move: Move, span: range, moves: list[tuple[Move, range]]) -> Iterator[str]:
-    """The kinds of what is under way at the same time on the same SparseCore."""
+    """Yield the kinds of what is under way at the same time on the same SparseCore."""
     for other, then in moves:
         at_once = max(span.start, then.start) < min(span.stop, then.stop)
         if other is not move and at_once and set(move.cores) & set(other.cores):
@@ -128,13 +128,13 @@ def _move(start: _Instruction, between: list[_Instruction]) -> Move:
 
 
 def _plain_scope(op_name: str) -> str:
-    """``jit(f)/transpose(jvp(experts))/dispatch/shard_map/all_gather`` is ``experts/dispatch``."""
+    """Shorten ``jit(f)/transpose(jvp(experts))/dispatch/shard_map/all_gather`` to ``experts/dispatch``."""
     parts = [re.sub(r"^(?:\w+\()+|\)+$", "", part) for part in op_name.split("/")[1:-1] if not part.startswith("jit(")]
     return "/".join(part for part in parts if part not in NO_SCOPES)
 
 
 def _cores(rest: str) -> tuple[int, ...]:
-    """The SparseCores that an instruction is given to."""
+    """Read which SparseCores an instruction is given to."""
     return tuple(map(int, re.findall(r"\d+", _text(r'"core_type":"CORE_TYPE_SC".*?"core_ids":\[([^\]]*)\]', rest))))
 
 

@@ -96,7 +96,7 @@ def write_programs(folder: Path, lowered: str, optimized: str) -> tuple[Path, Pa
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[_Line]], str]:
-    """The instructions of each computation by its name, and the name of the one that is run."""
+    """Read the instructions of each computation by its name, and the name of the one that is run."""
     found: dict[str, list[_Line]] = {}
     types: dict[str, str] = {}
     entry = name = ""
@@ -141,7 +141,7 @@ def _traffic(lines_and_times: list[tuple[_Line, int]]) -> dict[str, Traffic]:
 
 
 def _moved_bytes(line: _Line, kind: str) -> int:
-    """The bytes of a collective's result; of a ragged exchange, those of the rows that are there to be sent."""
+    """Count the bytes of a collective's result; of a ragged exchange, those of the rows that are there to be sent."""
     if kind == RAGGED:
         return array_bytes(line.lhs)
     sizes = [bits * math.prod(shape) // 8 for bits, shape in _arrays(line.result)]

@@ -10,7 +10,7 @@ import numpy as np
 
 from raggedmoe.kernels.example import Example, routing
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known
 
 # How uneven the groups of `sizes=skewed` are: group g has a share like (g + 1) to the power of minus this. Of 8192 rows
 # in 16 groups the largest then has about ten times the rows of the smallest.
@@ -88,8 +88,7 @@ def _grouped_matmul(sizes: Sizes, dtype: str) -> Example:
 def _expert_ffn(sizes: Sizes, dtype: str) -> Example:
     rows, width, hidden, groups = (sizes.number(letter) for letter in "RDFG")
     activation = sizes.word("activation", "silu")
-    if activation not in ACTIVATIONS:
-        raise unknown("activation", activation, ACTIVATIONS)
+    check_known("activation", activation, ACTIVATIONS)
     per_group = read_group_sizes(sizes, rows, groups)
     weights = {name: _array(dtype, groups, hidden, width) for name in ("wi_0", "wi_1", "wo")}
     return Example(

@@ -17,6 +17,7 @@ from raggedmoe.aot.case import JitProgram
 from raggedmoe.aot.shapes import example_of_shape
 from raggedmoe.aot.topology import find_topology
 from raggedmoe.hardware import target_hardware
+from raggedmoe.interop.named_model import is_folder, named_model
 from raggedmoe.kernels import registry
 from raggedmoe.kernels.catalog import operation as operation_named
 from raggedmoe.kernels.example import Example
@@ -25,12 +26,12 @@ from raggedmoe.kernels.value_and_gradients import gradients, value_and_pullback
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.decoder import decode, logits
 from raggedmoe.models.families.llama4 import LAYERS
-from raggedmoe.models.presets import ALIASES, model_preset
+from raggedmoe.models.presets import ALIASES
 from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known, unknown
 from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh
 from raggedmoe.sharding.stage import TOKENS
 from raggedmoe.train.settings.config import TrainConfig
@@ -48,8 +49,7 @@ def find_example(operation: str, call: str, dtype: str) -> Example:
     if "=" in call:
         return example_of_shape(operation, call, dtype)
     specs = {spec.name: spec for spec in operation_named(operation).specs}
-    if call not in specs:
-        raise unknown(f"example call of {operation},", call, specs)
+    check_known(f"example call of {operation},", call, specs)
     return specs[call].example(dtype)
 
 
@@ -110,12 +110,12 @@ def with_integers(tree: Any) -> Any:
 
 
 def layer_config(preset: str) -> MoEConfig:
-    """Look up the MoE layer of a model, or one of which there is a layer only."""
+    """Look up the MoE layer of a model, by its preset's name or its folder, or one of which there is a layer only."""
     if preset in LAYERS:
         return LAYERS[preset]
-    if preset not in MODELS and preset not in ALIASES:
+    if preset not in MODELS and preset not in ALIASES and not is_folder(preset):
         raise unknown("model", preset, {**LAYERS, **MODELS, **ALIASES})
-    return model_preset(preset).moe
+    return named_model(preset).moe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +262,7 @@ def _describe_run(config: TrainConfig, num_layers: int | None, topology: str | N
     sharding, step = train_sharding(made.plan, devices), made.step
     if num_layers is not None:
         step = replace(step, model=with_layers(step.model, num_layers))
-    shape = (made.batch_size, made.data.max_target_length)
+    shape = (made.batch_size, made.data.sequence_length)
     tokens, weights = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
     batch = Batch(ids=tokens, targets=tokens, segments=tokens, positions=tokens, weights=weights)
     return _RunDescription(step=step, sharding=sharding, template=state_template(step, sharding), batch=batch)

@@ -101,7 +101,7 @@ def write_train_case(folder: Path, dtype: str) -> Case:
     _export(replace(model, dtype=jnp.dtype("float32")), folder / "model", "float32")
     ids = np.asarray(next(open_data(data, model.vocab_size, config.batch_size).train_batches()).ids)
     np.save(folder / "ids.npy", ids)
-    per_token = train_flops(model, data.max_target_length, mtp_layers=config.step.mtp_layers)
+    per_token = train_flops(model, data.sequence_length, mtp_layers=config.step.mtp_layers)
     return _model_case("train", dtype, folder, flops=round(ids.size * per_token), tokens=ids.size)
 
 

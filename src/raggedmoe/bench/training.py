@@ -43,7 +43,7 @@ def _train_timings(case: str, moe_backend: str, dtype: str, rounds: int) -> list
         state, report = programs.step(state, next(batches))
         return report
 
-    model, length = config.step.model, config.data.max_target_length
+    model, length = config.step.model, config.data.sequence_length
     per_token = train_flops(model, length, mtp_layers=config.step.mtp_layers)
     flops = round(config.batch_size * length * per_token)
     square = jnp.ones((SIDE, SIDE), dtype)

@@ -25,6 +25,7 @@ from raggedmoe.bench.report import markdown as as_markdown
 from raggedmoe.bench.run import Result
 from raggedmoe.bench.subjects import SHAPED, case_names, measure_shapes
 from raggedmoe.hardware import target_hardware
+from raggedmoe.interop.named_model import is_folder
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.registry import OPERATIONS
 from raggedmoe.launch.host_devices import make_cpu_devices
@@ -188,12 +189,17 @@ def _settings_of(subjects: tuple[str, ...], devices: int | None, compare: Path |
     """Read the settings of the layer that is asked for; None: something else is."""
     rest = subjects[1:]
     is_layer = subjects[:1] == ("layer",)
-    if is_layer and (devices or compare or any("=" in word or word in (*MODELS, *ALIASES) for word in rest)):
+    if is_layer and (devices or compare or any(_is_setting(word) for word in rest)):
         return rest
     for option, value in (("devices", devices), ("compare", compare)):
         if value is not None:
             raise ValueError(f"--{option} belongs to layer KEY=VALUE …, got {' '.join(subjects)}; leave it out")
     return None
+
+
+def _is_setting(word: str) -> bool:
+    """Whether a word is a setting or a model of `raggedmoe train`, and not another subject."""
+    return "=" in word or word in (*MODELS, *ALIASES) or (word not in SUBJECTS and is_folder(word))
 
 
 def _layer_on_devices(

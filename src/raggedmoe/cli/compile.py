@@ -39,6 +39,7 @@ from raggedmoe.cli.compile_report import (
     schedule_table,
     whole_model_line,
 )
+from raggedmoe.interop.named_model import is_folder
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.catalog import operation as operation_named
 from raggedmoe.kernels.proof import libtpu_version
@@ -47,7 +48,7 @@ from raggedmoe.kernels.value_and_gradients import differentiable
 from raggedmoe.models.presets import ALIASES
 from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.moe.execution import canonical_backend
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known, unknown
 from raggedmoe.train.settings.config import TrainConfig
 from raggedmoe.train.settings.fields import with_defaults
 from raggedmoe.train.settings.words import read_words
@@ -197,15 +198,14 @@ def _cases(
         raise ValueError(f"expected {', '.join(OPERATIONS)}, layer PRESET or model PRESET; got nothing to compile")
     if subject[0] == "layer":
         return [_layer(subject[1:], topology, dtype, moe_backend, tokens, forward)]
-    if subject[0] == "model" or subject[0] in (*MODELS, *ALIASES):
+    if subject[0] == "model" or subject[0] in (*MODELS, *ALIASES) or is_folder(subject[0]):
         words = subject[1:] if subject[0] == "model" else subject
         config = _config(words, topology, dtype, moe_backend)
         fewer = []
         if layers is not None and topology != HOST and not forward:
             fewer = [layers - 1] if can_extrapolate(resolve_on(config, topology).step.model, layers) else []
         return [_model(config, words, topology, num, forward) for num in (layers, *fewer)]
-    if direction not in DIRECTIONS:
-        raise unknown("direction", direction, DIRECTIONS)
+    check_known("direction", direction, DIRECTIONS)
     return [
         case
         for name in subject
@@ -275,8 +275,7 @@ def _operation_cases(
             raise unknown(f"implementation of {name},", kernel, ("auto", "all", *known))
     baselines = tuple(BASELINES) if name == OPERATION else ()
     for peer in against:
-        if peer not in (*known, *baselines):
-            raise unknown(f"peer of {name},", peer, (*known, *baselines))
+        check_known(f"peer of {name},", peer, (*known, *baselines))
     calls = [shape] if shape is not None else [spec.name for spec in operation_named(name).specs if spec.large]
     for call in calls:
         if "=" not in call:
@@ -310,8 +309,7 @@ def _cut_to_gradient(case: Case, gradient: str | None) -> Case:
     if not isinstance(call, ExampleCall):
         raise ValueError(f"--gradient is of an operation's backward pass, got {case.title}; leave it out")
     known = differentiable(find_example(call.operation, call.call, call.dtype).arrays)
-    if gradient not in known:
-        raise unknown(f"differentiable argument of {call.operation},", gradient, known)
+    check_known(f"differentiable argument of {call.operation},", gradient, known)
     title = f"{case.title}, d{gradient}"
     return dataclasses.replace(case, title=title, subject=dataclasses.replace(call, gradient=gradient))
 

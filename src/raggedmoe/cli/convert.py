@@ -9,7 +9,7 @@ from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.models.count import count_params
 from raggedmoe.models.module import Decoder
 from raggedmoe.names import unknown
-from raggedmoe.storage import AnyPath, ObjectPath, as_path
+from raggedmoe.storage import ObjectPath, as_path
 
 
 def import_(
@@ -20,16 +20,17 @@ def import_(
     """Convert a Hugging Face checkpoint to our format: safetensors files that load without a transposition.
 
     Every tensor is matched with a parameter before anything is read, and OUT is written completely or not at all. The
-    tokenizer is copied as well.
+    tokenizer, chat template and generation settings go along, and so does config.json, of which `raggedmoe export`
+    keeps every key that is no size.
 
     Args:
         path: the folder with config.json and one or more safetensors files.
         out: the folder to write.
         dtype: type of the weights, such as float32; by default that of the checkpoint.
     """
-    folder, target = as_path(path), _new_folder(out)
-    model = _load_model(folder, dtype)
-    interop.save_native(model, target, companions=folder, progress=True)
+    target = _new_folder(out)
+    model = _load_model(path, dtype)
+    interop.save_native(model, target, progress=True)
     return _print_result("imported", model, target)
 
 
@@ -48,11 +49,11 @@ def export(
         layout: layout of the experts: per_expert (one tensor each) or fused; by default as the family publishes them.
         dtype: type of the weights, such as bfloat16; by default that of PATH.
     """
-    folder, target = as_path(path), _new_folder(out)
-    model = _load_model(folder, None)
+    target = _new_folder(out)
+    model = _load_model(path, None)
     if dtype is not None and dtype not in FLOATS:
         raise unknown("dtype", dtype, FLOATS)
-    interop.save(model, target, layout=layout, dtype=dtype, companions=folder, progress=True)
+    interop.save(model, target, layout=layout, dtype=dtype, progress=True)
     return _print_result("exported", model, target)
 
 
@@ -66,7 +67,7 @@ def _new_folder(out: str) -> Path:
     return folder
 
 
-def _load_model(path: AnyPath, dtype: str | None) -> Decoder:
+def _load_model(path: str, dtype: str | None) -> Decoder:
     if dtype is not None and dtype not in FLOATS:
         raise unknown("dtype", dtype, FLOATS)
     return interop.load(path, param_dtype=dtype, progress=True)

@@ -13,18 +13,18 @@ from rich.padding import Padding
 from raggedmoe import compat
 from raggedmoe.cli.layer_choice import parse_layer
 from raggedmoe.hardware import Hardware, hardware_by_name, target_hardware
+from raggedmoe.interop.named_model import named_model
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.proof import read_certificates
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Call, Candidate, KernelChoice, candidates, record_selections
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.decoder import decode
+from raggedmoe.models.families.llama4 import LAYERS
 from raggedmoe.models.parameters import param_specs
-from raggedmoe.models.presets import ALIASES, model_preset
-from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.moe.config import MoEConfig, check_execution
 from raggedmoe.moe.execution import MoEExecution, canonical_backend
 from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known
 from raggedmoe.train.settings.resolve import make_execution, make_model
 from raggedmoe.train.settings.words import read_words
 
@@ -47,15 +47,14 @@ def explain(
 
     Args:
         words: a model, and settings as `raggedmoe train` takes them.
-        model: a public model, such as deepseek-v3 or gpt-oss-20b: its MoE layer and its attention.
+        model: a public model, such as deepseek-v3, or a folder with one: its MoE layer and its attention.
         shape: sizes of a layer, as T=2048,D=512,F=1024,E=16,K=2.
         hardware: the chip to choose for, such as tpu7x; this machine's by default.
         jax_version: the JAX version to choose for; the one installed by default.
         dtype: type of activations.
         moe_backend: the bundle of strategy and kernels to explain.
     """
-    if dtype not in FLOATS:
-        raise unknown("dtype", dtype, FLOATS)
+    check_known("dtype", dtype, FLOATS)
     moe_backend = canonical_backend(moe_backend)
     chip = target_hardware() if hardware is None else hardware_by_name(hardware)
     decoder: ModelConfig | None = None
@@ -69,8 +68,8 @@ def explain(
         kernels = asked.kernels
     else:
         title, config, num_tokens = parse_layer(model, shape)
-        if model in MODELS or model in ALIASES:
-            decoder = model_preset(str(model))
+        if model is not None and model not in LAYERS:
+            decoder = named_model(model)
     console = Console()
     console.print(f"[bold]{title}[/] on [bold]{chip.name}[/], JAX {jax_version}, {dtype}, moe_backend={moe_backend}")
     execution = MoEExecution(moe_backend=moe_backend, kernels=kernels)
@@ -100,14 +99,14 @@ def explain(
 
 
 def settings_model(words: tuple[str, ...], chip: Hardware) -> tuple[ModelConfig, MoEExecution]:
-    """The model that the words of `raggedmoe train` describe, and how its MoE layers run, on that chip."""
+    """Read from the words of `raggedmoe train` which model they describe, and how its MoE layers run on that chip."""
     config = read_words(words)
     model, plan = make_model(config, chip), config.mesh.plan.resolve(config.mesh.num_devices)
     return model, make_execution(config, model, plan).moe
 
 
 def _traced_backend(execution: MoEExecution, chip: Hardware) -> str:
-    """The backend whose calls are those of a layer on a chip, whatever kernels it names for them.
+    """Choose a backend whose calls are those of a layer on a chip, whatever kernels it names for them.
 
     These need not run on this machine. The calls of "auto" depend on the chip: only CPUs' is traced as it is.
     """
@@ -119,7 +118,7 @@ def _traced_backend(execution: MoEExecution, chip: Hardware) -> str:
 
 
 def layer_calls(config: MoEConfig, num_tokens: int, dtype: str, moe_backend: str) -> list[Call]:
-    """The distinct kernel calls that the layer makes, found by tracing it with shapes alone."""
+    """List the distinct kernel calls that the layer makes, by tracing it with shapes alone."""
     execution = MoEExecution(moe_backend=moe_backend)
     params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in config.param_specs().items()}
     x = jax.ShapeDtypeStruct((num_tokens, config.model_dim), jnp.dtype(dtype))
@@ -133,7 +132,7 @@ def layer_calls(config: MoEConfig, num_tokens: int, dtype: str, moe_backend: str
 
 
 def attention_calls(config: ModelConfig, num_tokens: int, dtype: str) -> list[Call]:
-    """The distinct calls of attention in a model, training on one sequence of that many tokens."""
+    """List the distinct calls of attention in a model that trains on one sequence of that many tokens."""
     config = replace(config, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype))
     params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in param_specs(config).items()}
     with record_selections() as selections:
@@ -147,7 +146,7 @@ def attention_calls(config: ModelConfig, num_tokens: int, dtype: str) -> list[Ca
 
 
 def _by_shapes(calls: list[Call]) -> dict[tuple[str, str], list[Call]]:
-    """The calls of each operation and set of shapes and options, both directions."""
+    """Group the calls by operation, shapes and options, both directions together."""
     grouped: dict[tuple[str, str], list[Call]] = {}
     for call in calls:
         options = " ".join(f"{name}={value}" for name, value in call.options.items() if value)
@@ -156,7 +155,7 @@ def _by_shapes(calls: list[Call]) -> dict[tuple[str, str], list[Call]]:
 
 
 def _lines(looked_at: tuple[Candidate, ...]) -> list[str]:
-    """The chosen implementation first, then each other with its reason."""
+    """Write a line for the chosen implementation, then one for each other with its reason."""
     chosen = next((candidate for candidate in looked_at if candidate.reason is None), None)
     lines = [] if chosen else ["[red]none can run[/]"]
     for candidate in sorted(looked_at, key=lambda candidate: candidate is not chosen):

@@ -9,11 +9,12 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from raggedmoe.interop.named_model import named_model
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.models.config import LatentConfig
 from raggedmoe.models.count import count_params
-from raggedmoe.models.presets import ALIASES, PRESETS, model_preset
-from raggedmoe.names import unknown
+from raggedmoe.models.presets import ALIASES, PRESETS
+from raggedmoe.names import check_known
 
 
 def models(
@@ -26,12 +27,11 @@ def models(
     Multi-token-prediction modules (mtp) are not part of the total, as in the models' publications.
 
     Args:
-        names: models to list; all by default.
+        names: models to list, or folders with one; all presets by default.
         dtype: type of the weights, for the size in bytes.
         json: print JSON instead of a table.
     """
-    if dtype not in FLOATS:
-        raise unknown("dtype", dtype, FLOATS)
+    check_known("dtype", dtype, FLOATS)
     rows = [_row(name, dtype) for name in names or PRESETS]
     if json:
         print(dumps(rows, indent=1))
@@ -57,7 +57,7 @@ def models(
 
 
 def _row(name: str, dtype: str) -> dict[str, Any]:
-    config = dataclasses.replace(model_preset(name), param_dtype=jnp.dtype(dtype))
+    config = dataclasses.replace(named_model(name), param_dtype=jnp.dtype(dtype))
     count = count_params(config)
     latent = isinstance(config.attention, LatentConfig)
     return {

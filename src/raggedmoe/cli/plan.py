@@ -61,7 +61,7 @@ def plan(
     strategy = strategy_name(model.moe, execution.moe)
     moe_layers = len(model.moe_layers) + config.step.mtp_layers
     sequences = config.micro_batch_size // made.num_token_shards
-    tokens = sequences * config.data.max_target_length
+    tokens = sequences * config.data.sequence_length
     step = Step(
         num_tokens=tokens,
         num_sequences=sequences,
@@ -103,7 +103,7 @@ def plan(
 
 
 def _devices(plan: Plan, devices: int | None, topology: str | None) -> tuple[Hardware, int]:
-    """The chip to plan for, and how many JAX devices there are."""
+    """Read which chip to plan for, and how many JAX devices there are."""
     if devices is not None and topology is not None:
         raise ValueError("expected --devices or --topology, got both")
     if topology is not None:
@@ -134,7 +134,7 @@ def _device_bytes(chip: Hardware) -> int:
 
 
 def _parameter_table(made: Plan, model: ModelConfig) -> Table:
-    """Parameters of a kind that are split alike are one line."""
+    """Write the table of the parameters; those of a kind that are split alike are one line."""
     groups: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for name, spec in param_specs(model).items():
         entry, itemsize = groups[_kind(name, spec), _split(made, name, spec)], np.dtype(spec.dtype).itemsize
@@ -149,7 +149,7 @@ def _parameter_table(made: Plan, model: ModelConfig) -> Table:
 
 
 def _kind(name: str, spec: ParamSpec) -> str:
-    """What a user calls it."""
+    """Return the kind of a parameter, as a user calls it."""
     words = name.split(".")
     if is_routed(name, spec):
         return "experts"

@@ -12,6 +12,11 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
+def has_tensors(folder: AnyPath) -> bool:
+    """Tell whether a folder has weights that can be read."""
+    return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
+
+
 def read_tensor_headers(folder: AnyPath) -> dict[str, StoredTensor]:
     """List every tensor in a model's folder by name. Only the files' headers are read."""
     if not folder.is_dir():

@@ -15,7 +15,7 @@ def read_json(path: AnyPath) -> Any:
 
 
 def read_json_object(path: AnyPath) -> dict[str, Any]:
-    """Like `read_json`, for a file that must hold an object."""
+    """Read a file as `read_json` does, and require that it holds an object."""
     values = read_json(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(values).__name__}")

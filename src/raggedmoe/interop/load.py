@@ -12,11 +12,12 @@ from jax.typing import DTypeLike
 
 from raggedmoe.interop import native
 from raggedmoe.interop.arrays import PIECE_BYTES, aligned_empty, to_device
-from raggedmoe.interop.families.registry import family_by_model_type
+from raggedmoe.interop.companions import read_companions
 from raggedmoe.interop.folder import read_tensor_headers
-from raggedmoe.interop.hf_config import logger, read_config_json, read_model_config
+from raggedmoe.interop.hf_config import read_config_json, read_model_config
 from raggedmoe.interop.layout import first_axis, parameter_views
 from raggedmoe.interop.matching import Target, match_tensors
+from raggedmoe.interop.named_model import read_family, without_missing_mtp
 from raggedmoe.interop.progress import Advance, bytes_bar
 from raggedmoe.interop.quantized import ReadableTensor, dequantize_tensors
 from raggedmoe.models.config import ModelConfig
@@ -51,17 +52,15 @@ def load(
     if native.is_native(path):
         return native.load(path, dtype=dtype, param_dtype=param_dtype, progress=progress)
     reader = read_config_json(path)
-    family = family_by_model_type(reader.get_required("model_type"), path)
+    family = read_family(reader)
     tensors = dequantize_tensors(reader, read_tensor_headers(path))
-    config = read_model_config(reader, family.read_config)
+    config = without_missing_mtp(path, read_model_config(reader, family.read_config), tensors)
     reader.warn_of_unread()
-    if config.mtp_layers and not any(name.startswith(f"model.layers.{config.num_layers}.") for name in tensors):
-        logger.info("%s: no tensors of multi-token prediction, which its config.json names; left out", path)
-        config = replace(config, mtp_layers=0)
     param_dtype = param_dtype or _majority_dtype(tensors)
     config = replace(config, param_dtype=jnp.dtype(param_dtype), dtype=jnp.dtype(dtype or param_dtype))
     pairs = match_tensors(path, family, config, tensors)
-    return Decoder(config, params=_load_params(pairs, config, progress))
+    params = _load_params(pairs, config, progress)
+    return Decoder(config, params=params, companions=read_companions(path))
 
 
 def _has_float64() -> bool:

@@ -11,18 +11,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from raggedmoe.interop.arrays import PIECE_BYTES, aligned_empty, fetch_to_host, to_device
+from raggedmoe.interop.companions import companions_of, read_companions, write_companions, write_kept_config
 from raggedmoe.interop.folder import read_tensor_headers
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.progress import bytes_bar
 from raggedmoe.interop.safetensors_file import NewTensor
-from raggedmoe.interop.writing import (
-    SHARD_BYTES,
-    copy_companions,
-    new_folder,
-    replaced_objects,
-    write_json,
-    write_tensors,
-)
+from raggedmoe.interop.writing import SHARD_BYTES, new_folder, replaced_objects, write_json, write_tensors
+from raggedmoe.models.companions import Companions
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.config_json import from_json, to_json
 from raggedmoe.models.module import Decoder
@@ -42,15 +37,15 @@ def save(
     model: Decoder,
     folder: str | os.PathLike[str] | ObjectPath,
     *,
-    companions: AnyPath | None = None,
+    companions: Companions | AnyPath | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
 ) -> None:
-    """Write a model in our own format, with the tokenizer of the folder ``companions`` if there is one.
+    """Write a model in our own format, with the tokenizer and all else that belongs to it, as `interop.save` does.
 
     A folder of this machine must be new or empty. In an object store a model that is there is replaced.
     """
-    path = as_path(folder)
+    belongings, path = companions_of(model, companions), as_path(folder)
     with replaced_objects(path) if isinstance(path, ObjectPath) else new_folder(path) as partial:
         specs = param_specs(model.config)
         description = {
@@ -63,9 +58,14 @@ def save(
             NewTensor(name=name, dtype=np.dtype(array.dtype), shape=array.shape, pieces=_pieces(array))
             for name, array in model.params.items()
         ]
-        if companions is not None:
-            copy_companions(companions, partial)
+        write_companions(belongings, partial)
+        write_kept_config(belongings, partial)
         write_tensors(partial, tensors, metadata={"format": "raggedmoe"}, shard_bytes=shard_bytes, progress=progress)
+
+
+def load_config(folder: AnyPath) -> ModelConfig:
+    """Read the configuration of a model's folder, and none of its tensors."""
+    return _read_description(folder)[0]
 
 
 def _pieces(array: jax.Array | np.ndarray) -> Iterator[np.ndarray]:
@@ -113,7 +113,7 @@ def load(
                 buffer[start:stop] = piece
                 advance(piece.nbytes)
             params[name] = to_device(buffer)
-    return Decoder(config, params=params)
+    return Decoder(config, params=params, companions=read_companions(folder))
 
 
 def _read_description(folder: AnyPath) -> tuple[ModelConfig, dict[str, Any]]:

@@ -1,24 +1,27 @@
 """`save` writes a model as a Hugging Face folder."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from raggedmoe.interop.arrays import PIECE_BYTES, fetch_to_host
+from raggedmoe.interop.companions import TOKEN_KEYS, companions_of, write_companions
 from raggedmoe.interop.families.registry import family_by_model_type
+from raggedmoe.interop.hf_config import ConfigReader
 from raggedmoe.interop.layout import first_axis, parameter_views
 from raggedmoe.interop.matching import Target, copies, targets
 from raggedmoe.interop.safetensors_file import NewTensor
-from raggedmoe.interop.writing import SHARD_BYTES, copy_companions, new_folder, write_json, write_tensors
+from raggedmoe.interop.writing import SHARD_BYTES, new_folder, write_json, write_tensors
+from raggedmoe.models.companions import Companions
 from raggedmoe.models.config import GroupedQueryConfig, ModelConfig
 from raggedmoe.models.module import Decoder
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known
+from raggedmoe.params import Params
 from raggedmoe.storage import AnyPath, ObjectPath, as_path
 
 
@@ -28,7 +31,7 @@ def save(
     *,
     layout: str | None = None,
     dtype: DTypeLike | None = None,
-    companions: AnyPath | None = None,
+    companions: Companions | AnyPath | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
 ) -> None:
@@ -39,7 +42,9 @@ def save(
       folder: a new or an empty folder. It is written whole or not at all.
       layout: the layout of the experts, "per_expert" or "fused"; by default as the family publishes them.
       dtype: the type of the weights; by default the model's.
-      companions: a folder whose tokenizer and generation_config.json are copied as well.
+      companions: the tokenizer, generation_config.json, chat template and licence that are written as well, or a
+        folder that has them; by default those of the folder that the model was loaded from. Keys of that folder's
+        config.json that say nothing of the architecture stay as they are.
       shard_bytes: the largest size of a file; a larger model is several files and an index.
       progress: show a bar on standard error.
     """
@@ -47,10 +52,10 @@ def save(
     family = family_by_model_type(config.family, "the model")
     layout = layout or next(iter(family.experts))
     writable = [name for name in family.experts if name not in family.import_only]
-    if layout not in writable:
-        raise unknown(f"layout of {config.family}", layout, writable)
+    check_known(f"layout of {config.family}", layout, writable)
     dtype = np.dtype(jnp.dtype(dtype or config.param_dtype))
-    config_json = make_config_json(config, str(dtype))
+    belongings = companions_of(model, companions)
+    config_json = with_kept_keys(make_config_json(config, str(dtype)), belongings.config_json, config)
     params = model.params
     mtp_copies = [target for target in copies(family, config) if target.name.startswith("model.layers.")]
     tensors = [_new_tensor(target, params, dtype) for target in [*targets(family, config, layout), *mtp_copies]]
@@ -60,8 +65,7 @@ def save(
     with new_folder(path) as partial:
         write_json(partial / "config.json", config_json)
         write_tensors(partial, tensors, metadata={"format": "pt"}, shard_bytes=shard_bytes, progress=progress)
-        if companions is not None:
-            copy_companions(companions, partial)
+        write_companions(belongings, partial)
 
 
 def make_config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -86,9 +90,38 @@ def make_config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     return config_json
 
 
+# Keys that say how large a model is, or of what type, although nothing is read from them here.
+UNREAD_SIZES = {
+    *("architectures", "dtype", "ep_size", "experts_per_token", "head_dim", "initial_context_length", "layer_types"),
+    *("max_window_layers", "model_type", "moe_layer_freq", "num_key_value_heads", "num_local_experts", "qk_head_dim"),
+    *("quantization_config", "torch_dtype"),
+}
+
+
+def with_kept_keys(config_json: dict[str, Any], original: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """Add the keys of the config.json that a model was imported with, but for those that say what it is.
+
+    That is said by ours: the model may have other sizes now, and all that `read_config` reads of the original is
+    written anew. Of another family's config.json only the tokens that begin and end a text are kept.
+    """
+    reader = ConfigReader("config.json", dict(original))
+    try:
+        is_same_family = family_by_model_type(original.get("model_type"), "config.json").model_type == config.family
+        if is_same_family:
+            family_by_model_type(config.family, "the model").read_config(reader)
+    except ValueError:  # half a file, or one that was edited: what cannot be read is not kept
+        is_same_family = False
+    if not is_same_family:
+        return config_json | {key: original[key] for key in TOKEN_KEYS if key in original}
+    kept = {key: value for key, value in original.items() if key not in reader.read | UNREAD_SIZES}
+    made = {key: value for key, value in config_json.items() if key not in kept}
+    if "dtype" in original:  # as transformers has called it since version 4.56
+        made["dtype"] = made.pop("torch_dtype")
+    return dict(sorted((made | kept).items()))
+
+
 def _check_round_trip(config: ModelConfig, config_json: dict[str, Any]) -> None:
     """Require that reading a config.json back gives the configuration that it was made of."""
-    from raggedmoe.interop.hf_config import ConfigReader
     from raggedmoe.models.config_json import to_json
 
     restored = family_by_model_type(config.family, "the model").read_config(ConfigReader("config.json", config_json))
@@ -135,7 +168,7 @@ def _differences(ours: dict[str, Any], restored: dict[str, Any], where: str = ""
             yield f"{where}{name}={our_value!r} (it would be read as {restored_value!r})"
 
 
-def _new_tensor(target: Target, params: dict[str, jax.Array], dtype: np.dtype) -> NewTensor:
+def _new_tensor(target: Target, params: Params, dtype: np.dtype) -> NewTensor:
     """Describe the stored tensor of a target, which is cut from the parameters when it is written."""
     stored_dtype = np.dtype(target.specs[0].dtype) if _stays_float32(target, params, dtype) else dtype
     return NewTensor(
@@ -143,7 +176,7 @@ def _new_tensor(target: Target, params: dict[str, jax.Array], dtype: np.dtype) -
     )
 
 
-def _stays_float32(target: Target, params: dict[str, jax.Array], dtype: np.dtype) -> bool:
+def _stays_float32(target: Target, params: Params, dtype: np.dtype) -> bool:
     """Tell whether a router's tensor is written in float32, as routers are held, although the model is narrower.
 
     Selection biases are published in float32. Other tensors of a router are not, so they are written in the narrower
@@ -156,7 +189,7 @@ def _stays_float32(target: Target, params: dict[str, jax.Array], dtype: np.dtype
     return not np.array_equal(values.astype(dtype), values)
 
 
-def _pieces(target: Target, params: dict[str, jax.Array], dtype: np.dtype) -> Iterator[np.ndarray]:
+def _pieces(target: Target, params: Params, dtype: np.dtype) -> Iterator[np.ndarray]:
     """Yield the stored tensor in pieces, cut along the first axis of its layout."""
     layout, specs, shape = target.entry.layout, target.specs, target.shape
     num = specs[0].shape[first_axis(layout, specs[0])]

@@ -18,7 +18,6 @@ from typing import Any
 
 from raggedmoe.disk import sync, sync_tree
 from raggedmoe.interop.folder import INDEX, SINGLE, read_index
-from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.progress import bytes_bar
 from raggedmoe.interop.safetensors_file import NewTensor, write_file
 from raggedmoe.storage import AnyPath, ObjectPath
@@ -26,19 +25,6 @@ from raggedmoe.storage.lease import check_lease
 from raggedmoe.storage.trees import remove_or_warn
 
 SHARD_BYTES = 5 * 10**9
-GENERATION = "generation_config.json"
-# Files that are copied with a model from folder to folder.
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    GENERATION,
-    "chat_template.jinja",
-    "tokenizer.model",
-    "tiktoken.model",
-    "vocab.json",
-    "merges.txt",
-)
 
 
 @contextlib.contextmanager
@@ -147,16 +133,3 @@ def write_tensors(
 def write_json(path: AnyPath, value: Any) -> None:
     """Write a value as indented JSON."""
     path.write_bytes(f"{json.dumps(value, indent=2)}\n".encode())
-
-
-def copy_companions(source: AnyPath, target: AnyPath) -> None:
-    """Copy the tokenizer and the files that belong to it from one model's folder to another."""
-    for name in COMPANIONS:
-        if (source / name).is_file():
-            (target / name).write_bytes((source / name).read_bytes())
-    if not (target / GENERATION).is_file() and (source / "config.json").is_file():
-        # Where a text ends is also said in config.json, which does not go along.
-        settings = read_json_object(source / "config.json")
-        ends = {key: settings[key] for key in ("bos_token_id", "eos_token_id") if settings.get(key) is not None}
-        if ends:
-            write_json(target / GENERATION, ends)

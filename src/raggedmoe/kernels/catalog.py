@@ -9,7 +9,7 @@ import numpy as np
 
 from raggedmoe.kernels.example import Example, Spec
 from raggedmoe.kernels.registry import OPERATIONS
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known
 
 PARTS = ("api", "specs", "bound")  # the files of an operation's folder that are read here
 
@@ -27,7 +27,6 @@ class Operation:
 
 def operation(name: str) -> Operation:
     """Look up an operation by its name."""
-    if name not in OPERATIONS:
-        raise unknown("operation", name, OPERATIONS)
+    check_known("operation", name, OPERATIONS)
     api, specs, bound = (importlib.import_module(f"raggedmoe.kernels.{name}.{part}") for part in PARTS)
     return Operation(name=name, function=getattr(api, name), specs=specs.SPECS, error_bounds=bound.error_bounds)

@@ -28,7 +28,7 @@ def placement_why_not(call: Call) -> str | None:
 
 
 def unchecked_why_not(call: Call) -> str | None:
-    """Like `placement_why_not`, for a kernel of others, which does not say what its results vary over."""
+    """Say why a kernel of others cannot run under the mesh in use: it does not say what its results vary over."""
     if call.options.get("divided_by_xla"):
         return f"XLA cannot divide its kernel over a mesh: call {call.operation} in shard_map(..., check_vma=False)"
     if call.options.get("checked_shard_map"):

@@ -118,7 +118,7 @@ def certificate_folder() -> Path | None:
 
 
 def folder_to_write() -> Path:
-    """Like `certificate_folder`, but where there is none, an error says what to set."""
+    """Return the `certificate_folder`; where there is none, an error says what to set."""
     folder = certificate_folder()
     if folder is None:
         raise ValueError(

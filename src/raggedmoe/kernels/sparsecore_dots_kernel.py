@@ -57,12 +57,12 @@ DOTS_LAYOUT = RowLayout(width=LINE, packing=1, chunks=1, columns=LINE)  # of the
 
 
 def _memory(layout: RowLayout) -> int:
-    """Words of the large buffers."""
+    """Count the words of the large buffers: pairs of rows in flight, one tile."""
     return 2 * IN_FLIGHT * layout.pitch + TILE_ROWS * LINE
 
 
 def dots_program(subcore, *buffers, layout: RowLayout, num_tiles: int) -> None:
-    """Tiles of dot products go round the subcores."""
+    """Compute this subcore's tiles of dot products, which go round the subcores."""
     tables, rows_of, (out, rows, tile, fetched, pushed, row_buffer, begins, places) = (
         buffers[:2],
         buffers[2:4],
@@ -122,7 +122,7 @@ def dots_program(subcore, *buffers, layout: RowLayout, num_tiles: int) -> None:
 
 
 def products(subcore, rows, first, layout: RowLayout):
-    """The sum over a chunk of the products of two rows of words that begin at ``first``, lane by lane."""
+    """Sum over a chunk the products of two rows of words that begin at ``first``, lane by lane."""
 
     def add(at, totals):
         left, right = (subcore.load(rows, first + side * layout.pitch + at) for side in range(2))

@@ -43,7 +43,7 @@ class VectorSubcore:
     lanes: int
 
     def load(self, buffer, *at):
-        """A vector; the last index is where it begins in the last dimension."""
+        """Load a vector from a buffer; the last index says where it begins in the last dimension."""
         return buffer[(*at[:-1], pl.ds(at[-1], self.lanes))]
 
     def store(self, buffer, vector, *at):
@@ -56,7 +56,7 @@ class VectorSubcore:
         scalars[at] = value
 
     def lane_of(self, vector, lane):
-        """One lane as a scalar."""
+        """Return one lane of a vector as a scalar."""
         return vector[lane]
 
     def lane_numbers(self):
@@ -75,7 +75,7 @@ class VectorSubcore:
         return jnp.maximum(first, second)
 
     def as_float(self, words):
-        """The bits of words as float32."""
+        """Read the bits of words as float32."""
         return compat.vector_bitcast(words, jnp.float32)
 
     def as_words(self, floats):
@@ -89,11 +89,11 @@ class VectorSubcore:
         pl.when(condition)(action)
 
     def loop(self, first, last, body: Callable[[Any], None]) -> None:
-        """One after the other."""
+        """Run a body for each number in ``[first, last)``, one after the other."""
         lax.fori_loop(first, last, lambda i, _: body(i), None)
 
     def fold(self, first, last, body: Callable[[Any, Any], Any], initial):
-        """One after the other, with a scalar handed on."""
+        """Run a body for each number in ``[first, last)`` in turn, each with the scalar that the last one returned."""
         return lax.fori_loop(first, last, body, initial)
 
     def for_each_vector(self, first: int, last: int, body: Callable[[Any], None], *, unrolled: bool = False) -> None:
@@ -106,7 +106,7 @@ class VectorSubcore:
             plsc.parallel_loop(first, last, step=self.lanes, unroll=turns if unrolled else 1)(body)
 
     def fold_vectors(self, first: int, last: int, body: Callable[[Any, Any], Any], initial):
-        """Like `for_each_vector`, but in order, and with a tuple of vectors handed on from each to the next."""
+        """Run a body as `for_each_vector` does, but in order, each with the vectors that the last one returned."""
         return plsc.parallel_loop(first, last, step=self.lanes, carry=initial)(body)
 
     def read(self, source, at, num_words: int, buffer) -> None:
@@ -138,7 +138,7 @@ class VectorSubcore:
 
 
 def _place(out, number, chunk, layout: RowLayout):
-    """The words of one tile in the result: of bfloat16, those of a pair of rows are one row of words."""
+    """Return the words of one tile in the result: of bfloat16, those of a pair of rows are one row of words."""
     rows = pl.ds(pl.multiple_of(number * layout.tile_rows, layout.tile_rows), layout.tile_rows)
     words = out if out.dtype == jnp.uint32 else out.bitcast(jnp.uint32)
     if layout.chunks == 1:

@@ -61,5 +61,5 @@ def value_and_gradients(function: Callable[..., Any], arrays: Mapping[str, Any],
 def jitted_value_and_gradients(
     function: Callable[..., Any], options: tuple[tuple[str, Any], ...], arrays: Mapping[str, Any], cotangent: Any
 ) -> dict[str, Any]:
-    """Like `value_and_gradients`, but compiled, once for each function with its static options."""
+    """Compute what `value_and_gradients` does, but compiled, once for each function with its static options."""
     return value_and_gradients(functools.partial(function, **dict(options)), arrays, cotangent)

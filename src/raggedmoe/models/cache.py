@@ -39,7 +39,7 @@ class VisibleMemory(NamedTuple):
 
 
 def empty_cache(config: ModelConfig, num_sequences: int, size: int) -> Cache:
-    """A cache for that many tokens of each sequence."""
+    """Make a cache for that many tokens of each sequence."""
     shapes, dtype = mixer_of(config).memory_shapes(config.attention), jnp.dtype(config.dtype)
     if compat.SLICES_BF16_BY_WIDENING_ALL and dtype == jnp.bfloat16:
         dtype = jnp.dtype(jnp.uint16)  # its bits: to write to a part of a bfloat16 array widens or copies all of it
@@ -55,7 +55,7 @@ def empty_cache(config: ModelConfig, num_sequences: int, size: int) -> Cache:
 
 
 def unstack_cache(cache: Cache) -> Cache:
-    """The same cache with an array for each layer, which layers that are not scanned update in place.
+    """Split a cache into an array for each layer, which layers that are not scanned update in place.
 
     It is converted name by name and the old arrays are freed, so that no more than one of them is there twice.
     """
@@ -70,7 +70,7 @@ def unstack_cache(cache: Cache) -> Cache:
 
 @jax.jit
 def split_layers(stacked: jax.Array) -> tuple[jax.Array, ...]:
-    """An array of several layers as one array for each of them: a copy."""
+    """Copy an array of several layers into one array for each of them."""
     return tuple(stacked[layer] for layer in range(stacked.shape[0]))
 
 
@@ -106,7 +106,7 @@ def update_cache(
 
 
 def _ring_slots(slots: Int[Array, "B S"], num_slots: int) -> Int[Array, "B S"]:
-    """Where tokens are written: of more than fit into a ring the last ones, the others to ``num_slots``: nowhere."""
+    """Return where tokens are written: of more than fit into a ring the last, the others to ``num_slots``: nowhere."""
     end = slots.max(axis=1, keepdims=True) + 1
     return jnp.where((slots < 0) | (slots < end - num_slots), num_slots, slots % num_slots)
 
@@ -132,7 +132,7 @@ def _visible(memory: Memory, new: Memory, positions: Int[Array, "B S"], window: 
 
 
 def _unrolled_ring(old: Memory, new: Memory, slots: Int[Array, "B S"], window: int) -> VisibleMemory:
-    """What a ring held before several new tokens, and these, in the order of their positions.
+    """Return what a ring held before several new tokens, and these, in the order of their positions.
 
     Slot j of the result holds position ``first + j``. In the ring itself, later ones of the new tokens overwrite what
     earlier ones still see.

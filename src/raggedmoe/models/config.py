@@ -11,7 +11,7 @@ from raggedmoe.kernels.expert_ffn.api import check_activation
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.config import check_execution as check_moe_execution
-from raggedmoe.names import refuse_keywords_of, unknown
+from raggedmoe.names import check_known, refuse_keywords_of
 from raggedmoe.params import check_sizes, divisors
 
 MOST_LAYERS = 10_000  # those of multi-token prediction included: they are listed one by one
@@ -37,7 +37,7 @@ class YarnConfig:
             raise ValueError(f"expected a YaRN factor >= 1, got {self.factor}")
 
     def magnitude(self, scale: float) -> float:
-        """``m(scale)``: how much longer vectors are made, so that a longer context's softmax stays as sharp."""
+        """Return ``m(scale)``: how much longer vectors are made, so that a longer context's softmax stays as sharp."""
         return 0.1 * scale * math.log(self.factor) + 1.0
 
 
@@ -70,8 +70,7 @@ class GroupedQueryConfig:
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_heads", "num_kv_heads", "head_dim")
-        if self.qk_norm not in QK_NORMS:
-            raise unknown("qk_norm", self.qk_norm, QK_NORMS)
+        check_known("qk_norm", self.qk_norm, QK_NORMS)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; use one of "
@@ -141,7 +140,7 @@ class Stack:
     repeats: int
 
     def layer(self, repeat: int, position: int) -> int:
-        """The number in the model of one of its layers."""
+        """Return the number in the model of one of the stack's layers."""
         return self.first + repeat * len(self.kinds) + position
 
 
@@ -197,7 +196,7 @@ class ModelConfig:
         return replace(self.moe, param_dtype=self.param_dtype)
 
     def kind(self, layer: int) -> LayerKind:
-        """What a layer is. Layers past the last one, as multi-token prediction has, are MoE layers without window."""
+        """Return what a layer is. Those past the last, as multi-token prediction has, are MoE layers without window."""
         if layer >= self.num_layers:
             return LayerKind(moe=True, window=None)
         return LayerKind(moe=layer not in self._dense, window=self.windows[layer % len(self.windows)])
@@ -225,7 +224,7 @@ class ModelConfig:
 
 
 def check_execution(config: ModelConfig, execution: ModelExecution) -> None:
-    """Require that the model can run so."""
+    """Require that a model of this configuration can run with this execution."""
     if not isinstance(execution, ModelExecution):
         raise TypeError(
             f"expected execution to be a ModelExecution, got {type(execution).__name__}; that of its MoE layers is "
@@ -243,13 +242,13 @@ def check_execution(config: ModelConfig, execution: ModelExecution) -> None:
 
 
 def first_layers(config: ModelConfig, num_layers: int) -> ModelConfig:
-    """The model with so many of its first layers."""
+    """Return the configuration of the model's first layers alone."""
     dense = tuple(layer for layer in config.dense_layers if layer < num_layers)
     return replace(config, num_layers=num_layers, dense_layers=dense)
 
 
 def _longest_repeat(kinds: list[LayerKind], first: int) -> tuple[int, int]:
-    """The period and the repeats of the pattern that covers most from a start on; of those, the shortest period.
+    """Return period and repeats of the pattern that covers most layers from a start on; of those, the shortest period.
 
     A pattern that does not repeat counts for nothing but its first layer, so that it is not one long unrolled body.
     With a longest period, the time for all starts grows as the number of layers, and not as its square: what is looked

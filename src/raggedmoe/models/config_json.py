@@ -39,9 +39,9 @@ DTYPES = ("dtype", "param_dtype")
 
 
 def to_json(config: Any) -> Any:
-    """Nested objects, each with its kind; fields that have their default are left out."""
+    """Write a configuration as nested objects, each with its kind; fields that have their default are left out."""
     kind = next(name for name, known in KINDS.items() if type(config) is known)
-    found: dict[str, Any] = {"kind": kind}
+    entries: dict[str, Any] = {"kind": kind}
     for entry in fields(config):
         value = getattr(config, entry.name)
         default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
@@ -51,8 +51,8 @@ def to_json(config: Any) -> Any:
             value = to_json(value)
         elif entry.name in DTYPES:
             value = str(jnp.dtype(value))
-        found[entry.name] = list(value) if isinstance(value, tuple) else value
-    return found
+        entries[entry.name] = list(value) if isinstance(value, tuple) else value
+    return entries
 
 
 def _dtype(name: Any, where: str) -> Any:
@@ -63,7 +63,7 @@ def _dtype(name: Any, where: str) -> Any:
 
 
 def from_json(value: Any, where: str = "config", kinds: tuple[str, ...] = tuple(KINDS)) -> Any:
-    """The configuration that `to_json` wrote, which is of one of these kinds."""
+    """Read the configuration that `to_json` wrote, which is of one of these kinds."""
     if not isinstance(value, dict) or value.get("kind") not in kinds:
         raise ValueError(
             f"{where}: expected an object with a kind out of {', '.join(kinds)}, got {reprlib.repr(value)}"

@@ -26,11 +26,11 @@ from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import shared_experts
 from raggedmoe.moe.layer import moe_route_and_compute
+from raggedmoe.params import Params
 from raggedmoe.sharding.axes import AnyMesh, LogicalMesh, logical_mesh, shard_tokens, split_over
 from raggedmoe.sharding.dense_layers import all_gather_dense_weights, save_all_but_gathered_weights
 from raggedmoe.sharding.vocabulary import embedding_lookup, table_sharding
 
-Params = dict[str, Any]
 DEFAULT_EXECUTION = ModelExecution()
 
 
@@ -71,7 +71,7 @@ def decode(
     key: jax.Array | None = None,
     mesh: AnyMesh | None = None,
 ) -> DecoderOutput:
-    """Hidden states of every token.
+    """Compute the hidden states of every token.
 
     Args:
       params: by the names of `param_specs`.
@@ -157,7 +157,7 @@ _decode = compile_once(_hidden_states, static=("config", "execution", "cache_is_
 def embed(
     params: Params, ids: Integer[Array, "B S"], config: ModelConfig, mesh: LogicalMesh | None = None
 ) -> Float[Array, "B S D"]:
-    """The tokens' vectors."""
+    """Look up the tokens' vectors, in the type of the activations."""
     table = params["embedding"]
     if mesh is not None:
         return embedding_lookup(table, ids, config.dtype, table_sharding(mesh, table.shape))
@@ -165,7 +165,7 @@ def embed(
 
 
 def logits(params: Params, hidden: Float[Array, "B S D"], config: ModelConfig) -> Float[Array, "B S V"]:
-    """Scores of every vocabulary entry, in float32 at least."""
+    """Compute the scores of every vocabulary entry, in float32 at least."""
     return wide_project(hidden, params["embedding" if config.tied_embeddings else "head"])
 
 
@@ -192,10 +192,10 @@ def run_stack(
     memory: Any,
     key: jax.Array | None,
 ) -> tuple[Float[Array, "B S D"], Any, list[ExpertReport]]:
-    """The layers of a stack: the result, the memory with these tokens, and what its MoE layers said.
+    """Run the layers of a stack; return the result, the memory with these tokens, and what its MoE layers said.
 
-    Parameters and memory are arrays with the layers in front, which are scanned over, or those of `unstack_params` and
-    `unstack_cache`.
+    Parameters and memory are arrays with the layers in front, which are scanned over, or have an array for each layer,
+    as `unstack_params` and `unstack_cache` make them.
     """
     has_experts = any(kind.moe for kind in stack.kinds)
     is_unstacked = any(isinstance(value, tuple) for value in params.values())
@@ -210,42 +210,42 @@ def run_stack(
         reports = []
         for p, kind in enumerate(stack.kinds):
             layer_key = None if key is None else jax.random.fold_in(key, repeat * len(stack.kinds) + p)
-            own = under(f"{p}.", {**weights, **in_place})
-            own = all_gather_dense_weights(own, layer_specs(run.config, kind), run.mesh, run.config.dtype)
-            x, memory, report = run_layer(run, kind, x, own, memory, f"{p}.", repeat, layer_key)
+            stored = under(f"{p}.", {**weights, **in_place})
+            layer = all_gather_dense_weights(stored, layer_specs(run.config, kind), run.mesh, run.config.dtype)
+            x, memory, report = run_layer(run, kind, x, layer, memory, f"{p}.", repeat, layer_key)
             reports += [] if report is None else [report]
         return (x, memory), jax.tree.map(lambda *parts: jnp.stack(parts), *reports) if has_experts else None
 
     repeats = jnp.arange(stack.repeats, dtype=jnp.int32)
     carry, step = (x, memory), _rematerialize(body, run)
     if is_unstacked:
-        memories, found = [], []
+        memories, layer_reports = [], []
         for repeat in range(stack.repeats):
             of_layer = (_of_layer(params, repeat), None if memory is None else _of_layer(memory, repeat))
             (x, updated), report = step((x, of_layer[1]), (repeats[repeat], of_layer[0]))
             memories.append(updated)
-            found.append(report)
+            layer_reports.append(report)
         memory = {what: tuple(updated[what] for updated in memories) for what in memory or {}}
-        reports = jax.tree.map(lambda *parts: jnp.stack(parts), *found)
+        reports = jax.tree.map(lambda *parts: jnp.stack(parts), *layer_reports)
     elif run.execution.scan_layers:
         (x, memory), reports = lax.scan(step, carry, (repeats, params))
     else:
-        found = []
+        layer_reports = []
         for repeat in range(stack.repeats):
             carry, report = step(carry, (repeats[repeat], jax.tree.map(lambda a, r=repeat: a[r], params)))
-            found.append(report)
-        (x, memory), reports = carry, jax.tree.map(lambda *parts: jnp.stack(parts), *found)
+            layer_reports.append(report)
+        (x, memory), reports = carry, jax.tree.map(lambda *parts: jnp.stack(parts), *layer_reports)
     # [repeats, MoE layers of one repeat, ...] -> the layers in order
     in_order = [jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reports)] if has_experts else []
     return x, memory or {}, in_order
 
 
-def _of_layer(arrays: dict[str, tuple[jax.Array, ...]], repeat: int) -> dict[str, jax.Array]:
+def _of_layer(arrays: Params, repeat: int) -> dict[str, jax.Array]:
     return {name: layers[repeat] for name, layers in arrays.items()}
 
 
 def unstack_params(params: Params) -> Params:
-    """The same parameters with an array for each layer, but for the experts, which are read in place.
+    """Split parameters into an array for each layer, but for the experts, which are read in place.
 
     XLA's CPU backend copies what a program takes out of a stack before it multiplies by it. For decoding, which reads
     each weight for one token only, this copies the dense weights once instead of at every token.
@@ -261,7 +261,7 @@ EXPERT_WEIGHTS = tuple(f".moe.{name}" for name in ("wi_0", "wi_1", "wo", "bias_w
 
 
 def reads_experts_in_place(config: ModelConfig, execution: MoEExecution, x: Float[Array, "..."]) -> bool:
-    """Whether all layers' experts are given to the kernel, with rows for one layer's only, instead of a layer's slice.
+    """Tell whether the kernel is given all layers' experts, with rows for one layer's only, instead of its slice.
 
     A scan copies what it slices: every expert of a layer, used or not, which is most of the time of decoding a token
     (docs/log.md). Where empty groups cost nothing, no slice is needed.
@@ -288,14 +288,14 @@ def run_layer(
     repeat: jax.Array | None = None,
     key: jax.Array | None = None,
 ) -> tuple[Float[Array, "B S D"], Memory | None, ExpertReport | None]:
-    """One layer: attention, then MLP or experts, each on the normed input and added to it."""
+    """Run one layer: attention, then MLP or experts, each on the normed input and added to it."""
     config, mixer = run.config, mixer_of(run.config)
     eps = config.norm_epsilon
     with jax.named_scope("attention"):
-        own = under("attention.", weights)
+        attention_weights = under("attention.", weights)
         normed = rms_norm(x, weights["attention_norm"], eps)
-        query = mixer.project_query(normed, own, config.attention, run.cos_sin)
-        new = mixer.project_key_value(normed, own, config.attention, run.cos_sin)
+        query = mixer.project_query(normed, attention_weights, config.attention, run.cos_sin)
+        new = mixer.project_key_value(normed, attention_weights, config.attention, run.cos_sin)
         visible = VisibleMemory(new, None, kind.window)
         if memory is not None:
             assert repeat is not None
@@ -311,7 +311,7 @@ def run_layer(
             hardware=run.execution.moe.hardware,
             mesh=run.mesh,
         )
-        attended = mixer.attend(query, visible.memory, own, config.attention, context)
+        attended = mixer.attend(query, visible.memory, attention_weights, config.attention, context)
         attended = shard_tokens(attended, run.mesh)
         x = x + checkpoint_name(attended, "attn_proj_out")
     with jax.named_scope("moe" if kind.moe else "mlp"):
@@ -352,7 +352,7 @@ def _experts(
 
 
 def _rematerialize(body: Any, run: LayerContext) -> Any:
-    """The body of a stack that keeps for the backward pass only what the execution names."""
+    """Have the body of a stack keep for the backward pass only what the execution names."""
     remat = run.execution.remat
     if remat == "none" and run.mesh is None:
         return body
@@ -365,7 +365,7 @@ def _rematerialize(body: Any, run: LayerContext) -> Any:
 
 
 def mtp_mask(documents: Int[Array, "B S"], module: int) -> Bool[Array, "B S"]:
-    """Where a module of multi-token prediction knows the token that it joins, given each token's document or -1."""
+    """Mark where a module of multi-token prediction knows the token that it joins. A document of -1 is padding."""
     ahead, length = module + 1, documents.shape[1]
     in_row = jnp.arange(length)[None] < length - ahead
     return in_row & (documents == jnp.roll(documents, -ahead, axis=1)) & (documents >= 0)
@@ -384,7 +384,7 @@ def mtp_forward(
     key: jax.Array | None = None,
     mesh: AnyMesh | None = None,
 ) -> tuple[list[Float[Array, "B S D"]], list[ExpertReport]]:
-    """Multi-token prediction: hidden states from which `logits` predicts the token after the next, and so on.
+    """Compute the hidden states from which `logits` predicts the token after the next, and so on.
 
     Module m joins the hidden state at position i with the embedding of token i + m + 1 and predicts token i + m + 2.
     A position that knows no such token (the last of a row or of a document, or one before padding) goes to no expert,
@@ -420,11 +420,10 @@ def _mtp_states(
     stack = Stack(first=config.num_layers, kinds=(config.kind(config.num_layers),), repeats=1)
     documents = jnp.zeros_like(ids) if segments is None else segments
     documents = documents if mask is None else jnp.where(mask, documents, -1)
-    found, reports = [], []
+    hidden_states, reports = [], []
     for m in range(config.mtp_layers):
-        own = under(f"mtp.{m}.", params)
-        dense = {"projection": own["projection"]}
-        dense = all_gather_dense_weights(dense, mtp_specs(config), mesh, config.dtype)
+        module = under(f"mtp.{m}.", params)
+        dense = all_gather_dense_weights({"projection": module["projection"]}, mtp_specs(config), mesh, config.dtype)
         next_ids = jnp.roll(ids, -(m + 1), axis=1)
         run = LayerContext(
             config=config,
@@ -440,25 +439,25 @@ def _mtp_states(
         further = embed(params, next_ids, config, mesh)
         joined = jnp.concatenate(
             [
-                rms_norm(further, own["embedding_norm"], config.norm_epsilon),
-                rms_norm(hidden, own["hidden_norm"], config.norm_epsilon),
+                rms_norm(further, module["embedding_norm"], config.norm_epsilon),
+                rms_norm(hidden, module["hidden_norm"], config.norm_epsilon),
             ],
             axis=-1,
         )
         module_key = None if key is None else jax.random.fold_in(key, len(config.stacks) + m)
-        layer = {f"0.{name}": value[None] for name, value in own.items()}
+        layer = {f"0.{name}": value[None] for name, value in module.items()}
         x, _, report = run_stack(run, stack, project(joined, dense["projection"]), layer, None, module_key)
-        hidden = rms_norm(x, own["final_norm"], config.norm_epsilon)
-        found.append(hidden)
+        hidden = rms_norm(x, module["final_norm"], config.norm_epsilon)
+        hidden_states.append(hidden)
         reports += report
-    return found, reports
+    return hidden_states, reports
 
 
 _mtp_forward = compile_once(_mtp_states, static=("config", "execution", "mesh"))
 
 
 def _slots(cache: Cache, mask: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
-    """Where these tokens go in the cache: after what is there, those that do not count nowhere (-1)."""
+    """Return where these tokens go in the cache: after what is there, those that do not count nowhere (-1)."""
     counts = jnp.ones(shape, bool) if mask is None else mask
     after = cache.lengths[:, None] + jnp.cumsum(counts, axis=1, dtype=jnp.int32) - 1
     return jnp.where(counts, after, -1)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from raggedmoe.kernels.registry import Choice, check_choice
 from raggedmoe.moe.execution import MoEExecution
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known
 
 # What a remat policy may keep, in the order in which a layer computes it.
 SAVED_NAMES = (
@@ -37,8 +37,7 @@ class ModelExecution:
         if isinstance(self.remat, str) and self.remat not in ("none", "full"):
             raise ValueError(f"expected remat 'none', 'full' or a tuple of names to keep, got {self.remat!r}")
         for name in self.saved_names:
-            if name not in SAVED_NAMES:
-                raise unknown("remat name", name, SAVED_NAMES)
+            check_known("remat name", name, SAVED_NAMES)
 
     @property
     def saved_names(self) -> tuple[str, ...]:

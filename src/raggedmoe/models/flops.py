@@ -10,7 +10,7 @@ from raggedmoe.sharding.rules import is_routed
 
 
 def forward_flops(config: ModelConfig, sequence_length: int, *, mtp_layers: int = 0) -> float:
-    """FLOPs of one token in a sequence of that length, on average."""
+    """Count the FLOPs of one token in a sequence of that length, on average."""
     weights = 0.0
     for name, spec in param_specs(config).items():
         module = name.split(".")[1] if name.startswith("mtp.") else None
@@ -29,12 +29,12 @@ def forward_flops(config: ModelConfig, sequence_length: int, *, mtp_layers: int 
 
 
 def train_flops(config: ModelConfig, sequence_length: int, *, mtp_layers: int = 0) -> float:
-    """FLOPs of one token, forward and backward: every product has two in the backward pass."""
+    """Count the FLOPs of one token, forward and backward: every product has two in the backward pass."""
     return 3 * forward_flops(config, sequence_length, mtp_layers=mtp_layers)
 
 
 def mean_visible_keys(sequence_length: int, window: int | None) -> float:
-    """Keys that a query sees, itself included, averaged over the positions of a sequence."""
+    """Count the keys that a query sees, itself included, averaged over the positions of a sequence."""
     if window is None or window >= sequence_length:
         return (sequence_length + 1) / 2
     return window - window * (window - 1) / (2 * sequence_length)

@@ -19,10 +19,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from raggedmoe.models.cache import Cache, empty_cache, unstack_cache
 from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.decoder import DecoderOutput, Params, decode, logits, reads_experts_in_place, unstack_params
+from raggedmoe.models.decoder import DecoderOutput, decode, logits, reads_experts_in_place, unstack_params
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.matmul import dense_matmuls_for
 from raggedmoe.models.module import Decoder
+from raggedmoe.params import Params
 from raggedmoe.sharding.axes import LogicalMesh
 
 CHUNK = 512  # the most tokens of a prompt that are read at once: the memory that they take is bounded by it
@@ -69,7 +70,7 @@ def generate(
     stop: Sequence[int] = (),
     seed: int = 0,
 ) -> Iterator[list[int | None]]:
-    """The next token of every prompt, again and again, as they come; None for one that has ended.
+    """Yield the next token of every prompt, again and again, as they come; None for one that has ended.
 
     Args:
       model: which predicts.
@@ -132,7 +133,7 @@ def _check(prompts: Sequence[Sequence[int]], config: ModelConfig, max_new_tokens
 def _read_prompts(
     params: Params, prompts: Sequence[Sequence[int]], cache: Cache, key: jax.Array, settings: _Settings
 ) -> tuple[Int[Array, " B"], Cache]:
-    """The token after each prompt, and the cache with all prompts."""
+    """Read the prompts in chunks; return the token after each, and the cache with all of them."""
     lengths, longest = np.asarray([len(prompt) for prompt in prompts], np.int32), max(map(len, prompts))
     hidden = jnp.zeros((len(prompts), 1, settings.config.model_dim), settings.config.dtype)
     for start in range(0, longest, CHUNK):
@@ -189,7 +190,7 @@ class _Run:
 def _next_tokens(
     params: Params, tokens: Int[Array, " B"], cache: Cache, run: _Run, settings: _Settings
 ) -> tuple[Int[Array, " B"], Cache, Int[Array, "_ B"], Int[Array, ""]]:
-    """The last token of each text, the cache, all new tokens in the first rows of an array, and how many these are."""
+    """Make tokens; return each text's last one, the cache, all new ones in an array's first rows, and how many."""
 
     def goes_on(state: tuple[Any, ...]) -> jax.Array:
         number, _, ended, *_ = state
@@ -225,12 +226,12 @@ def _scores(params: Params, hidden: Float[Array, "B 1 D"], settings: _Settings) 
 
 
 def _routing_key(key: jax.Array, config: ModelConfig) -> jax.Array | None:
-    """For routers that draw their experts. Others get none: jitter is for training."""
+    """Return a key for routers that draw their experts. Others get none: jitter is for training."""
     return jax.random.fold_in(key, 1) if config.moe.router.selection == "random" else None
 
 
 def sample_tokens(scores: Float[Array, "B V"], key: jax.Array, sampling: Sampling) -> Int[Array, " B"]:
-    """One token for each row of logits."""
+    """Pick a token for each row of logits."""
     if sampling.temperature == 0:
         return jnp.argmax(scores, axis=-1).astype(jnp.int32)
     scores = scores / sampling.temperature

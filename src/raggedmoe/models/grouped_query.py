@@ -8,14 +8,14 @@ from jaxtyping import Array, Float
 
 from raggedmoe.models.config import GroupedQueryConfig
 from raggedmoe.models.matmul import project, project_back
-from raggedmoe.models.mixer import AttentionContext, Memory, Mixer, Weights, run_attention
+from raggedmoe.models.mixer import AttentionContext, Memory, Mixer, run_attention
 from raggedmoe.models.norm import rms_norm
 from raggedmoe.models.rope import RopeCosSin, apply_rope
-from raggedmoe.params import ParamSpec
+from raggedmoe.params import Params, ParamSpec
 
 
 def specs(config: GroupedQueryConfig, model_dim: int, dtype: Any) -> dict[str, ParamSpec]:
-    """wq, wk, wv and wo are all (heads, head_dim, D)."""
+    """Declare the parameters. wq, wk, wv and wo are all (heads, head_dim, D)."""
     heads = {
         "q": ("head", config.num_heads),
         "k": ("kv_head", config.num_kv_heads),
@@ -56,9 +56,7 @@ def specs(config: GroupedQueryConfig, model_dim: int, dtype: Any) -> dict[str, P
     return param_specs
 
 
-def _heads(
-    x: Float[Array, "B S D"], name: str, weights: Weights, config: GroupedQueryConfig
-) -> Float[Array, "B S N H"]:
+def _heads(x: Float[Array, "B S D"], name: str, weights: Params, config: GroupedQueryConfig) -> Float[Array, "B S N H"]:
     out = project(x, weights[f"w{name}"])
     if config.biases:
         out = out + weights[f"b{name}"].astype(out.dtype)[None, None]
@@ -68,14 +66,14 @@ def _heads(
 
 
 def project_query(
-    x: Float[Array, "B S D"], weights: Weights, config: GroupedQueryConfig, cos_sin: RopeCosSin
+    x: Float[Array, "B S D"], weights: Params, config: GroupedQueryConfig, cos_sin: RopeCosSin
 ) -> Float[Array, "B S N H"]:
     query = _heads(x, "q", weights, config)
     return checkpoint_name(apply_rope(query, cos_sin, config.rope.interleaved), "query")
 
 
 def project_key_value(
-    x: Float[Array, "B S D"], weights: Weights, config: GroupedQueryConfig, cos_sin: RopeCosSin
+    x: Float[Array, "B S D"], weights: Params, config: GroupedQueryConfig, cos_sin: RopeCosSin
 ) -> Memory:
     key = apply_rope(_heads(x, "k", weights, config), cos_sin, config.rope.interleaved)
     value = _heads(x, "v", weights, config)
@@ -85,7 +83,7 @@ def project_key_value(
 def attend(
     query: Float[Array, "B S N H"],
     memory: Memory,
-    weights: Weights,
+    weights: Params,
     config: GroupedQueryConfig,
     context: AttentionContext,
 ) -> Float[Array, "B S D"]:

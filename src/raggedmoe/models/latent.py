@@ -14,10 +14,10 @@ from jaxtyping import Array, Float
 
 from raggedmoe.models.config import LatentConfig
 from raggedmoe.models.matmul import per_head, project, project_back
-from raggedmoe.models.mixer import AttentionContext, Memory, Mixer, Weights, run_attention
+from raggedmoe.models.mixer import AttentionContext, Memory, Mixer, run_attention
 from raggedmoe.models.norm import rms_norm
 from raggedmoe.models.rope import RopeCosSin, apply_rope
-from raggedmoe.params import ParamSpec
+from raggedmoe.params import Params, ParamSpec
 
 
 def specs(config: LatentConfig, model_dim: int, dtype: Any) -> dict[str, ParamSpec]:
@@ -47,7 +47,7 @@ def specs(config: LatentConfig, model_dim: int, dtype: Any) -> dict[str, ParamSp
 
 
 def project_query(
-    x: Float[Array, "B S D"], weights: Weights, config: LatentConfig, cos_sin: RopeCosSin
+    x: Float[Array, "B S D"], weights: Params, config: LatentConfig, cos_sin: RopeCosSin
 ) -> Float[Array, "B S N H"]:
     if config.q_lora_rank is None:
         query = project(x, weights["wq"])
@@ -59,7 +59,7 @@ def project_query(
     return checkpoint_name(jnp.concatenate([nope, rope], axis=-1), "query")
 
 
-def project_key_value(x: Float[Array, "B S D"], weights: Weights, config: LatentConfig, cos_sin: RopeCosSin) -> Memory:
+def project_key_value(x: Float[Array, "B S D"], weights: Params, config: LatentConfig, cos_sin: RopeCosSin) -> Memory:
     both = checkpoint_name(project(x, weights["kv_a"]), "kv_a")
     latent = rms_norm(both[..., : config.kv_lora_rank], weights["kv_a_norm"], config.norm_epsilon)
     rope_key = apply_rope(both[..., None, config.kv_lora_rank :], cos_sin, config.rope.interleaved)[:, :, 0]
@@ -67,7 +67,7 @@ def project_key_value(x: Float[Array, "B S D"], weights: Weights, config: Latent
 
 
 def attend(
-    query: Float[Array, "B S N H"], memory: Memory, weights: Weights, config: LatentConfig, context: AttentionContext
+    query: Float[Array, "B S N H"], memory: Memory, weights: Params, config: LatentConfig, context: AttentionContext
 ) -> Float[Array, "B S D"]:
     latent, rope_key = memory["latent"][..., : config.kv_lora_rank], memory["latent"][..., config.kv_lora_rank :]
     on_latents = context.slots is not None and query.shape[1] == 1

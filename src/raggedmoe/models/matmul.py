@@ -39,12 +39,12 @@ def dense_matmuls_for(hardware: Hardware | str | None, mesh: object, array: jax.
 
 
 def project(x: Float[Array, "... I"], weight: Float[Array, "..."]) -> Float[Array, "..."]:
-    """``x [..., I]`` by ``weight [*O, I]``: ``[..., *O]``."""
+    """Multiply ``x [..., I]`` by ``weight [*O, I]``: the result is ``[..., *O]``."""
     return _project(x, weight, x.dtype)
 
 
 def wide_project(x: Float[Array, "... I"], weight: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Like `project`, but returns the float32 accumulator."""
+    """Multiply as `project` does, but return the float32 accumulator."""
     return _project(x, weight, accumulator(x.dtype))
 
 
@@ -55,7 +55,7 @@ def _project(x: Float[Array, "... I"], weight: Float[Array, "..."], out_dtype: A
 
 
 def project_back(x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
-    """``x [..., *I]`` by ``weight [*I, O]``: ``[..., O]``."""
+    """Multiply ``x [..., *I]`` by ``weight [*I, O]``: the result is ``[..., O]``."""
     *inner, out = weight.shape
     size = math.prod(inner)
     product = _multiply(x.reshape(-1, size), weight.astype(x.dtype).reshape(size, out), False, x.dtype)
@@ -65,7 +65,7 @@ def project_back(x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[A
 def _multiply(
     rows: Float[Array, "T I"], matrix: Float[Array, "_ _"], transpose: bool, out_dtype: Any
 ) -> Float[Array, "T O"]:
-    """Rows by ``matrix [I, O]``, or with ``transpose`` by ``matrix [O, I]``."""
+    """Multiply rows by ``matrix [I, O]``, or with ``transpose`` by ``matrix [O, I]``."""
     if _takes_native(rows, matrix):
         size = jnp.full(1, rows.shape[0], jnp.int32)
         kernel: dict[str, Any] = {"preferred_element_type": out_dtype, "implementation": "cpu_native"}
@@ -89,7 +89,7 @@ def _takes_native(rows: Float[Array, "T I"], matrix: Float[Array, "_ _"]) -> boo
 def per_head(
     x: Float[Array, "B S N I"], weight: Float[Array, "N X Y"], *, back: bool = False
 ) -> Float[Array, "B S N O"]:
-    """Every head by a matrix of its own, ``weight [N, O, I]``, or with ``back`` ``[N, I, O]``.
+    """Multiply every head by a matrix of its own, ``weight [N, O, I]``, or with ``back`` ``[N, I, O]``.
 
     Heads come first: with two or more tokens XLA's CPU backend has no other such product of bfloat16.
     """

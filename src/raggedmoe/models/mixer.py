@@ -1,7 +1,7 @@
 """The contract of attention variants: what one is asked for, and what it is told about the sequence."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,10 @@ from jaxtyping import Array, Float, Int
 from raggedmoe.kernels.attention.api import attention
 from raggedmoe.kernels.registry import Choice
 from raggedmoe.models.rope import RopeCosSin
-from raggedmoe.params import ParamSpec
+from raggedmoe.params import Params, ParamSpec
 from raggedmoe.sharding.axes import LogicalMesh
 from raggedmoe.sharding.dense_layers import sharded_attention
 
-Weights = Mapping[str, jax.Array]
 Memory = dict[str, jax.Array]  # what later tokens need of earlier ones, each [B L ...]: what a cache holds
 
 
@@ -40,7 +39,7 @@ def run_attention(
     scale: float | None,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B S N W"]:
-    """Attention of the queries to the keys that the context lets them see."""
+    """Compute the attention of the queries to the keys that the context lets them see."""
     compute: Any = functools.partial(
         attention,
         scale=scale,
@@ -61,7 +60,7 @@ class Mixer:
     """
 
     specs: Callable[[Any, int, Any], dict[str, ParamSpec]]  # (config, model width, dtype) -> its parameters
-    project_query: Callable[[Float[Array, "B S D"], Weights, Any, RopeCosSin], Any]  # -> queries
-    project_key_value: Callable[[Float[Array, "B S D"], Weights, Any, RopeCosSin], Memory]  # -> what a cache keeps
-    attend: Callable[[Any, Memory, Weights, Any, AttentionContext], Float[Array, "B S D"]]  # queries on the cache
+    project_query: Callable[[Float[Array, "B S D"], Params, Any, RopeCosSin], Any]  # -> queries
+    project_key_value: Callable[[Float[Array, "B S D"], Params, Any, RopeCosSin], Memory]  # -> what a cache keeps
+    attend: Callable[[Any, Memory, Params, Any, AttentionContext], Float[Array, "B S D"]]  # queries on the cache
     memory_shapes: Callable[[Any], dict[str, tuple[int, ...]]]  # of one token

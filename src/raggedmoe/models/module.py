@@ -8,13 +8,15 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Integer
 
 from raggedmoe.models.cache import Cache
+from raggedmoe.models.companions import Companions
 from raggedmoe.models.config import ModelConfig, check_execution
-from raggedmoe.models.decoder import DEFAULT_EXECUTION, DecoderOutput, Params, decode, logits, mtp_forward
+from raggedmoe.models.decoder import DEFAULT_EXECUTION, DecoderOutput, decode, logits, mtp_forward
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.parameters import check_model_params, is_trained, param_specs
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.dispatch import check_has_mesh
 from raggedmoe.moe.module import SelectionBias
+from raggedmoe.params import Params
 from raggedmoe.sharding.axes import AnyMesh, MeshAxes, logical_mesh
 from raggedmoe.sharding.rules import make_params
 
@@ -39,6 +41,7 @@ class Decoder(nnx.Module):
         execution: ModelExecution = DEFAULT_EXECUTION,
         mesh: AnyMesh | None = None,
         mesh_axes: MeshAxes | None = None,
+        companions: Companions | None = None,
     ) -> None:
         """Make a model with new parameters or with given ones.
 
@@ -50,13 +53,14 @@ class Decoder(nnx.Module):
           mesh: devices over which sequences, weights and experts are split; None: all on one device. New parameters are
             drawn in their places; given ones stay where they are, best as `raggedmoe.Plan.shardings` has them.
           mesh_axes: for a mesh with other axes, which of them are "data", "fsdp", "expert" and "tensor", as for `MoE`.
+          companions: the tokenizer and whatever else belongs to its checkpoint, for `raggedmoe.interop.save`.
         """
         check_execution(config, execution)
         check_has_mesh(strategy_name(config.moe, execution.moe), mesh)
         self.mesh, specs = logical_mesh(mesh, mesh_axes), param_specs(config)
         params = make_params(specs, params, rngs, self.mesh, execution.moe.tensor_split)
         check_model_params(specs, params)
-        self.config, self.execution = config, execution
+        self.config, self.execution, self.companions = config, execution, companions
         # Axes are kept beside the values: sharding and checkpoints go by them.
         self.variables = nnx.Dict(
             {
@@ -77,7 +81,7 @@ class Decoder(nnx.Module):
         key: jax.Array | None = None,
         execution: ModelExecution | None = None,
     ) -> Float[Array, "B S V"]:
-        """Logits of the token after each, in float32 at least.
+        """Compute the logits of the token after each, in float32 at least.
 
         ``key`` is for random routing and jitter; ``execution`` says how to run this call, if not as the model was made
         to.
@@ -95,7 +99,7 @@ class Decoder(nnx.Module):
         key: jax.Array | None = None,
         execution: ModelExecution | None = None,
     ) -> DecoderOutput:
-        """Hidden states, what the experts did, and the cache. `raggedmoe.models.decoder.decode` says of what."""
+        """Compute hidden states, what the experts did, and the cache: see `raggedmoe.models.decoder.decode`."""
         self._check_ids(ids)
         return decode(
             self.params,
@@ -110,7 +114,7 @@ class Decoder(nnx.Module):
         )
 
     def logits_further(self, ids: Integer[Array, "B S"]) -> list[Float[Array, "B S V"]]:
-        """Multi-token prediction: for each module, logits of one token further than the last."""
+        """Compute, for each module of multi-token prediction, the logits of one token further than the last."""
         params, hidden = self.params, self.hidden(ids).hidden
         states, _ = mtp_forward(params, hidden, ids, self.config, self.execution, mesh=self.mesh)
         return [logits(params, further, self.config) for further in states]

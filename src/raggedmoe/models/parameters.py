@@ -13,18 +13,18 @@ from raggedmoe.models.config import GroupedQueryConfig, LatentConfig, LayerKind,
 from raggedmoe.models.grouped_query import GROUPED_QUERY
 from raggedmoe.models.latent import LATENT
 from raggedmoe.models.mixer import Mixer
-from raggedmoe.params import ParamSpec, Specs, stack_spec
+from raggedmoe.params import Params, ParamSpec, Specs, stack_spec
 
 MIXERS: dict[type, Mixer] = {GroupedQueryConfig: GROUPED_QUERY, LatentConfig: LATENT}
 
 
 def mixer_of(config: ModelConfig) -> Mixer:
-    """The kind of attention that the model has."""
+    """Return the kind of attention that the model has."""
     return MIXERS[type(config.attention)]
 
 
 def layer_specs(config: ModelConfig, kind: LayerKind) -> dict[str, ParamSpec]:
-    """The parameters of one layer."""
+    """Declare the parameters of one layer."""
     width, dtype = config.model_dim, config.param_dtype
     attention = mixer_of(config).specs(config.attention, width, dtype)
     if kind.moe:
@@ -46,7 +46,7 @@ def layer_specs(config: ModelConfig, kind: LayerKind) -> dict[str, ParamSpec]:
 
 
 def mtp_specs(config: ModelConfig) -> dict[str, ParamSpec]:
-    """The parameters of one multi-token-prediction module; embedding and head are the model's."""
+    """Declare the parameters of one multi-token-prediction module; embedding and head are the model's."""
     width, dtype = config.model_dim, config.param_dtype
     return {
         "embedding_norm": _norm(width, dtype),
@@ -63,7 +63,7 @@ def mtp_specs(config: ModelConfig) -> dict[str, ParamSpec]:
 
 
 def param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
-    """All parameters of the model."""
+    """Declare all parameters of the model."""
     width, dtype = config.model_dim, config.param_dtype
     matrix = ParamSpec(
         shape=(config.vocab_size, width), dtype=dtype, axes=("vocab", "model_dim"), contracts="model_dim"
@@ -87,12 +87,12 @@ def param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
 
 
 def is_trained(name: str) -> bool:
-    """Whether a parameter learns by gradient: all but the selection bias, which the loss-free rule moves."""
+    """Tell whether a parameter learns by gradient: all but the selection bias, which the loss-free rule moves."""
     return not name.endswith("router_selection_bias")
 
 
-def under(prefix: str, params: dict[str, Any]) -> dict[str, Any]:
-    """The entries whose name starts with a prefix, without it."""
+def under(prefix: str, params: Params) -> dict[str, Any]:
+    """Return the parameters whose name starts with a prefix, by their names without it."""
     return {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
 
 

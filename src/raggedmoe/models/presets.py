@@ -24,7 +24,7 @@ ALIASES = {
 
 
 def model_preset(name: str) -> ModelConfig:
-    """The configuration of a public model, or of a tiny one of its family."""
+    """Return the configuration of a public model, or of a tiny one of its family."""
     name = ALIASES.get(name, name)
     if name not in PRESETS:
         raise unknown("model", name, (*PRESETS, *ALIASES))

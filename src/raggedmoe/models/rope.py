@@ -14,7 +14,7 @@ RopeCosSin = tuple[Float[Array, "_ S P"], Float[Array, "_ S P"]]  # cos and sin 
 
 
 def inverse_frequencies(config: RopeConfig, dim: int) -> np.ndarray:
-    """Radians per position of each of the ``dim / 2`` pairs, in float64."""
+    """Compute the radians per position of each of the ``dim / 2`` pairs, in float64."""
     frequencies = config.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
     if config.yarn is None:
         return frequencies
@@ -24,7 +24,7 @@ def inverse_frequencies(config: RopeConfig, dim: int) -> np.ndarray:
 
 
 def _blend_range(yarn: YarnConfig, theta: float, dim: int) -> tuple[float, float]:
-    """The pairs between which YaRN blends: those that turn beta_fast and beta_slow times over the original length."""
+    """Find the pairs between which YaRN blends: they turn beta_fast and beta_slow times over the original length."""
 
     def pair(turns: float) -> float:
         return dim * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -37,7 +37,7 @@ def _blend_range(yarn: YarnConfig, theta: float, dim: int) -> tuple[float, float
 
 
 def rope_cos_sin(config: RopeConfig, dim: int, positions: Int[Array, "B S"], dtype: Any = jnp.float32) -> RopeCosSin:
-    """The cosine and sine for each position, in float32 at least. All layers use the same: they are computed once."""
+    """Compute cosine and sine for each position, in float32 at least: once, as all layers use the same."""
     wide = accumulator(dtype)
     angles = positions[:, :, None].astype(wide) * jnp.asarray(inverse_frequencies(config, dim), wide)[None, None, :]
     yarn = config.yarn

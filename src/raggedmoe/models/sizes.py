@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from raggedmoe.models.config import GroupedQueryConfig, LatentConfig, ModelConfig, first_layers
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known, unknown
 
 # The name of a size, and the fields that hold it: a part of the configuration, and its field.
 FIELDS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -38,13 +38,13 @@ OTHERS = (
     *("num_layers", "first_num_dense_layers", "interleave_moe_layer_step", "norm_topk_prob", "routed_score_func"),
     *("routed_bias", "n_routing_groups", "topk_routing_group", "sliding_window_size"),
 )
-SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}  # of routed_score_func
-OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-OF_GROUPED_QUERY = ("base_num_kv_heads", "head_dim", "attention_bias", "attention_sink")
+SCORE_FUNCTIONS = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}  # routed_score_func
+LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+GROUPED_QUERY_SIZES = ("base_num_kv_heads", "head_dim", "attention_bias", "attention_sink")
 
 
 def resize(model: ModelConfig, sizes: Mapping[str, Any], name: str = "the model") -> ModelConfig:
-    """The model with those sizes, by their names in `FIELDS` and `OTHERS`, and everything else as it was.
+    """Give a model other sizes, by their names in `FIELDS` and `OTHERS`, and leave everything else as it was.
 
     A size that the model has no place for is refused by name. ``name`` is what errors call the model.
     """
@@ -73,7 +73,7 @@ def resize(model: ModelConfig, sizes: Mapping[str, Any], name: str = "the model"
 
 
 def _config_value(size: str, value: Any) -> Any:
-    """The value as the configuration holds it, where MaxText has another one for "none"."""
+    """Return the value as the configuration holds it, where MaxText has another one for "none"."""
     if size == "q_lora_rank" and value == 0:
         return None
     return value
@@ -83,21 +83,21 @@ def _check_place(model: ModelConfig, size: str, value: Any, name: str) -> None:
     latent = isinstance(model.attention, LatentConfig)
     if size == "base_num_kv_heads" and latent:
         return
-    if latent and size in OF_GROUPED_QUERY:
+    if latent and size in GROUPED_QUERY_SIZES:
         raise ValueError(
             f"{size}={value}: {name} has latent attention, in which every head has its own keys; use "
-            f"{', '.join(OF_LATENT)}"
+            f"{', '.join(LATENT_SIZES)}"
         )
-    if not latent and size in OF_LATENT:
-        raise ValueError(f"{size}={value}: {name} has no latent attention; use {', '.join(OF_GROUPED_QUERY)}")
+    if not latent and size in LATENT_SIZES:
+        raise ValueError(f"{size}={value}: {name} has no latent attention; use {', '.join(GROUPED_QUERY_SIZES)}")
     if size not in FIELDS and size not in OTHERS:
         raise unknown("size", size, (*FIELDS, *OTHERS))
 
 
 def _router_changes(model: ModelConfig, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """What a router's words change, as in MaxText, where DeepSeek's models read them in a way of their own.
+    """Return the router's fields that its words change, as in MaxText, where DeepSeek's models read them differently.
 
-    Their weights are the chosen scores, over their sum unless those are a softmax, times a factor; with
+    DeepSeek's weights are the chosen scores, over their sum unless those are a softmax, times a factor; with
     ``norm_topk_prob`` their sum is 1 in the end. All others take a softmax over what ranked the chosen. A model
     normalises its weights as its own do, unless it is told to.
     """
@@ -105,9 +105,8 @@ def _router_changes(model: ModelConfig, sizes: Mapping[str, Any]) -> dict[str, A
     changes: dict[str, Any] = {}
     score = sizes.get("routed_score_func")
     if score is not None:
-        if score not in SCORES:
-            raise unknown("routed_score_func", score, SCORES)
-        changes["score"] = SCORES[score]
+        check_known("routed_score_func", score, SCORE_FUNCTIONS)
+        changes["score"] = SCORE_FUNCTIONS[score]
         changes["normalize"] = "softmax" if not in_deepseek else "none" if score == "softmax" else "sum"
     if not in_deepseek:
         changes["scale"] = router.scale
@@ -131,7 +130,7 @@ def _router_changes(model: ModelConfig, sizes: Mapping[str, Any]) -> dict[str, A
 
 
 def _with_layers(model: ModelConfig, sizes: Mapping[str, Any], name: str) -> ModelConfig:
-    """The number of layers, and which of them are dense."""
+    """Set the number of layers, and which of them are dense or have a window."""
     num_layers = sizes.get("num_layers", model.num_layers)
     if num_layers < 1:
         raise ValueError(f"num_layers: expected at least 1 of {name}, got {num_layers}")
@@ -152,7 +151,7 @@ def _with_layers(model: ModelConfig, sizes: Mapping[str, Any], name: str) -> Mod
 
 
 def _with_window(model: ModelConfig, size: int, name: str) -> ModelConfig:
-    """Layers that have a window get one of that size; 0: as the model has."""
+    """Give the layers that have a window one of that size; 0 leaves them as they are."""
     if not size:
         return model
     if not any(model.windows) or not isinstance(model.attention, GroupedQueryConfig):

@@ -11,13 +11,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def tokens_before(mask: Bool[Array, " T"], axes: tuple[str, ...]) -> Int[Array, ""]:
-    """How many tokens count on the devices before this one, along the mesh axes over which tokens are split."""
+    """Count the tokens that count on the devices before this one, along the mesh axes over which tokens are split."""
     counts = lax.all_gather(mask.sum(dtype=jnp.int32, keepdims=True), axes, tiled=True)
     return jnp.where(jnp.arange(counts.shape[0]) < lax.axis_index(axes), counts, 0).sum(dtype=jnp.int32)
 
 
 def expert_counts(experts: Int[Array, "T K"], num_experts: int) -> Int[Array, " E"]:
-    """How many slots each expert got; slots of no expert (E) are left out."""
+    """Count the slots of each expert; slots of no expert (E) are left out."""
     return jnp.zeros(num_experts, jnp.int32).at[experts.reshape(-1)].add(1, mode="drop")
 
 
@@ -29,9 +29,9 @@ def load_balance_loss(
     num_sequences: int | None = None,
     axes: tuple[str, ...] = (),
 ) -> Float[Array, ""]:
-    """``E · Σ_e f_e · P_e``: f the share of slots, P the mean probability of each expert; 1 at perfect balance.
+    """Return ``E · Σ_e f_e · P_e``: f the share of slots, P the mean probability of each expert; 1 at perfect balance.
 
-    Over the whole batch by default. With ``num_sequences`` the tokens are that many equal sequences, the loss is taken
+    It is over the whole batch by default. With ``num_sequences`` the tokens are that many equal sequences, it is taken
     in each, and the mean is over the sequences that have a token.
     """
     num_experts, per_token = probabilities.shape[1], experts.shape[1]
@@ -51,14 +51,14 @@ def load_balance_loss(
 
 
 def router_z_loss(logits: Float[Array, "T E"], mask: Bool[Array, " T"], axes: tuple[str, ...] = ()) -> Float[Array, ""]:
-    """The mean of ``logsumexp(logits)²`` over the tokens."""
+    """Return the mean of ``logsumexp(logits)²`` over the tokens."""
     squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
     tokens = jnp.maximum(lax.psum(mask.sum(), axes), 1).astype(logits.dtype)
     return lax.psum(jnp.where(mask, squares, 0).sum(), axes) / tokens
 
 
 def update_selection_bias(bias: Float[Array, " E"], load: Int[Array, " E"], rate: float = 1e-3) -> Float[Array, " E"]:
-    """The loss-free rule: an expert with less than the mean load gets ``rate`` more, one with more gets less.
+    """Move the biases by the loss-free rule: by ``rate`` up where the load is below the mean, down where it is above.
 
     Give the load of the whole batch. The sign of a sum is not the sum of signs: add up the loads of shards and chunks
     first, then call this once.
@@ -71,12 +71,12 @@ def update_selection_bias(bias: Float[Array, " E"], load: Int[Array, " E"], rate
 
 
 def load_entropy(load: Int[Array, " E"]) -> Float[Array, ""]:
-    """Entropy of the distribution of slots over experts, in nats; 0 without any slot."""
+    """Return the entropy of the distribution of slots over experts, in nats; 0 without any slot."""
     share = load / jnp.maximum(load.sum(), 1)
     return -jnp.where(load > 0, share * jnp.log(jnp.where(load > 0, share, 1)), 0).sum()
 
 
 def max_violation(load: Int[Array, " E"]) -> Float[Array, ""]:
-    """How far the busiest expert is above the mean load, as a share of it; 0 without any slot."""
+    """Return how far the busiest expert is above the mean load, as a share of it; 0 without any slot."""
     mean = load.sum() / load.shape[0]
     return jnp.where(mean > 0, load.max() / jnp.where(mean > 0, mean, 1) - 1, 0.0)

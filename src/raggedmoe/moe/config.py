@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from raggedmoe.kernels.expert_ffn.api import check_activation
 from raggedmoe.moe.execution import MoEExecution
-from raggedmoe.names import refuse_keywords_of, unknown
+from raggedmoe.names import check_known, refuse_keywords_of
 from raggedmoe.params import ParamSpec, check_sizes, divisors
 
 ROUTER_WORDS = {  # the words that each field of a `RouterConfig` takes
@@ -58,8 +58,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         for name, known in ROUTER_WORDS.items():
-            if getattr(self, name) not in known:
-                raise unknown(name, getattr(self, name), known)
+            check_known(name, getattr(self, name), known)
         if self.score == "logits" and self.normalize == "sum":
             raise ValueError(
                 "score='logits' may be negative, so normalize='sum' can divide by zero; use normalize='softmax'"
@@ -147,10 +146,10 @@ class MoEConfig:
             )
 
     def sequence_capacity(self, length: int) -> int:
-        """Slots that each expert has in a sequence of so many tokens with a capacity factor, C.
+        """Return C, the slots that the capacity factor gives each expert in a sequence of so many tokens.
 
-        An even share of the sequence's slots, ``ceil(S·K/E)``, times the factor, rounded down; never more than one for
-        each token, as a token uses an expert once.
+        It is an even share of the sequence's slots, ``ceil(S·K/E)``, times the factor, rounded down; never more than
+        one for each token, as a token uses an expert once.
         """
         assert self.capacity_factor is not None
         share = max(math.ceil(length * self.experts_per_token / self.num_experts), 1)
@@ -164,12 +163,12 @@ class MoEConfig:
         return min(slots, length)
 
     def expert_choice_capacity(self, num_tokens: int) -> int:
-        """Tokens that each expert takes of so many with expert-choice routing, C."""
+        """Return C, the number of tokens that each expert takes of so many with expert-choice routing."""
         share = (self.capacity_factor or 1.0) * num_tokens * self.experts_per_token / self.num_experts
         return min(max(math.ceil(share), 1), num_tokens)
 
     def param_specs(self) -> dict[str, ParamSpec]:
-        """Every parameter of the layer, by name."""
+        """Declare every parameter of the layer, by name."""
         router, experts, float32 = self.router, self.experts, jnp.float32
         gated, biases, shared = experts.gated, experts.biases, bool(experts.num_shared)
         sizes = {"expert": self.num_experts, "expert_dim": self.expert_dim, "model_dim": self.model_dim}
@@ -199,17 +198,17 @@ class MoEConfig:
 
 
 def is_expert_choice(config: MoEConfig) -> bool:
-    """Each expert picks its tokens, so that a token has any number of experts."""
+    """Tell whether each expert picks its tokens, so that a token has any number of experts."""
     return config.router.selection == "expert_choice"
 
 
 def strategy_name(config: MoEConfig, execution: MoEExecution) -> str:
-    """The strategy of a layer: "capacity" where its experts have fixed slots, otherwise what the execution says."""
+    """Name the strategy of a layer: "capacity" where its experts have fixed slots, else what the execution says."""
     return "capacity" if config.capacity_factor is not None else execution.strategy or execution.backend.strategy
 
 
 def check_execution(config: MoEConfig, execution: MoEExecution) -> None:
-    """Require that the layer can run so."""
+    """Require that a layer of this configuration can run with this execution."""
     if not isinstance(execution, MoEExecution):
         raise TypeError(f"expected execution to be a MoEExecution, got {type(execution).__name__}")
     strategy = strategy_name(config, execution)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from raggedmoe.kernels.registry import KernelChoice
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known
 from raggedmoe.params import check_sizes
 from raggedmoe.sharding.axes import SPLITS
 
@@ -39,7 +39,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 def canonical_backend(word: str) -> str:
-    """The name of a backend from what is typed on a command line, where an older word stays known."""
+    """Return the name of a backend from what is typed on a command line, where an older word stays known."""
     return "dense" if word == "jax" else word
 
 
@@ -62,10 +62,9 @@ class MoEExecution:
 
     def __post_init__(self) -> None:
         check_sizes(self, "token_chunks", "width_chunks")
-        if self.tensor_split not in SPLITS:
-            raise unknown("tensor_split", self.tensor_split, SPLITS)
-        if self.strategy is not None and self.strategy not in STRATEGIES:
-            raise unknown("strategy", self.strategy, STRATEGIES)
+        check_known("tensor_split", self.tensor_split, SPLITS)
+        if self.strategy is not None:
+            check_known("strategy", self.strategy, STRATEGIES)
         for operation, choice in vars(self.kernels or KernelChoice()).items():
             named = getattr(self.backend.kernels, operation)
             if "auto" not in (choice, named) and choice != named:
@@ -78,14 +77,12 @@ class MoEExecution:
                 f"moe_backend={self.moe_backend!r} computes every expert on every token and moves no rows; "
                 f"it cannot be used with strategy={self.strategy!r}: leave strategy out, or use another backend"
             )
-        fused = f"moe_backend={self.moe_backend!r} fuses the activation, which needs the sums over the whole width"
-        if self.backend.fused and self.width_chunks > 1:
-            raise ValueError(
-                f"{fused}; it cannot be used with width_chunks={self.width_chunks}: use width_chunks=1 or another "
-                "backend"
-            )
-        if self.backend.fused and self.tensor_split == "model_dim":
-            raise ValueError(f"{fused}; it cannot be used with tensor_split='model_dim': use 'expert_dim'")
+        for name, whole in (("width_chunks", 1), ("tensor_split", "expert_dim")):
+            if self.backend.fused and getattr(self, name) != whole:
+                raise ValueError(
+                    f"moe_backend={self.moe_backend!r} fuses the activation, which needs the sums over the whole width "
+                    f"and cannot be used with {name}={getattr(self, name)!r}: use {name}={whole!r} or another backend"
+                )
         if self.recompute_dispatch and self.strategy in ACROSS_RANKS:
             raise ValueError(
                 f"recompute_dispatch=True would send the rows of strategy={self.strategy!r} a second time; leave it "
@@ -103,8 +100,7 @@ class MoEExecution:
     @property
     def backend(self) -> Backend:
         """What the name of the backend stands for."""
-        if self.moe_backend not in BACKENDS:
-            raise unknown("moe_backend", self.moe_backend, BACKENDS)
+        check_known("moe_backend", self.moe_backend, BACKENDS)
         return BACKENDS[self.moe_backend]
 
     @property

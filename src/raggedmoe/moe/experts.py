@@ -16,7 +16,8 @@ from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 from raggedmoe.kernels.expert_ffn.matmuls import add_bias
 from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
 from raggedmoe.moe.config import strategy_name
-from raggedmoe.moe.records import MoEParams, RouteMetadata, StageSettings
+from raggedmoe.moe.records import RouteMetadata, StageSettings
+from raggedmoe.params import Params
 from raggedmoe.sharding.axes import HIDDEN_TENSOR, TENSOR, WIDTH_TENSOR
 from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, stage
 
@@ -26,7 +27,7 @@ UpSums = dict[str, Float[Array, "R F"]]  # by the names of the up projections
 @stage(rows=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, result=PER_DEVICE, checked=False)
 def gmm_up(
     rows: Float[Array, "R columns"],
-    weights: MoEParams,
+    weights: Params,
     metadata: RouteMetadata,
     *,
     settings: StageSettings,
@@ -46,7 +47,7 @@ def tp_reduce(sums: UpSums, *, settings: StageSettings) -> UpSums:
 
 @stage(sums=BETWEEN_PROJECTIONS, biases=BETWEEN_PROJECTIONS, metadata=TOKENS, result=PER_DEVICE)
 def activate(
-    sums: UpSums, biases: MoEParams, metadata: RouteMetadata, *, settings: StageSettings, dtype: jnp.dtype
+    sums: UpSums, biases: Params, metadata: RouteMetadata, *, settings: StageSettings, dtype: jnp.dtype
 ) -> Float[Array, "R F"]:
     """Add the biases to the complete sums of both up projections, and apply the activation."""
     if biases:
@@ -59,7 +60,7 @@ def activate(
 
 @stage(hidden=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, result=PER_DEVICE, checked=False)
 def gmm_down(
-    hidden: Float[Array, "R F"], weights: MoEParams, metadata: RouteMetadata, *, settings: StageSettings, columns: slice
+    hidden: Float[Array, "R F"], weights: Params, metadata: RouteMetadata, *, settings: StageSettings, columns: slice
 ) -> Float[Array, "R columns"]:
     """Multiply the hidden rows by some columns of the down projection, and add its bias."""
     wo, bias = weights["wo"][:, :, columns], _down_bias(weights, settings)
@@ -76,13 +77,13 @@ def gmm_down(
 )
 def expert_ffn(
     rows: Float[Array, "R D"],
-    weights: MoEParams,
-    biases: MoEParams,
+    weights: Params,
+    biases: Params,
     metadata: RouteMetadata,
     *,
     settings: StageSettings,
 ) -> Float[Array, "R D"]:
-    """Both projections and the activation in one operation, which never holds all hidden rows."""
+    """Compute both projections and the activation in one operation, which never holds all hidden rows."""
     bias, group_sizes = _down_bias(weights, settings), metadata.group_sizes
     if group_sizes is None:
         group_sizes = jnp.full(weights["wi_0"].shape[0], rows.shape[0] // weights["wi_0"].shape[0], jnp.int32)
@@ -100,8 +101,8 @@ def expert_ffn(
     return _mask_rows(out, metadata)
 
 
-def fuses_experts(x: Float[Array, "T D"], weights: MoEParams, settings: StageSettings) -> bool:
-    """Whether the experts are one `expert_ffn`: if the backend says so, or for "auto" where that is the fastest."""
+def fuses_experts(x: Float[Array, "T D"], weights: Params, settings: StageSettings) -> bool:
+    """Tell whether the experts are one `expert_ffn`: if the backend says so, or for "auto" where it is the fastest."""
     config, execution = settings.config, settings.execution
     if execution.moe_backend != "auto" or execution.width_chunks > 1 or settings.on_mesh.axes(WIDTH_TENSOR):
         return execution.backend.fused
@@ -114,8 +115,8 @@ def fuses_experts(x: Float[Array, "T D"], weights: MoEParams, settings: StageSet
     return api.is_faster_than_split(x, weights["wi_0"], config.experts.activation, "bias_wo" in weights, hardware)
 
 
-def shared_experts(x: Float[Array, "T D"], params: MoEParams, activation: str) -> Float[Array, "T D"]:
-    """The MLP ``wi_0, wi_1, wo`` that every token goes through, times the sigmoid of its ``gate`` if there is one."""
+def shared_experts(x: Float[Array, "T D"], params: Params, activation: str) -> Float[Array, "T D"]:
+    """Compute the MLP of every token, by ``wi_0, wi_1, wo``, times the sigmoid of its ``gate`` if there is one."""
     wide, dtype = accumulator(x.dtype), x.dtype
     matmul = functools.partial(jnp.matmul, precision=matmul_precision(dtype), preferred_element_type=wide)
     up = None if "wi_1" not in params else checkpoint_name(matmul(x, params["wi_1"].astype(dtype).T), "mlp_up")
@@ -127,8 +128,8 @@ def shared_experts(x: Float[Array, "T D"], params: MoEParams, activation: str) -
     return out.astype(dtype)
 
 
-def _down_bias(weights: MoEParams, settings: StageSettings) -> Float[Array, "G D"] | None:
-    """The bias of the down projection, on the first of the ranks whose results are summed alone."""
+def _down_bias(weights: Params, settings: StageSettings) -> Float[Array, "G D"] | None:
+    """Return the bias of the down projection; of ranks whose results are summed, the first alone adds it."""
     bias, axes = weights.get("bias_wo"), settings.on_mesh.axes(HIDDEN_TENSOR)
     if bias is None or not axes:
         return bias
@@ -136,7 +137,7 @@ def _down_bias(weights: MoEParams, settings: StageSettings) -> Float[Array, "G D
 
 
 def _mask_rows(rows: Float[Array, "R _"], metadata: RouteMetadata) -> Float[Array, "R _"]:
-    """The rows that stand for a token's choice; the others are zero, in the gradient too."""
+    """Keep the rows that stand for a token's choice; the others are zero, in the gradient too."""
     return rows if metadata.used is None else jnp.where(metadata.used[:, None], rows, 0)
 
 
@@ -149,7 +150,7 @@ def _matmul(
     transpose_rhs: bool,
     dtype: jnp.dtype,
 ) -> Float[Array, "R _"]:
-    """The grouped matmul of the rows, or a batched one where all experts have as many."""
+    """Multiply the rows by their experts' weights: a grouped matmul, or a batched one where all have as many rows."""
     if metadata.group_sizes is not None:
         return grouped_matmul(
             rows,

@@ -16,11 +16,12 @@ from raggedmoe.moe.config import MoEConfig, check_execution, is_expert_choice
 from raggedmoe.moe.dispatch import check_ranks, dispatch, prepare, unpermute
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import activate, expert_ffn, fuses_experts, gmm_down, gmm_up, shared_experts, tp_reduce
-from raggedmoe.moe.records import MoEOutput, MoEParams, RouteMetadata, RouteOutput, StageSettings
+from raggedmoe.moe.records import MoEOutput, RouteMetadata, RouteOutput, StageSettings
 from raggedmoe.moe.router import check_replay, route
+from raggedmoe.params import Params
 from raggedmoe.sharding.axes import TOKEN_AXES, WIDTH_TENSOR, LogicalMesh, logical_mesh, shard_tokens, split_over
 from raggedmoe.sharding.rules import all_gather_params
-from raggedmoe.sharding.stage import ACTIVATIONS, BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, stage
+from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, TOKENS_AND_WIDTH, stage
 
 DEFAULT_EXECUTION = MoEExecution()
 KEEP_MATMULS = jax.checkpoint_policies.save_only_these_names("moe_up", "moe_down")
@@ -38,7 +39,7 @@ def _check_call(
 @functools.partial(compile_once, static=("config", "execution", "mesh", "num_sequences"), check=_check_call)
 def moe_route_and_compute(
     x: Float[Array, "T D"],
-    params: MoEParams,
+    params: Params,
     config: MoEConfig,
     execution: MoEExecution = DEFAULT_EXECUTION,
     *,
@@ -50,7 +51,7 @@ def moe_route_and_compute(
     num_sequences: int = 1,
     first_expert: Int[Array, ""] | None = None,
 ) -> MoEOutput:
-    """The layer on a batch of tokens. `raggedmoe.moe.router.route` describes the optional arguments.
+    """Compute the layer on a batch of tokens. `raggedmoe.moe.router.route` describes the optional arguments.
 
     ``params``: arrays by the names of ``config.param_specs()``.
     ``mesh``: devices to compute it on, with the axes of `raggedmoe.sharding.axes`; arrays are global, and the result
@@ -83,12 +84,12 @@ def moe_route_and_compute(
 
 def routed_experts(
     x: Float[Array, "T D"],
-    params: MoEParams,
+    params: Params,
     routing: RouteOutput,
     first_expert: Int[Array, ""] | None,
     settings: StageSettings,
 ) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
-    """The routed experts' weighted sum of every token, and how many slots were dropped.
+    """Compute the weighted sum of each token's experts, and count the slots that were dropped.
 
     The tokens, or the model width, come in chunks that do not depend on each other, so that the compiler may move one
     while it computes another, forward and backward. One chunk is the ordinary case.
@@ -130,9 +131,9 @@ def routed_experts(
     return on_mesh.run(concatenate, outputs, dim=0), dropped
 
 
-@stage(chunks=ACTIVATIONS, result=ACTIVATIONS)
+@stage(chunks=TOKENS_AND_WIDTH, result=TOKENS_AND_WIDTH)
 def concatenate(chunks: list[Float[Array, "_ _"]], *, dim: int) -> Float[Array, "_ _"]:
-    """Chunks of the tokens (dim 0) or of their columns (1), after each other on every device."""
+    """Join chunks of the tokens (dim 0) or of their columns (1) on every device."""
     return jnp.concatenate(chunks, axis=dim)
 
 
@@ -143,7 +144,7 @@ def even_parts(size: int, num_parts: int) -> list[slice]:
 
 
 def sequences_of_device(num_sequences: int, config: MoEConfig, mesh: LogicalMesh | None) -> int:
-    """How many whole sequences are on each device, where the balance loss or the capacity is of each sequence."""
+    """Count the whole sequences on each device, where the balance loss or the capacity is of each sequence."""
     if config.capacity_factor is not None and not is_expert_choice(config):
         what, instead = "whole sequences, in which a capacity_factor counts slots,", "no capacity_factor"
     elif config.router.aux_loss == "sequence" and config.router.aux_loss_weight:

@@ -13,8 +13,8 @@ from raggedmoe.moe.config import MoEConfig, check_execution, strategy_name
 from raggedmoe.moe.dispatch import check_has_mesh
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.layer import DEFAULT_EXECUTION, moe_route_and_compute
-from raggedmoe.moe.records import MoEOutput, MoEParams
-from raggedmoe.params import check_param, check_params
+from raggedmoe.moe.records import MoEOutput
+from raggedmoe.params import Params, check_param, check_params
 from raggedmoe.sharding.axes import AnyMesh, MeshAxes, logical_mesh
 from raggedmoe.sharding.rules import make_params
 
@@ -83,7 +83,7 @@ class MoE(nnx.Module):
         return cls(config, params=arrays, execution=execution, mesh=mesh, mesh_axes=mesh_axes)
 
     @property
-    def params(self) -> MoEParams:
+    def params(self) -> Params:
         """The weights as the functional core takes them, their axes and shapes checked."""
         params = {}
         for name, spec in self.config.param_specs().items():
@@ -102,7 +102,7 @@ class MoE(nnx.Module):
         replay: Integer[Array, "... K"] | None = None,
         execution: MoEExecution | None = None,
     ) -> MoEOutput:
-        """The layer on ``x [..., D]``; the other arguments have its leading dimensions.
+        """Compute the layer on ``x [..., D]``; the other arguments have its leading dimensions.
 
         Args:
           x: tokens. The last leading dimension is the sequence, for the sequence-wise loss.
@@ -115,24 +115,19 @@ class MoE(nnx.Module):
         width = self.config.model_dim
         if x.ndim < 2 or x.shape[-1] != width:
             raise ValueError(f"expected x [..., D] with D = {width} and at least one more dimension, got {x.shape}")
-        lead = x.shape[:-1]
+        lead, flat = x.shape[:-1], {}
         for name, value in (("mask", mask), ("token_ids", token_ids), ("replay", replay)):
-            if value is not None and (value.shape[:-1] if name == "replay" else value.shape) != lead:
-                raise ValueError(f"expected {name} with the leading dimensions of x, {lead}, got {value.shape}")
+            if value is not None:
+                choices = value.shape[-1:] if name == "replay" else ()
+                if value.shape != (*lead, *choices):
+                    raise ValueError(f"expected {name} with the leading dimensions of x, {lead}, got {value.shape}")
+                flat[name] = value.reshape(-1, *choices)
         if mask is not None and mask.dtype != jnp.bool_:
             raise TypeError(f"expected a mask of bool, got {mask.dtype}; use mask.astype(bool)")
-        flat = x.reshape(-1, width)
+        tokens, execution = x.reshape(-1, width), execution or self.execution
+        parts = max(tokens.shape[0] // lead[-1], 1) if lead[-1] else 1
         out = moe_route_and_compute(
-            flat,
-            self.params,
-            self.config,
-            execution or self.execution,
-            mesh=self.mesh,
-            mask=None if mask is None else mask.reshape(-1),
-            key=key,
-            token_ids=None if token_ids is None else token_ids.reshape(-1),
-            replay=None if replay is None else replay.reshape(-1, replay.shape[-1]),
-            num_sequences=max(flat.shape[0] // lead[-1], 1) if lead[-1] else 1,
+            tokens, self.params, self.config, execution, mesh=self.mesh, key=key, num_sequences=parts, **flat
         )
         experts = None if out.experts is None else out.experts.reshape(*lead, out.experts.shape[-1])
         return replace(out, output=out.output.reshape(x.shape), experts=experts)

@@ -1,8 +1,7 @@
 """What the stages hand to each other: named, frozen, and pytrees."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
@@ -10,8 +9,6 @@ from jaxtyping import Array, Bool, Float, Int
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.sharding.axes import LogicalMesh
-
-MoEParams = Mapping[str, Any]  # arrays by the names of `MoEConfig.param_specs`, or those of them that a stage uses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +35,7 @@ class RouteOutput:
     weights: Float[Array, "T K"] | Float[Array, "_ C"]  # zero where there is no expert or no token
 
     def slice_tokens(self, tokens: slice) -> "RouteOutput":
-        """What was decided for some of the tokens."""
+        """Return what was decided for some of the tokens."""
         if self.experts is None:
             assert tokens == slice(0, self.mask.shape[0]), "expert choice decides for all tokens at once"
             return self
@@ -64,7 +61,6 @@ class Exchange:
     moves: Moves
     grouped: Int[Array, " R"]  # the received row of each row in the order of the experts; out of range: none
     ungrouped: Int[Array, " R"]  # its inverse
-    num_received: Int[Array, "*one"]  # one number, on a mesh one of each device
 
 
 @jax.tree_util.register_dataclass

@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from raggedmoe.kernels.arrays import accumulator, int32
 from raggedmoe.moe import balance
 from raggedmoe.moe.config import RouterConfig
-from raggedmoe.moe.records import MoEParams, RouteOutput, StageSettings
+from raggedmoe.moe.records import RouteOutput, StageSettings
+from raggedmoe.params import Params
 from raggedmoe.sharding.axes import TOKEN_AXES
 from raggedmoe.sharding.stage import REPLICATED, TOKENS, stage
 
@@ -25,7 +26,7 @@ from raggedmoe.sharding.stage import REPLICATED, TOKENS, stage
 )
 def route(
     x: Float[Array, "T D"],
-    params: MoEParams,
+    params: Params,
     mask: Bool[Array, " T"] | None = None,
     key: jax.Array | None = None,
     token_ids: Integer[Array, " T"] | None = None,
@@ -89,9 +90,9 @@ def route(
 
 
 def router_logits(
-    x: Float[Array, "T D"], params: MoEParams, config: RouterConfig, key: jax.Array | None, first_token: Int[Array, ""]
+    x: Float[Array, "T D"], params: Params, config: RouterConfig, key: jax.Array | None, first_token: Int[Array, ""]
 ) -> Float[Array, "T E"]:
-    """One logit for each token and expert, in float32 at least."""
+    """Compute a logit for each token and expert, in float32 at least."""
     wide = accumulator(x.dtype)
     x = x.astype(wide)
     if config.jitter and key is not None:
@@ -105,7 +106,7 @@ def router_logits(
 def uniform_of_tokens(
     key: jax.Array, first_token: Int[Array, ""], num_tokens: int, num: int, dtype: Any = jnp.float32
 ) -> Float[Array, "T N"]:
-    """Numbers in [0, 1) for each token: from a key of its own, so that they are the same however tokens are split."""
+    """Draw numbers in [0, 1) for each token by a key of its own, so that it does not matter how tokens are split."""
     tokens = first_token + jnp.arange(num_tokens, dtype=jnp.int32)
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, tokens)
     return jax.vmap(lambda token_key: jax.random.uniform(token_key, (num,), dtype))(keys)
@@ -129,7 +130,7 @@ SCORES = {
 def balance_probabilities(
     logits: Float[Array, "T E"], scores: Float[Array, "T E"], ranking: Float[Array, "T E"], config: RouterConfig
 ) -> Float[Array, "T E"]:
-    """What the balance loss takes for probabilities: numbers that sum to 1 over the experts."""
+    """Return what the balance loss takes for probabilities: numbers that sum to 1 over the experts."""
     if config.aux_loss_probabilities == "softmax":
         return jax.nn.softmax(ranking, axis=-1)
     if config.score == "softmax":
@@ -140,7 +141,7 @@ def balance_probabilities(
 
 
 def normalize_sum(scores: Float[Array, "T N"], epsilon: float) -> Float[Array, "T N"]:
-    """``scores / (sum + epsilon)``. Scaled first: the gradient has that sum squared, and 1e-40 is 0 in float32."""
+    """Return ``scores / (sum + epsilon)``, scaled first: the gradient has its square, and 1e-40 is 0 in float32."""
     size = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), epsilon))
     scaled = scores / size
     return scaled / (scaled.sum(-1, keepdims=True) + epsilon / size)
@@ -156,7 +157,7 @@ def select_experts(
     first_token: Int[Array, ""],
     axes: tuple[str, ...],
 ) -> Int[Array, "T K"]:
-    """K different experts for every token. No gradient flows through who is chosen."""
+    """Choose K different experts for every token. No gradient flows through who is chosen."""
     num_tokens, num_experts = ranking.shape
     if config.selection == "learned":
         return lax.top_k(limit_to_groups(lax.stop_gradient(ranking), config), experts_per_token)[1]
@@ -178,7 +179,7 @@ def select_experts(
 
 
 def limit_to_groups(ranking: Float[Array, "T E"], config: RouterConfig) -> Float[Array, "T E"]:
-    """The ranking with -inf for experts outside the token's best groups."""
+    """Set the ranking of experts outside the token's best groups to -inf."""
     if config.num_groups == 1:
         return ranking
     groups = ranking.reshape(ranking.shape[0], config.num_groups, -1)
@@ -189,9 +190,9 @@ def limit_to_groups(ranking: Float[Array, "T E"], config: RouterConfig) -> Float
 
 
 def combine_weights(
-    scores: Float[Array, "T E"], experts: Int[Array, "T K"], params: MoEParams, config: RouterConfig
+    scores: Float[Array, "T E"], experts: Int[Array, "T K"], params: Params, config: RouterConfig
 ) -> Float[Array, "T K"]:
-    """Weights of the chosen experts from the unbiased scores."""
+    """Compute the weights of the chosen experts from the unbiased scores."""
     weights = jnp.take_along_axis(scores, experts, axis=1, mode="clip")
     if config.normalize == "sum":
         weights = normalize_sum(weights, config.normalize_epsilon)
@@ -204,7 +205,7 @@ def combine_weights(
 
 
 def check_replay(replay: jax.Array, num_tokens: int, experts_per_token: int, num_experts: int) -> jax.Array:
-    """Recorded experts as int32. What is wrong by its shape, or by its values where they can be seen, is refused."""
+    """Return recorded experts as int32; refuse what is wrong by its shape, or by its values where they can be seen."""
     expected = (num_tokens, experts_per_token)
     if replay.shape != expected or not jnp.issubdtype(replay.dtype, jnp.integer):
         raise ValueError(
@@ -224,11 +225,11 @@ def check_replay(replay: jax.Array, num_tokens: int, experts_per_token: int, num
 
 
 def choose_tokens(
-    scores: Float[Array, "T E"], params: MoEParams, config: RouterConfig, mask: Bool[Array, " T"], capacity: int
+    scores: Float[Array, "T E"], params: Params, config: RouterConfig, mask: Bool[Array, " T"], capacity: int
 ) -> tuple[Int[Array, "E C"], Float[Array, "E C"], Int[Array, " E"]]:
-    """The tokens that score highest with each expert, which takes them, their weights, and how many there are.
+    """Give each expert the tokens that score highest with it; return them, their weights, and how many there are.
 
-    That is balanced by construction, so there is no balance loss.
+    This is balanced by construction, so there is no balance loss.
     """
     # A token whose scores are NaN comes last: it does not take other tokens' places.
     ranking = lax.stop_gradient(jnp.where(mask[:, None] & ~jnp.isnan(scores), scores, -jnp.inf))

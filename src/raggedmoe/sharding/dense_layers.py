@@ -13,15 +13,13 @@ from jax.custom_derivatives import linear_call
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from raggedmoe.params import Specs
+from raggedmoe.params import Params, Specs
 from raggedmoe.sharding.axes import FSDP, TENSOR, TOKEN_AXES, LogicalMesh, axes_of
 from raggedmoe.sharding.rules import WIDTH_AXES, partition
 from raggedmoe.sharding.stage import TOKENS, stage
 
-Weights = dict[str, Any]
 
-
-def all_gather_dense_weights(weights: Weights, specs: Specs, mesh: LogicalMesh | None, dtype: Any) -> Weights:
+def all_gather_dense_weights(weights: Params, specs: Specs, mesh: LogicalMesh | None, dtype: Any) -> Params:
     """Gather the dense weights of matmuls over the axes that split their width, in the type that they are used in.
 
     Routed experts and routers stay as they are stored: the MoE layer's stages gather them.
@@ -46,7 +44,7 @@ _SHAPING = ("reshape", "transpose", "squeeze", "slice", "dynamic_slice", "broadc
 
 
 def save_all_but_gathered_weights(mesh: LogicalMesh) -> Callable[..., bool]:
-    """The policy, for `jax.checkpoint`, to keep everything but gathered weights, in whatever shape they are used."""
+    """Make the policy, for `jax.checkpoint`, to keep all but gathered weights, in whatever shape they are used."""
     fsdp = set(mesh.axes(FSDP))
 
     def is_saved(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -78,9 +76,9 @@ def sharded_attention(
     value: Float[Array, "B L M W"],
     options: dict[str, jax.Array | None],
 ) -> Float[Array, "B S N W"]:
-    """Attention of each device's own sequences and heads: what XLA cannot divide, a Pallas kernel, can run so.
+    """Compute attention on each device for its own sequences and heads, as XLA cannot divide a Pallas kernel.
 
-    Heads are split over the tensor axis where their numbers divide, or where all query heads read one key head.
+    Heads are split over the tensor axis where it divides their numbers, or where all query heads read one key head.
     ``options``: the positions, segments and sinks.
     """
     num_queries, num_keys, num_ranks = query.shape[2], key.shape[2], mesh.size(TENSOR)

@@ -21,7 +21,7 @@ TENSOR_DIMS = ("head", "kv_head", "mlp_dim", "shared_dim", "vocab")
 
 
 def partition(name: str, spec: ParamSpec, mesh: LogicalMesh) -> PartitionSpec:
-    """How a parameter is split over the logical axes of a mesh.
+    """Say how a parameter is split over the logical axes of a mesh.
 
     What does not divide stays whole, but for routed experts: there it is an error, as they are nearly all of a model.
     """
@@ -49,14 +49,14 @@ def partition(name: str, spec: ParamSpec, mesh: LogicalMesh) -> PartitionSpec:
 
 
 def param_shardings(mesh: LogicalMesh, specs: Specs) -> dict[str, NamedSharding]:
-    """The sharding of every parameter on a mesh."""
+    """Return the sharding of every parameter on a mesh."""
     return {name: mesh.sharding(partition(name, spec, mesh)) for name, spec in specs.items()}
 
 
 def all_gather_params(
     params: dict[str, jax.Array], specs: Specs, mesh: LogicalMesh, result: PartitionSpec
 ) -> dict[str, jax.Array]:
-    """Some of a layer's parameters as its stages use them: what FSDP split is gathered once, just before use.
+    """Gather some of a layer's parameters as its stages use them: what FSDP split is there whole, just before use.
 
     Backward, the gradients are summed and split again the same way: one reduce-scatter for each all-gather.
     """
@@ -80,7 +80,7 @@ def all_gather_params(
 def make_params(
     specs: Specs, params: Mapping[str, Any] | None, rngs: Any, mesh: LogicalMesh | None, tensor_split: str
 ) -> Mapping[str, Any]:
-    """The parameters that a module was given, or new ones, of which on a mesh each device draws its own part."""
+    """Return the parameters that a module was given, or draw new ones, on a mesh each device its own part."""
     if (rngs is None) == (params is None):
         raise ValueError("expected rngs for new parameters or params for given ones, got both or neither")
     if params is not None:
@@ -90,5 +90,5 @@ def make_params(
 
 
 def is_routed(name: str, spec: ParamSpec) -> bool:
-    """Whether a token uses only its own experts' part of a parameter: all that have an expert axis but the router's."""
+    """Tell whether a token uses its experts' part of a parameter alone: so it is but for routers' and dense weights."""
     return "expert" in spec.axes and not name.rpartition(".")[2].startswith("router_")

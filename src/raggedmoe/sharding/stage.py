@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 REPLICATED = PartitionSpec()
 TOKENS = PartitionSpec(TOKEN_AXES)  # split by tokens, or one for each part of them; the same on all tensor ranks
 PER_DEVICE = PartitionSpec(AXES)  # every device has its own
-ACTIVATIONS = PartitionSpec(TOKEN_AXES, WIDTH_TENSOR)  # the tokens before dispatch and after unpermute
+TOKENS_AND_WIDTH = PartitionSpec(TOKEN_AXES, WIDTH_TENSOR)  # the tokens before dispatch and after unpermute
 # Between the projections each tensor rank has its part of F, or all of them have the same sums over D.
 BETWEEN_PROJECTIONS = PartitionSpec((*TOKEN_AXES, HIDDEN_TENSOR))
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
-from raggedmoe.params import Specs
+from raggedmoe.params import Params, Specs
 from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.rules import param_shardings
@@ -27,7 +27,7 @@ class TrainSharding:
     mesh: LogicalMesh | None  # None: all is on one device, wherever JAX puts it
 
     def state(self, template: Any, specs: Specs) -> Any:
-        """The shapes of a state, each with its place: the optimizer's moments lie where their parameters do."""
+        """Add its sharding to each shape of a state: the optimizer's moments lie where their parameters do."""
         if self.mesh is None:
             return template
         shardings, whole = param_shardings(self.mesh, specs), self.mesh.sharding(REPLICATED)
@@ -39,7 +39,7 @@ class TrainSharding:
         return jax.tree_util.tree_map_with_path(with_sharding, template)
 
     def batch(self, template: Any, parts: int | None = None) -> Any:
-        """The shapes of a batch ``[B S]``, or in so many micro-batches ``[parts B/parts S]``, each with its place."""
+        """Add its sharding to each shape of a batch ``[B S]``, or in micro-batches ``[parts B/parts S]``."""
         if self.mesh is None:
             return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), template)
         sharding = self.mesh.sharding(TOKENS if parts is None else PARTS_OF_TOKENS)
@@ -47,7 +47,7 @@ class TrainSharding:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(shape(a), a.dtype, sharding=sharding), template)
 
     def local_rows(self, num_rows: int, parts: int) -> list[int] | None:
-        """The rows of a batch in micro-batches that this process's devices hold, ascending; None: all of them."""
+        """List the rows of a batch in micro-batches that this process's devices hold, ascending; None: all of them."""
         if self.mesh is None or jax.process_count() == 1:
             return None
         shape = in_micro_batches((num_rows,), parts)
@@ -56,7 +56,7 @@ class TrainSharding:
         return [part * shape[1] + row for part in range(parts) for row in rows]
 
     def put(self, arrays: Any, shapes: Any) -> Any:
-        """Arrays on the devices: whole ones that every process has, or of a batch only its `local_rows`."""
+        """Put arrays on the devices: whole ones that every process has, or of a batch only its `local_rows`."""
 
         def put_array(array: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
             values = np.asarray(array)
@@ -68,20 +68,20 @@ class TrainSharding:
 
 
 def in_micro_batches(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    """The shape of a batch's array with its micro-batches apart, ``[parts B/parts …]``."""
+    """Return the shape of a batch's array with its micro-batches apart, ``[parts B/parts …]``."""
     if shape[0] % parts:
         raise ValueError(f"a batch of {shape[0]} sequences cannot be cut into {parts} equal micro-batches")
     return (parts, shape[0] // parts, *shape[1:])
 
 
 def train_sharding(plan: Plan, devices: Any = None) -> TrainSharding:
-    """The sharding on these devices, or the first of those that there are. A plan for one device has no mesh."""
+    """Lay a run out on these devices, or the first of those that there are. A plan for one device has no mesh."""
     mesh = None if plan.num_devices == 1 else LogicalMesh(plan.mesh(devices), tensor_split=plan.tensor_split)
     return TrainSharding(mesh=mesh)
 
 
 def check_all_take_part(sharding: TrainSharding) -> None:
-    """A process without a device of the mesh would wait for ever, or train a run of its own."""
+    """Require a device of the mesh in every process: one without would wait for ever, or train a run of its own."""
     devices = jax.devices()[:1] if sharding.mesh is None else sharding.mesh.sharding(REPLICATED).device_set
     used = {device.process_index for device in devices}
     if len(used) < jax.process_count():
@@ -94,15 +94,15 @@ def check_all_take_part(sharding: TrainSharding) -> None:
 
 
 def transfer_slices(shape: tuple[int, ...], itemsize: int) -> list[slice]:
-    """Along the first dimension, as few as leave each with at most `TRANSFER_BYTES`, or with one entry."""
+    """Cut the first dimension into as few slices as have at most `TRANSFER_BYTES`, or one entry, each."""
     if not shape:
         return [slice(None)]
     step = max(1, TRANSFER_BYTES // max(1, itemsize * math.prod(shape[1:])))
     return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 
-def on_first_host(params: dict[str, Any]) -> dict[str, Any] | None:
-    """Parameters of which process 0 can read every part; None on the others, who must ask too, and keep nothing.
+def on_first_host(params: Params) -> Params | None:
+    """Bring whole parameters to process 0; all processes must call this, and the others get None.
 
     A layer is moved at a time, or several, or some entries of a vocabulary: what has about `TRANSFER_BYTES`.
     """

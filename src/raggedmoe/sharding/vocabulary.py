@@ -33,22 +33,22 @@ class TableSharding:
     width_axes: tuple[str, ...]  # The mesh's axes that widths are split over.
 
     def gather_width(self, part: jax.Array) -> jax.Array:
-        """This rank's entries ``[V/tensor D]`` from the part that is stored here."""
+        """Gather this rank's entries ``[V/tensor D]`` from the parts that its devices store."""
         return lax.all_gather(part, self.width_axes, axis=1, tiled=True)
 
     def scatter_gradient(self, gradient: jax.Array) -> jax.Array:
-        """The gradients ``[V/tensor D]`` of all devices' tokens added up, of which the part that is stored here."""
+        """Add up the gradients ``[V/tensor D]`` of all devices' tokens, and return the part that is stored here."""
         # Scattered first, so that the sum over the other axes is of the part alone.
         gradient = lax.psum_scatter(gradient, self.width_axes, scatter_dimension=1, tiled=True)
         return lax.psum(gradient, tuple(axis for axis in self.mesh.axes(*TOKEN_AXES) if axis not in self.width_axes))
 
     def local_ids(self, ids: jax.Array) -> jax.Array:
-        """The tokens' places among this rank's entries; out of range if they are another's."""
+        """Return the tokens' places among this rank's entries; out of range if they are another's."""
         return ids - (lax.axis_index(self.entry_axes) * self.num_entries if self.entry_axes else 0)
 
 
 def table_sharding(mesh: LogicalMesh, shape: tuple[int, ...]) -> TableSharding:
-    """The sharding of a table of this shape, by the rules that split all parameters."""
+    """Return the sharding of a table of this shape, by the rules that split all parameters."""
     logical = partition("table", ParamSpec(shape=shape, dtype=None, axes=("vocab", "model_dim")), mesh)
     spec, num_entries = mesh.spec(logical), shape[0] // mesh.size(*axes_of(logical[0]))
     return TableSharding(mesh, spec, mesh.spec(TOKENS), num_entries, *map(axes_of, spec))
@@ -57,7 +57,7 @@ def table_sharding(mesh: LogicalMesh, shape: tuple[int, ...]) -> TableSharding:
 def embedding_lookup(
     table: Float[Array, "V D"], ids: Int[Array, "B S"], dtype: Any, sharding: TableSharding
 ) -> Float[Array, "B S D"]:
-    """The vectors of the tokens from a table that is split over the mesh, in the type of the activations."""
+    """Look up the tokens' vectors in a table that is split over the mesh, in the type of the activations."""
 
     def look_up(ids: jax.Array, part: jax.Array) -> jax.Array:
         entries, here = sharding.gather_width(part.astype(dtype)), sharding.local_ids(jnp.clip(ids, 0, last_id))

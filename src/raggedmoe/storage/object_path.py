@@ -46,6 +46,10 @@ class ObjectPath:
         """Return itself: there are no links."""
         return self
 
+    def absolute(self) -> "ObjectPath":
+        """Return itself."""
+        return self
+
     def with_name(self, name: str) -> "ObjectPath":
         """Return the path of that name in the same folder."""
         return self.parent / name

@@ -1,5 +1,6 @@
 """Files and folders in any place: listed, hashed, replaced, copied, moved and removed."""
 
+import fnmatch
 import hashlib
 import logging
 import os
@@ -77,6 +78,14 @@ def list_files(folder: AnyPath) -> dict[str, int]:
         paths = [path for path in folder.rglob("*") if not path.is_dir()]
         found = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
     return dict(sorted(found.items()))
+
+
+def find_files(folder: AnyPath, pattern: str) -> list[str]:
+    """List the files of a folder, or of a named one in it (``notes/*.txt``), whose relative names fit a pattern."""
+    inside, _, names = pattern.rpartition("/")
+    place = folder / inside
+    found = fnmatch.filter((path.name for path in place.iterdir()), names) if place.is_dir() else []
+    return [f"{inside}/{name}" if inside else name for name in found if (place / name).is_file()]
 
 
 def sha256(path: AnyPath) -> str:

@@ -304,8 +304,8 @@ def test_the_description_of_synthetic_data_has_the_vocabulary():
 
 
 def test_bytes_are_stored_with_a_tokenizer_and_synthetic_tokens_with_none(folder):
-    assert json.loads(opened(folder).tokenizer_json())["model"]["type"] == "BPE"
-    assert open_data(DataConfig(dataset_type="synthetic"), 300, 16).tokenizer_json() is None
+    assert json.loads(opened(folder).tokenizer.text)["model"]["type"] == "BPE"
+    assert open_data(DataConfig(dataset_type="synthetic"), 300, 16).tokenizer is None
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,16 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
-from raggedmoe.train.data import corpus
-from raggedmoe.train.data.corpus import byte_tokenizer_json, read_standard_library, read_text_files
+from raggedmoe.train.data import tokenizer as tokenizer_module
+from raggedmoe.train.data.corpus import read_standard_library, read_text_files
+from raggedmoe.train.data.tokenizer import BYTES, _split_text, load_tokenizer
 
 TEXT = "The first line of words\nand a second one, with_names;\n\n  indented 12\nlast" * 4
 
 
 def read(*paths, suffixes=(".txt", ".py"), tokenizer=None, vocab_size=512):
-    return read_text_files([str(path) for path in paths], suffixes, tokenizer and str(tokenizer), vocab_size)
+    made = BYTES if tokenizer is None else load_tokenizer(Path(tokenizer), vocab_size)
+    return read_text_files([str(path) for path in paths], suffixes, made)
 
 
 def written(folder, **contents):
@@ -130,8 +132,8 @@ def test_a_tokenizer_adds_no_special_token_and_neither_cuts_nor_pads(tmp_path, m
 
 @pytest.mark.parametrize(("part", "call"), [(1, 1), (30, 60), (50, 10**6)])
 def test_a_long_text_in_parts_has_the_tokens_of_the_whole(part, call, tmp_path, merging, tokenizer_file, monkeypatch):
-    monkeypatch.setattr(corpus, "_PART_CHARACTERS", part)
-    monkeypatch.setattr(corpus, "_CALL_CHARACTERS", call)
+    monkeypatch.setattr(tokenizer_module, "_PART_CHARACTERS", part)
+    monkeypatch.setattr(tokenizer_module, "_CALL_CHARACTERS", call)
     written(tmp_path, a_txt=TEXT.encode(), b_txt=b"one", c_txt=TEXT[::-1].encode())
     found = read(tmp_path, tokenizer=tokenizer_file)
     expected = [plain_tokens(merging, text) for text in (TEXT, "one", TEXT[::-1])]
@@ -140,14 +142,14 @@ def test_a_long_text_in_parts_has_the_tokens_of_the_whole(part, call, tmp_path, 
 
 def test_long_texts_are_cut_into_parts():
     text = "word\n" * 2**17
-    parts = list(corpus._split_text(text))
+    parts = list(_split_text(text))
     assert len(parts) > 1
     assert "".join(parts) == text
 
 
 def test_the_given_tokenizer_is_kept_word_for_word(tmp_path, tokenizer_file):
     written(tmp_path, a_txt=b"text")
-    assert read(tmp_path, tokenizer=tokenizer_file).tokenizer_json == tokenizer_file.read_text()
+    assert read(tmp_path, tokenizer=tokenizer_file).tokenizer.text == tokenizer_file.read_text()
 
 
 def test_tokens_of_a_vocabulary_above_65536_are_whole(tmp_path):
@@ -158,26 +160,7 @@ def test_tokens_of_a_vocabulary_above_65536_are_whole(tmp_path):
     written(tmp_path, a_txt=b"low high")
     found = read(tmp_path, tokenizer=tmp_path / "words.json", vocab_size=70_002)
     assert found.documents[0].tokens.tolist() == [3, 70_001]
-    assert found.vocab_size == 70_002
-
-
-@pytest.mark.parametrize(
-    "text", ["héllo\n\tdef", "", " two  spaces ", "\x00\x7f\u00ad\u0100 \U0001f600\r\n", "<s> ##a"]
-)
-def test_the_byte_tokenizer_gives_the_bytes_of_utf8_and_back(text):
-    tokenizer = Tokenizer.from_str(byte_tokenizer_json())
-    ids = tokenizer.encode(text).ids
-    assert ids == list(text.encode())
-    assert tokenizer.decode(ids) == text
-
-
-def test_the_byte_tokenizer_has_the_256_bytes_and_no_other_token():
-    assert sorted(Tokenizer.from_str(byte_tokenizer_json()).get_vocab().values()) == list(range(256))
-
-
-def test_the_byte_tokenizer_decodes_bytes_that_are_no_text():
-    tokenizer = Tokenizer.from_str(byte_tokenizer_json())
-    assert tokenizer.decode([ord("a"), 0xFF, ord("b")]) == "a\N{REPLACEMENT CHARACTER}b"
+    assert found.tokenizer.vocab_size == 70_002
 
 
 def test_a_path_that_does_not_exist_is_named(tmp_path):
@@ -253,7 +236,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, tokeni
 def test_a_tokenizer_that_just_fits_is_taken(tmp_path, tokenizer_file, merging):
     written(tmp_path, a_txt=b"text")
     size = merging.get_vocab_size()
-    assert read(tmp_path, tokenizer=tokenizer_file, vocab_size=size).vocab_size == size
+    assert read(tmp_path, tokenizer=tokenizer_file, vocab_size=size).tokenizer.vocab_size == size
 
 
 @pytest.mark.parametrize(

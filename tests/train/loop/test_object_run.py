@@ -19,7 +19,7 @@ from raggedmoe.launch import stop_signals
 from raggedmoe.storage import lease as leases
 from raggedmoe.storage.lease import Lease
 from raggedmoe.storage.trees import download, list_files, remove, upload
-from raggedmoe.train.data.corpus import byte_tokenizer_json
+from raggedmoe.train.data.tokenizer import byte_tokenizer_json
 from raggedmoe.train.loop import loop
 from raggedmoe.train.loop.log import RunLog
 from tests.train.runs import TINY, curve, lines, share_programs

@@ -8,6 +8,7 @@ import pytest
 
 from raggedmoe import interop
 from raggedmoe.interop import writing
+from raggedmoe.models.companions import Companions
 from raggedmoe.models.module import Decoder
 from raggedmoe.train.loop.run_folder import lock_folder, save_model, set_aside, set_aside_finished
 from tests.disk_calls import DiskCalls, record_kills
@@ -22,13 +23,14 @@ def content(folder):
 def models():
     """Two models of the same sizes."""
     first = interop.load(GOLDEN / "olmoe")
-    return first, Decoder(first.config, params={n: jnp.asarray(np.asarray(p) + 1) for n, p in first.params.items()})
+    params = {name: jnp.asarray(np.asarray(param) + 1) for name, param in first.params.items()}
+    return first, Decoder(first.config, params=params, companions=Companions(files={"tokenizer.json": b"{}"}))
 
 
 @pytest.fixture(scope="module")
 def whole(models, tmp_path_factory):
     """The files of each of them."""
-    return [content(save_model(tmp_path_factory.mktemp("whole"), model, "{}")) for model in models]
+    return [content(save_model(tmp_path_factory.mktemp("whole"), model)) for model in models]
 
 
 def names(folder):
@@ -42,10 +44,10 @@ def test_killed_at_any_call_a_whole_model_is_left_and_the_next_run_begins_with_i
     run = tmp_path / "run"
     run.mkdir()
     if has_older:
-        save_model(run, models[0], "{}")
+        save_model(run, models[0])
     with monkeypatch.context() as patch:
         cuts = record_kills(patch, run, tmp_path)
-        save_model(run, models[1], "{}")
+        save_model(run, models[1])
     assert len(cuts) > 8
     for cut in cuts:
         kept = [content(cut / name) for name in ("model", "model.new", "model.old") if (cut / name).exists()]
@@ -57,17 +59,17 @@ def test_killed_at_any_call_a_whole_model_is_left_and_the_next_run_begins_with_i
             with monkeypatch.context() as patch:
                 patch.setattr(writing, "write_file", lambda *_: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
-                    save_model(cut, models[1], "{}")
+                    save_model(cut, models[1])
             assert content(cut / "model") == before
-            save_model(cut, models[1], "{}")
+            save_model(cut, models[1])
         assert names(cut) == {"model"}
         assert content(cut / "model") == whole[1]
 
 
 def test_a_model_is_on_the_disk_before_it_takes_the_place_of_another(models, tmp_path, monkeypatch):
-    save_model(tmp_path, models[0], "{}")
+    save_model(tmp_path, models[0])
     calls = DiskCalls(monkeypatch)
-    save_model(tmp_path, models[1], "{}")
+    save_model(tmp_path, models[1])
     calls.check_named_safely(tmp_path / "model.new")
     calls.check_named_safely(tmp_path / "model")
 

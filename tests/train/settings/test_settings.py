@@ -136,7 +136,7 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
         (["eval_interval=-2"], "expected eval_interval >= 0, got -2"),
         (["sparse_matmul=true", "capacity_factor=1.25"], "the sparse matmul drops no token"),
         (["seed=123456789012345678901234567890"], r"expected 0 <= seed < 4294967296, got 1234567"),
-        (["base_output_directory=gs://bucket/runs"], "expected a place on this machine, got 'gs://bucket/runs'"),
+        (["base_output_directory=gs://bucket/runs"], "base_output_directory: gs://bucket/runs: expected s3://"),
         (["run_name=."], "expected a folder's name inside base_output_directory"),
         (["profiler=xplane", "steps=1"], "leaves nothing to trace"),
         (["aux_loss_weight=-1"], "expected aux_loss_weight >= 0, got -1.0"),

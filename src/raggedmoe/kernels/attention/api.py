@@ -152,8 +152,8 @@ def _backward(static, residuals, cotangents):
 
 
 def _gradients_value(static, operands, out, logsumexp, cotangent):
-    found = static.kernels.backward(operands, out, logsumexp, cotangent, scale=static.scale, window=static.window)
-    dquery, dkey, dvalue, dsinks = found
+    gradients = static.kernels.backward(operands, out, logsumexp, cotangent, scale=static.scale, window=static.window)
+    dquery, dkey, dvalue, dsinks = gradients
     return Operands(dquery, dkey, dvalue, None, None, dsinks)
 
 
@@ -162,14 +162,14 @@ def _gradients_forward(static, operands, out, logsumexp, cotangent):
 
 
 def _gradients_backward(static, residuals, cotangents):
-    """Derivatives of the gradients, hence of any order, are the reference's, which holds all scores at once."""
+    """Take derivatives of the gradients, hence of any order, from the reference, which holds all scores at once."""
     operands, cotangent = residuals
     floating = operands._replace(positions=None, segments=None)
 
     def gradients(floating, cotangent):
         whole = floating._replace(positions=operands.positions, segments=operands.segments)
-        found = reference.backward(whole, None, None, cotangent, scale=static.scale, window=static.window)
-        dquery, dkey, dvalue, dsinks = found
+        results = reference.backward(whole, None, None, cotangent, scale=static.scale, window=static.window)
+        dquery, dkey, dvalue, dsinks = results
         return Operands(dquery, dkey, dvalue, None, None, dsinks)
 
     doperands, dcotangent = jax.vjp(gradients, floating, cotangent)[1](cotangents)

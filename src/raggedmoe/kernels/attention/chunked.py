@@ -128,14 +128,14 @@ def _slots(operands: Operands) -> _Slots:
 
 
 def _by_head(operands: Operands):
-    """The sinks as ``[B M C P]``, in the accumulator's type."""
+    """Return the sinks as ``[B M C P]``, in the accumulator's type."""
     if operands.sinks is None:
         return None
     return operands.sinks.astype(accumulator(operands.query.dtype)).reshape(1, operands.key.shape[2], 1, -1)
 
 
 def _scores(chunk: _Queries, here: _Slots, scale, window):
-    """``[B M C P K]``, minus infinity where a query does not see a slot."""
+    """Compute the scores ``[B M C P K]``, minus infinity where a query does not see a slot."""
     segments = None if chunk.segments is None else (chunk.segments, here.segments)
     seen = visible(chunk.position, here.position, window, segments)
     scores = einsum("bmcph,bkmh->bmcpk", chunk.query, here.key) * scale
@@ -143,7 +143,7 @@ def _scores(chunk: _Queries, here: _Slots, scale, window):
 
 
 def _seen_chunks(position, num_slots, window):
-    """The first chunk of slots that any of the positions sees, and one past the last."""
+    """Return the first chunk of slots that any of the positions sees, and one past the last."""
     size = _sizes(num_slots)[1]
     last = jnp.minimum(position.max(), num_slots - 1)
     if window is None:
@@ -153,7 +153,7 @@ def _seen_chunks(position, num_slots, window):
 
 
 def _sizes(length: int) -> tuple[int, int]:
-    """How many chunks, and how long each: as even as can be, so that little is padding."""
+    """Return how many chunks there are, and how long each is: as even as can be, so that little is padding."""
     count = -(-length // (SHORT_CHUNK if length < SHORT else CHUNK))
     return count, -(-length // count)
 
@@ -166,19 +166,19 @@ def _pad(array, fill):
 
 
 def _in_chunks(array, fill):
-    """``[B S ...] -> [chunks, B C ...]``."""
+    """Cut ``[B S ...]`` into chunks ``[chunks, B C ...]``."""
     count, size = _sizes(array.shape[1])
     array = _pad(array, fill)
     return jnp.moveaxis(array.reshape(array.shape[0], count, size, *array.shape[2:]), 1, 0)
 
 
 def _query_chunks(array, fill):
-    """``[B S M P ...] -> [chunks, B M C P ...]``."""
+    """Cut ``[B S M P ...]`` into chunks with heads first, ``[chunks, B M C P ...]``."""
     return jnp.moveaxis(_in_chunks(array, fill), 3, 2)
 
 
 def _whole(chunks, operands: Operands):
-    """``[chunks, B M C P ...] -> [B S N ...]``."""
+    """Join the chunks ``[chunks, B M C P ...]`` of the queries to ``[B S N ...]``."""
     batch, length, heads, _ = operands.query.shape
     rows = jnp.moveaxis(chunks, (0, 3), (1, 2))
     return rows.reshape(batch, -1, heads, *chunks.shape[5:])[:, :length]

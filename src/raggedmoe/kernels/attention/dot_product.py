@@ -57,7 +57,7 @@ def backward(operands, out, logsumexp, cotangent, *, scale, window):
 
 
 def _scores(operands: Operands, scale, window):
-    """``[B M N/M S L]``, minus infinity where a query does not see a slot."""
+    """Compute the scores ``[B M N/M S L]``, minus infinity where a query does not see a slot."""
     key = operands.key
     slot = jnp.arange(key.shape[1], dtype=jnp.int32)
     segments = None if operands.segments is None else (operands.segments, operands.segments)

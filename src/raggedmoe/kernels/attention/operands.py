@@ -20,7 +20,7 @@ class Operands(NamedTuple):
     sinks: Float[Array, " N"] | None
 
     def query_positions(self) -> Int[Array, "#B S"]:
-        """Where the queries are; B is 1 where all sequences have the same."""
+        """Return the positions of the queries; B is 1 where all sequences have the same."""
         if self.positions is None:
             return jnp.arange(self.query.shape[1], dtype=jnp.int32)[None]
         return self.positions

@@ -28,7 +28,7 @@ def _make(
     segments: tuple[int, ...] | None = None,
     positions: tuple[int, ...] | None = None,
 ) -> Example:
-    """``segments``: how long each is. ``positions``: of each sequence's last query, the others before it."""
+    """Draw a call. ``segments``: the length of each. ``positions``: that of each sequence's last query."""
     slots, key_heads, value_width = slots or queries, key_heads or heads, value_width or width
     arrays: dict[str, Any] = {
         "query": normal(rng, (batch, queries, heads, width), dtype),

@@ -51,7 +51,7 @@ def backward(operands, out, logsumexp, cotangent, *, scale, window, interpret=Fa
 
 
 def _kernel(operands: Operands, window, interpret):
-    """The kernel for the mask, which computes whole blocks: later slots are hidden, so padding is too."""
+    """Make the kernel for the mask. It computes whole blocks: later slots are hidden, and so is padding."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     _, length, heads, _ = operands.query.shape
@@ -74,7 +74,7 @@ def _kernel(operands: Operands, window, interpret):
 
 
 def _inputs(operands: Operands, scale):
-    """Scaled queries, keys, values and segments as the kernel takes them, with the batch in front."""
+    """Return scaled queries, keys, values and segments as the kernel takes them, with the batch in front."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     query = (operands.query * scale).astype(operands.query.dtype)
@@ -86,7 +86,7 @@ def _inputs(operands: Operands, scale):
 
 
 def _heads_first(array):
-    """``[B S N ...] -> [B N S ...]``, padded to whole blocks."""
+    """Turn ``[B S N ...]`` into ``[B N S ...]``, padded to whole blocks."""
     return jnp.swapaxes(_pad(array), 1, 2)
 
 
@@ -96,7 +96,7 @@ def _pad(array):
 
 
 def _sizes(length: int) -> tuple[int, int]:
-    """The length in whole blocks, and the block: the largest that adds little padding."""
+    """Return the length in whole blocks, and the length of a block: the largest that adds little padding."""
     least = -(-length // BLOCKS[-1]) * BLOCKS[-1]
     for block in BLOCKS:
         padded = -(-length // block) * block

@@ -37,7 +37,7 @@ def backward(operands, out, logsumexp, cotangent, *, scale, window, backend="mos
 
 
 def _compile_target(hardware: Hardware | None):
-    """It refuses to be compiled on a machine without the chip, unless it is told that this is meant."""
+    """Let tokamax compile on a machine without the chip, which it refuses unless it is told that this is meant."""
     from tokamax._src import config
 
     return config.cross_compile(True) if hardware and hardware.platform == "tpu" else contextlib.nullcontext()

@@ -16,7 +16,7 @@ from raggedmoe.kernels.gradient import refuse_forward_mode, with_gradient
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
 from raggedmoe.kernels.placement import placement, pvary_alike
 from raggedmoe.kernels.registry import Call, Choice, Kernels, candidates, select_kernels
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known
 
 NAME = "expert_ffn"
 
@@ -111,8 +111,7 @@ def is_faster_than_split(rows: Any, wi_0: Any, activation: str, biases: bool, ha
 
 def check_activation(name: str) -> None:
     """Require the name of an activation."""
-    if name not in ACTIVATIONS:
-        raise unknown("activation", name, ACTIVATIONS)
+    check_known("activation", name, ACTIVATIONS)
 
 
 def _check(rows: Any, weights: ExpertWeights, group_sizes: Any, activation: str) -> None:
@@ -174,7 +173,7 @@ def _forward_keeping(static, rows, weights, bounds):
 
 
 def _backward_keeping(static, residuals, cotangents):
-    """Only the result has a cotangent: what is kept is used by gradients whose derivatives do without it."""
+    """Use the result's cotangent alone: what is kept enters gradients only, whose derivatives do without it."""
     return _backward(static, residuals, cotangents[0])
 
 
@@ -188,7 +187,7 @@ def _gradients_forward(static, rows, weights, bounds, kept, cotangent):
 
 
 def _gradients_backward(static, residuals, cotangents):
-    """Derivatives of the gradients, hence of any order, are the reference's."""
+    """Take derivatives of the gradients, hence of any order, from the reference."""
     rows, weights, bounds, kept, cotangent = residuals
 
     def gradients(rows, weights, cotangent):

@@ -37,7 +37,7 @@ def forward(matmul, rows, weights, bounds, activation):
 
 
 def forward_keeping(matmul, rows, weights, bounds, activation):
-    """Like `forward`, but also returns the activation's arguments, in the type of the rows."""
+    """Compute what `forward` does, and return the activation's arguments too, in the type of the rows."""
     sums = KeptSums(*up_projections(matmul, rows, weights, bounds))
     return project_down(matmul, sums, rows, weights, bounds, activation), jax.tree.map(
         lambda s: s.astype(rows.dtype), sums

@@ -81,7 +81,7 @@ def tiles_for(call: Call, hardware: Hardware) -> FfnTiles | None:
 
 
 def _hidden_parts(num_hidden: int, most: int, unit: int) -> Iterator[int]:
-    """Sizes of a part of F, best first: multiples of the MXU's width that leave little of the last part unused."""
+    """Yield sizes of a part of F, best first: multiples of the MXU's width that leave little of the last one unused."""
     most = max(most, unit)
     while most >= LANES:
         if num_hidden <= most:
@@ -170,7 +170,7 @@ def _matmuls_why_not(call: Call, hardware: Hardware) -> str | None:
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """Cost caveat shown by `explain`."""
+    """Return the cost caveat that `explain` shows."""
     num_rows, pack = call.arrays["rows"].shape[0], 32 // call.arrays["rows"].dtype.itemsize
     if num_rows % pack:
         return f"the rows and the result are copied: {num_rows} is no multiple of {pack}"

@@ -29,7 +29,7 @@ from raggedmoe.kernels.placement import pvary_alike, result
 
 
 def _gelu(gate, up):
-    """As in `ACTIVATIONS`, by erf: jax.nn writes it by erfc, which Mosaic does not have."""
+    """Compute gelu as `ACTIVATIONS` does, but by erf: jax.nn writes it by erfc, which Mosaic does not have."""
     hidden = 0.5 * gate * (1 + lax.erf(gate * 0.5**0.5))
     return hidden if up is None else hidden * up
 
@@ -39,7 +39,7 @@ WITHOUT_TRANSCENDENTALS = ("relu2",)  # the others take one of each hidden numbe
 
 
 def forward(rows, weights, bounds, *, activation, tiles, vmem_limit):
-    """Up, activation and down of each group's rows; the other rows are zero. ``bounds[0]`` is 0."""
+    """Compute up, activation and down of each group's rows; the other rows are zero. ``bounds[0]`` is 0."""
     num_rows = rows.shape[0]
     spare = -num_rows % tiles.pack
     if not spare:
@@ -49,7 +49,7 @@ def forward(rows, weights, bounds, *, activation, tiles, vmem_limit):
 
 
 def row_tiles(bounds, num_rows, tiles):
-    """The group and the first row of each tile, and where each core's tiles start: ``ranges[core]`` to the next.
+    """Return the group and the first row of each tile, and where each core's tiles start: ``ranges[core]`` to the next.
 
     Tile t writes the rows from ``first[t]`` to ``first[t + 1]``; its group may also own some of the pack that follows.
     There is a tile even if no group has rows, so that the kernel runs and zeroes the result.
@@ -109,7 +109,7 @@ def _call(rows, weights, bounds, activation, tiles, vmem_limit):
 
 
 def _cost(rows, weights, activation, tiles):
-    """The cost of a call whose rows all belong to groups, as many to each."""
+    """Estimate the cost of a call whose rows all belong to groups, as many to each."""
     num_rows, width = rows.shape
     num_groups, num_hidden, _ = weights.wi_0.shape
     matrices = 2 if weights.wi_1 is None else 3
@@ -124,7 +124,7 @@ def _cost(rows, weights, activation, tiles):
 
 
 def _weight_specs(weights, tiles, parts):
-    """One part of the tile's group at a time; Pallas copies the next while this one is used."""
+    """Specify one part of the tile's group at a time; Pallas copies the next while this one is used."""
     width = weights.wi_0.shape[2]
 
     def place(core, turn, part, group, first, bounds, ranges):
@@ -269,7 +269,7 @@ class _Copies(NamedTuple):
 
 
 def _step(tiles):
-    """How many rows are copied, cleared or finished in one turn of a loop."""
+    """Return how many rows are copied, cleared or finished in one turn of a loop."""
     return math.gcd(tiles.rows, 4 * tiles.pack)
 
 
@@ -313,7 +313,7 @@ class _Compute(NamedTuple):
             pl.when(self.part == parts - 1)(functools.partial(self._for_each_step, self._finish))
 
     def _for_each_chunk(self):
-        """The tile's rows in the largest chunks, and the rest in the smallest chunk that holds it."""
+        """Compute the tile's rows in the largest chunks, and the rest in the smallest chunk that holds it."""
         largest, *smaller = self.tiles.chunks
         rest = lax.rem(self.tile.end, largest)
         one_more = rest > max(smaller, default=0)
@@ -328,7 +328,7 @@ class _Compute(NamedTuple):
             pl.when((rest > fewer) & (rest <= size))(functools.partial(self._chunk, position, size))
 
     def _chunk(self, position, size):
-        """Up, activation and down of some rows, for this part of F."""
+        """Compute up, activation and down of some rows, for this part of F."""
         weights, biases = self.weights, self.weights.biases
         x = self.slots[self.tile.slot, pl.ds(position, size)]
         gate = self._dot(x, weights.wi_0[...], 1)
@@ -359,7 +359,7 @@ class _Compute(NamedTuple):
             self._store(position, size, columns, self.sums[pl.ds(position, size), columns])
 
     def _store(self, position, size, columns, values):
-        """The result takes the place of the rows that it was made from."""
+        """Store the result in the place of the rows that it was made from."""
         row = position + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
         keep = (row >= self.tile.begin) & (row < self.tile.end)
         self.slots[self.tile.slot, pl.ds(position, size), columns] = jnp.where(keep, values, 0).astype(self.slots.dtype)

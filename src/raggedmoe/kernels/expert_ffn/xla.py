@@ -12,7 +12,7 @@ from raggedmoe.kernels.registry import Call, Implementation
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """Cost caveat shown by `explain`."""
+    """Return the cost caveat that `explain` shows."""
     unfused = "three ragged dots, not fused: the hidden rows go through memory"
     return "; ".join(filter(None, (masked_dot.note(call, hardware), unfused, FINITE_COPY)))
 

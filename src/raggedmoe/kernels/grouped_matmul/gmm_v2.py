@@ -34,8 +34,10 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype, hardware):
 
 
 def _tiles_with_room(dims, lhs, rhs, vmem_limit, fused_activation):
-    """Its own tiles, with room in VMEM for what it leaves out of its count: at R 16384, I 7168, O 2048, G 64 transposed
-    the compiler wants 118.6 MiB on a v6e, where its count is within the limit of 115.2."""
+    """Have gmm_v2 choose its tiles for less VMEM than there is, as its count leaves something out.
+
+    At R 16384, I 7168, O 2048, G 64 transposed the compiler wants 118.6 MiB on a v6e, and gmm_v2 counts 115.2 at most.
+    """
     from tokamax._src.ops.gmm_v2.gmm_v2 import calculate_tiling
 
     return calculate_tiling(dims, lhs, rhs, vmem_limit * 15 // 16, fused_activation)

@@ -84,7 +84,7 @@ def _pad(problem: Problem) -> Problem:
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """Cost caveat shown by `explain`."""
+    """Return the cost caveat that `explain` shows."""
     notes = []
     for problem in _problems(call):
         if problem.num_rows % packed_rows(problem):

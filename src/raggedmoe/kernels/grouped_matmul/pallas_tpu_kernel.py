@@ -70,7 +70,7 @@ class _Copies(NamedTuple):
 
 
 def grouped_matmul(lhs, rhs, bounds, *, tiles: Tiles, transpose_rhs: bool, out_dtype):
-    """``[R I], [G I O] or [G O I], [G+1] -> [R O]``; R is a multiple of ``tiles.cut.packed``, O of ``tiles.out``."""
+    """Multiply ``[R I]`` by ``[G I O]`` or ``[G O I]``; R is a multiple of ``tiles.cut.packed``, O of ``tiles.out``."""
     bounds, lhs, rhs = pvary_alike(bounds, lhs, rhs)
     num_rows, inner = lhs.shape
     num_groups, out_dim = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]

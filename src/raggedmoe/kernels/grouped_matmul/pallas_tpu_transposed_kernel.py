@@ -43,7 +43,7 @@ class _Buffers(NamedTuple):
 
 
 def transposed_matmul(lhs, rhs, bounds, *, tiles: TransposedTiles):
-    """``[R I], [R O], [G+1] -> [G I O]``; R is a multiple of the packed rows, I and O of the tile's."""
+    """Multiply ``[R I]`` and ``[R O]`` to ``[G I O]``; R is a multiple of the packed rows, I and O of the tile's."""
     bounds, lhs, rhs = pvary_alike(bounds, lhs, rhs)
     (num_rows, inner), out_dim = lhs.shape, rhs.shape[1]
     num_groups = bounds.shape[0] - 1
@@ -141,7 +141,7 @@ def _zero_others(slot, front, read, valid, buffers: _Buffers, tiles: TransposedT
     size = jnp.maximum(round_up(read, tiles.cut.step), tiles.cut.sizes[0])
 
     def keep(block, first, end):
-        """The rows of one block that are in ``[first, end)``; the others are zero."""
+        """Keep the rows of one block that are in ``[first, end)``; set the others to zero."""
         start = pl.multiple_of(block * packed, packed)
         for buffer in (buffers.lhs, buffers.rhs):
             rows = buffer.at[slot, pl.ds(start, packed)]
@@ -175,7 +175,7 @@ def _straight_code(slot, out_slot, first, buffers: _Buffers, tiles: TransposedTi
 
 
 def _write_zeros(bounds, out, buffers: _Buffers):
-    """The results of groups without rows."""
+    """Write the results of groups without rows, zeros."""
     num_groups = bounds.shape[0] - 1
 
     def count(group, empty):

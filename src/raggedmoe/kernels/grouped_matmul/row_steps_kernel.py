@@ -31,7 +31,7 @@ class Steps(NamedTuple):
 
 
 def list_in_smem(num_rows: int, num_groups: int, cut: RowSteps) -> list:
-    """The SMEM of the list."""
+    """Describe the SMEM buffers that hold the list, in the order of the fields of `Steps`."""
     most = num_rows // (cut.rows // 2) + num_groups + SLOTS + 2
     return [*[pltpu.SMEM((most,), jnp.int32)] * 6, pltpu.SMEM((num_groups + 1,), jnp.int32)]
 
@@ -81,7 +81,7 @@ def list_steps(bounds, steps: Steps, cut: RowSteps):
 
 
 def step_size(rest, cut: RowSteps):
-    """The size of the next step of a group with that many rows left.
+    """Choose the size of the next step of a group with that many rows left.
 
     Between one and one and a half full steps are halved: pushing a matrix into the MXU takes as long as 128 rows of
     work, so that two halves are cheaper than a full step and a small one.

@@ -59,7 +59,7 @@ def why_not(call: Call, hardware: Hardware) -> str | None:
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """Cost caveat shown by `explain`."""
+    """Return the cost caveat that `explain` shows."""
     if hardware.platform == "gpu" and call.options["transpose_rhs"] == (call.direction == FORWARD):
         return "its Triton kernel transposes the matrices in memory first"
     return None

@@ -57,7 +57,7 @@ def _finite(array):
 
 
 def _spoilt_columns(rows, group, num_groups):
-    """``[G columns]``: whether a row of the group holds something there that is not finite."""
+    """Mark, ``[G columns]``, where a row of the group holds something that is not finite."""
     none = pvary_like(jnp.zeros((num_groups, rows.shape[1]), bool), rows, group)
     return none.at[group].max(~jnp.isfinite(rows), indices_are_sorted=True)
 
@@ -92,7 +92,7 @@ def _ragged_dot(lhs, rhs, bounds, numbers):
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """Cost caveat shown by `explain`."""
+    """Return the cost caveat that `explain` shows."""
     rolls = "group_offset costs two rolls of the rows" if call.options["group_offset"] else None
     return "; ".join(filter(None, (masked_dot.note(call, hardware), FINITE_COPY, rolls)))
 

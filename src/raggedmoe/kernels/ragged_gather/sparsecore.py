@@ -30,7 +30,7 @@ def backward(x, indices, start, end, weights, inverse, cotangent, *, hardware):
 
 
 def note(call: Call) -> str:
-    """Cost caveat shown by `explain`, for a call whose gradient is not XLA's."""
+    """Return the cost caveat that `explain` shows, for a call whose gradient is not XLA's."""
     if call.direction == BACKWARD:
         return "all R rows of the cotangent, valid or not, are first rewritten as 32-bit words"
     return "x is first rewritten as 32-bit words; the rest of the cost grows with the valid rows"

@@ -61,12 +61,12 @@ def gather(x, indices, start, end, weights, *, hardware: Hardware):
 
 
 def _memory(layout: RowLayout) -> int:
-    """Words of the large buffers: rows that come, and tiles that leave, two of each."""
+    """Count the words of the large buffers: rows that come, and tiles that leave, two of each."""
     return 2 * TILE_ROWS * layout.pitch + 2 * layout.tile_rows * layout.columns
 
 
 def gather_program(subcore, *buffers, layout: RowLayout, num_tokens: int, num_tiles: int, weighted: bool) -> None:
-    """The valid tiles are divided among the subcores evenly; so are the others, which are only filled with zeros."""
+    """Gather one subcore's even share of the valid tiles, and fill its share of the others with zeros."""
     operands, (out, rows, tiles, fetched, pushed, bounds_buffer, row_at, *row_weight) = (
         buffers[: 3 + weighted],
         buffers[3 + weighted :],
@@ -93,7 +93,7 @@ def gather_program(subcore, *buffers, layout: RowLayout, num_tokens: int, num_ti
         move_tiles(tile, num_here)
 
     def point_to_words(first_row, at):
-        """Where in the table each row begins; those that are not wanted, at zeros, and their weight is zero too."""
+        """Find where in the table each row begins; unwanted ones begin at its zeros, and their weight is zero too."""
         row = first_row + at + subcore.lane_numbers()
         index = subcore.load(row_at, at)
         wanted = (row >= start) & (row < end) & (index >= 0) & (index < num_tokens)
@@ -104,7 +104,7 @@ def gather_program(subcore, *buffers, layout: RowLayout, num_tokens: int, num_ti
             subcore.store(row_weight[0], subcore.where(wanted, weight, subcore.full(0, jnp.float32)), at)
 
     def move_tiles(first, num_here):
-        """One chunk of one tile a step; the next one's rows come while this one is woven and the last one leaves."""
+        """Move a chunk of a tile in each step; the next one's rows come while this one is woven and the last leaves."""
         num_steps = num_here * layout.chunks
         tile_words = TILE_ROWS * layout.pitch
 
@@ -142,7 +142,7 @@ def gather_program(subcore, *buffers, layout: RowLayout, num_tokens: int, num_ti
 
 
 def weave(subcore, rows, first, tiles, slot, factors, layout: RowLayout) -> None:
-    """Eight rows of words that begin at ``first``, times their factors, as one chunk of a tile."""
+    """Weave eight rows of words that begin at ``first``, times their factors, into one chunk of a tile."""
 
     def row_vector(row, at):
         return subcore.load(rows, first + row * layout.pitch + at)

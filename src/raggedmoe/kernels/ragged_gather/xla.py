@@ -44,7 +44,7 @@ def backward(x, indices, start, end, weights, inverse, cotangent):
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """Cost caveat shown by `explain`."""
+    """Return the cost caveat that `explain` shows."""
     if call.direction == BACKWARD and "inverse" not in call.arrays:
         return "no inverse given: the gradient is a scatter-add"
     return "cost grows with the buffer, not with its valid rows"

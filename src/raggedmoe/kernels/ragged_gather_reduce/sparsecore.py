@@ -32,7 +32,7 @@ def backward(rows, indices, start, end, weights, inverse, cotangent, *, hardware
 
 
 def note(call: Call) -> str:
-    """Cost caveat shown by `explain`, for a call whose gradient is not XLA's."""
+    """Return the cost caveat that `explain` shows, for a call whose gradient is not XLA's."""
     if call.direction == BACKWARD and "weights" not in call.arrays:
         return "the cotangent is first rewritten as 32-bit words; the rest of the cost grows with the valid rows"
     return "all R rows, valid or not, are first rewritten as 32-bit words; the rest grows with the valid slots"

@@ -77,13 +77,13 @@ def gather_reduce(rows, indices, start, end, weights, *, hardware: Hardware):
 
 
 def _memory(layout: RowLayout) -> int:
-    """Words of the large buffers: pairs of rows in flight, accumulators, one tile."""
+    """Count the words of the large buffers: pairs of rows in flight, accumulators, one tile."""
     accumulators = TILE_ROWS * layout.packing * layout.pitch
     return 2 * PAIRS_IN_FLIGHT * layout.pitch + accumulators + layout.tile_rows * layout.columns
 
 
 def reduce_program(subcore, *buffers, layout: RowLayout, zero_row: int, sizes, slots, weighted: bool) -> None:
-    """Blocks of tiles go round the subcores; a tile is pushed while the next one is summed."""
+    """Sum this subcore's blocks of tiles, which go round the subcores; a tile leaves while the next one is summed."""
     num_tiles, num_blocks, block_tiles = sizes
     num_slots, padded_slots, listed = slots
     operands, (out, rows, sums, tile, fetched, pushed, bounds_buffer, slot_index, *lists) = (
@@ -168,7 +168,7 @@ def reduce_program(subcore, *buffers, layout: RowLayout, zero_row: int, sizes, s
         num_here = subcore.minimum(num_tiles - block * block_tiles, block_tiles)
 
         def one_chunk(step):
-            """A part of the slots of a chunk: all parts of the first chunk, then all of the second."""
+            """Sum a part of the slots of a chunk: all parts of the first chunk, then all of the second."""
             num_parts = padded_slots // listed
             part = step % num_parts
             subcore.fold(0, block_tiles * TILE_ROWS, functools.partial(list_token, part), 0)
@@ -205,7 +205,7 @@ def add_rows(subcore, rows, first, sums, token, factors, layout: RowLayout) -> N
 
 
 def round_sums(subcore, sums, tile, layout: RowLayout) -> None:
-    """The sums of eight tokens as one chunk of a tile, and zeros in their place."""
+    """Round the sums of eight tokens to one chunk of a tile, and leave zeros in their place."""
 
     def taken(token, half, at):
         place = (token * layout.packing + half) * layout.pitch + at

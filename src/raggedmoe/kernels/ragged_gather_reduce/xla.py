@@ -69,7 +69,7 @@ def row_dots(rows, indices, valid, cotangent):
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
-    """Cost caveat shown by `explain`."""
+    """Return the cost caveat that `explain` shows."""
     if call.direction == BACKWARD and "inverse" not in call.arrays:
         return "no inverse given: the gradient is a scatter-add"
     return "cost grows with all T·K slots, not with the valid rows"

@@ -14,7 +14,7 @@ from raggedmoe.moe.dispatch.strategy import may_drop
 from raggedmoe.moe.execution import ACROSS_RANKS, TAKES_RANKS
 from raggedmoe.moe.records import RouteMetadata, RouteOutput, StageSettings
 from raggedmoe.sharding.axes import EXPERT, HIDDEN_TENSOR, TENSOR, TOKEN_AXES
-from raggedmoe.sharding.stage import ACTIVATIONS, PER_DEVICE, REPLICATED, TOKENS, stage
+from raggedmoe.sharding.stage import PER_DEVICE, REPLICATED, TOKENS, TOKENS_AND_WIDTH, stage
 
 STRATEGIES = {"local": local, "capacity": capacity, "dense": dense, "ring": ring, "all_to_all": all_to_all}
 
@@ -35,7 +35,7 @@ def prepare(
     return offset_into_stacked_experts(metadata, first_expert, num_stacked), dropped
 
 
-@stage(x=ACTIVATIONS, routing=TOKENS, metadata=TOKENS, result=PER_DEVICE)
+@stage(x=TOKENS_AND_WIDTH, routing=TOKENS, metadata=TOKENS, result=PER_DEVICE)
 def dispatch(
     x: Float[Array, "T D"],
     routing: RouteOutput,
@@ -51,7 +51,7 @@ def dispatch(
     return _strategy(settings).dispatch(x, routing.slice_tokens(tokens), metadata, settings)
 
 
-@stage(rows=PER_DEVICE, routing=TOKENS, metadata=TOKENS, result=ACTIVATIONS)
+@stage(rows=PER_DEVICE, routing=TOKENS, metadata=TOKENS, result=TOKENS_AND_WIDTH)
 def unpermute(
     rows: Float[Array, "R columns"],
     routing: RouteOutput,
@@ -73,7 +73,7 @@ def _strategy(settings: StageSettings) -> Any:
 def offset_into_stacked_experts(
     metadata: RouteMetadata, first_expert: Int[Array, ""] | None, num_stacked: int
 ) -> RouteMetadata:
-    """The rows' groups among the experts of all layers: those of the other layers have no rows, and cost nothing."""
+    """Place the rows' groups among the experts of all layers; those of other layers have no rows, and cost nothing."""
     if first_expert is None:
         return metadata
     if metadata.group_sizes is None:

@@ -68,7 +68,6 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
             ),
             grouped=grouped,
             ungrouped=ungrouped,
-            num_received=kept[:, rank].sum(dtype=jnp.int32),
         ),
     )
 
@@ -76,23 +75,23 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
 def dispatch(
     x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "R D"]:
-    """Each token's rows, sent to their experts and put in their order there."""
+    """Send each token's rows to the ranks of their experts, and put them into the order of the experts there."""
     exchange = metadata.exchange
     assert exchange is not None
     assert routing.experts is not None
     rows, buffer = gather_rows(x, metadata, settings), receive_rows(settings, *routing.experts.shape)
     received = _exchange(rows, exchange.moves, buffer, routing.experts, settings)
-    return _reorder(received, exchange.grouped, exchange.ungrouped, exchange.num_received, settings)
+    return _reorder(received, exchange.grouped, exchange.ungrouped, exchange.moves, settings)
 
 
 def unpermute(
     rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "T D"]:
-    """The rows sent back to their tokens, and each token's weighted sum."""
+    """Send the rows back to the ranks of their tokens, and add up each token's, weighted."""
     exchange = metadata.exchange
     assert exchange is not None
     assert routing.experts is not None
-    rows = _reorder(rows, exchange.ungrouped, exchange.grouped, exchange.num_received, settings)
+    rows = _reorder(rows, exchange.ungrouped, exchange.grouped, exchange.moves, settings)
     back = _exchange(rows, reverse_moves(exchange.moves), routing.experts.size, routing.experts, settings)
     return combine_rows(back, metadata, settings)
 
@@ -100,7 +99,7 @@ def unpermute(
 def _exchange(
     rows: Float[Array, "R D"], moves: Moves, num_rows: int, experts: Int[Array, "T K"], settings: StageSettings
 ) -> Float[Array, "N D"]:
-    """What this rank receives, in a buffer of ``num_rows``."""
+    """Send the rows to other ranks, and return those that this rank receives, in a buffer of ``num_rows``."""
     ragged = target_hardware(settings.execution.hardware).platform != "cpu"  # XLA has no ragged all-to-all there
     return exchange_rows(
         rows, moves, num_rows, most_rows(settings, *experts.shape), settings.on_mesh.axes(EXPERT), ragged
@@ -111,16 +110,16 @@ def _reorder(
     rows: Float[Array, "R D"],
     indices: Int[Array, " R"],
     inverse: Int[Array, " R"],
-    num_rows: Int[Array, "*one"],
+    moves: Moves,
     settings: StageSettings,
 ) -> Float[Array, "R D"]:
-    """Put the rows into the order of the indices."""
+    """Put the rows that this rank received into the order of the indices."""
     if num_held(settings) == 1:  # rows of one expert are in order as they come
         return rows
     return ragged_gather(
         rows,
         indices,
-        end=num_rows.squeeze(),
+        end=moves.received.sum(dtype=jnp.int32),
         inverse=inverse[:, None],
         implementation=settings.execution.kernel_choice.ragged_gather,
         hardware=settings.execution.hardware,
@@ -130,7 +129,7 @@ def _reorder(
 def _order_by_expert(
     sizes: Int[Array, "P G"], arrives_at: Int[Array, " P"], buffer: int
 ) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
-    """The permutation from the order of arrival (by rank, then expert) to that of experts, and the one back.
+    """Return the permutation from the order of arrival (by rank, then expert) to that of experts, and its inverse.
 
     ``sizes``: the rows of each block. Rows without a place are sent out of range.
     """
@@ -146,5 +145,5 @@ def _order_by_expert(
 
 
 def _firsts(sizes: jax.Array, axis: int) -> jax.Array:
-    """Where each block begins when blocks follow each other along an axis."""
+    """Return where each block begins when blocks follow each other along an axis."""
     return (jnp.cumsum(sizes, axis=axis) - sizes).astype(jnp.int32)

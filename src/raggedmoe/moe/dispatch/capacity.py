@@ -20,7 +20,7 @@ from raggedmoe.sharding.axes import EXPERT
 
 
 def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
-    """A row for every slot of every expert, and which of them stand for a token's choice."""
+    """Make a row for every slot of every expert, and mark those that stand for a token's choice."""
     if routing.tokens is not None:
         metadata = prepare_expert_choice(routing)
     else:
@@ -34,14 +34,14 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
 def dispatch(
     x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "R D"]:
-    """The slots' tokens, sent to the slots' experts."""
+    """Gather the token of every slot, and send it to the slot's expert."""
     return to_experts(gather_rows(x, metadata, settings), settings)
 
 
 def unpermute(
     rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "T D"]:
-    """The slots sent back, and each token's weighted sum of its own."""
+    """Send the slots' rows back, and add up each token's, weighted."""
     rows = from_experts(rows, settings)
     if routing.tokens is None:
         return combine_rows(rows, metadata, settings)
@@ -50,7 +50,7 @@ def unpermute(
 
 
 def to_experts(rows: jax.Array, settings: StageSettings) -> jax.Array:
-    """What there is of every slot, sent to the slot's expert: there by expert, then by the rank that it is from."""
+    """Send every slot's row to the rank of its expert; there, rows lie by expert, then by the rank they are from."""
     if settings.on_mesh.size(EXPERT) == 1:
         return rows
     parts = rows.reshape(settings.on_mesh.size(EXPERT), num_held(settings), -1, *rows.shape[1:])
@@ -59,7 +59,7 @@ def to_experts(rows: jax.Array, settings: StageSettings) -> jax.Array:
 
 
 def from_experts(rows: jax.Array, settings: StageSettings) -> jax.Array:
-    """What there is of every slot, sent back to the rank that `to_experts` had it from."""
+    """Send every slot's row back to the rank that `to_experts` had it from."""
     if settings.on_mesh.size(EXPERT) == 1:
         return rows
     parts = rows.reshape(num_held(settings), settings.on_mesh.size(EXPERT), -1, *rows.shape[1:]).swapaxes(0, 1)
@@ -100,7 +100,7 @@ def prepare_token_choice(routing: RouteOutput, num_experts: int, capacity: int, 
 
 
 def prepare_expert_choice(routing: RouteOutput) -> RouteMetadata:
-    """The rows are the experts' own choices; dropped are the tokens that no expert took."""
+    """Make a row for every choice of an expert, and count the tokens that no expert took as dropped."""
     assert routing.tokens is not None
     tokens = routing.tokens.reshape(-1).astype(jnp.int32)
     taken = jnp.zeros(routing.mask.shape, bool).at[tokens].set(True, mode="drop")
@@ -119,7 +119,7 @@ def prepare_expert_choice(routing: RouteOutput) -> RouteMetadata:
 def add_to_tokens(
     rows: Float[Array, "R D"], tokens: Int[Array, " R"], weights: Float[Array, " R"] | None, num_tokens: int
 ) -> Float[Array, "T D"]:
-    """Every row, weighted, added to its token: the combine of expert choice, where a token has any number of rows."""
+    """Add every row, weighted, to its token: the combine of expert choice, where a token has any number of rows."""
     wide = accumulator(rows.dtype)
     # Empty slots compute something from a zero row (biases): masked, not only dropped, for the weights' gradient.
     present = (tokens < num_tokens)[:, None]

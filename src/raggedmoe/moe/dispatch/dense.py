@@ -14,7 +14,7 @@ from raggedmoe.sharding.axes import EXPERT
 
 
 def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
-    """Row ``g·T + t`` is token t, of all ranks, at expert g of those held here."""
+    """Make row ``g·T + t`` for token t, of the tokens of all ranks, and expert g of those held here."""
     assert routing.experts is not None
     axes, held = settings.on_mesh.axes(EXPERT), num_held(settings)
     experts = lax.all_gather(routing.experts, axes, tiled=True)
@@ -52,7 +52,7 @@ def dispatch(
 def unpermute(
     rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "T D"]:
-    """Each token's weighted sum over its own experts."""
+    """Add up what its own experts made of each token, weighted."""
     weights, chosen = weights_of_rows(metadata, rows), metadata.used
     assert chosen is not None
     wide = accumulator(rows.dtype)
@@ -69,7 +69,7 @@ def unpermute(
 
 
 def weights_of_rows(metadata: RouteMetadata, like: Float[Array, "_ _"]) -> Float[Array, " R"]:
-    """The weight of every row; zero where its token did not choose its expert."""
+    """Return the weight of every row; zero where its token did not choose its expert."""
     weights = pvary_like(metadata.weights, like)  # backward, summed for T·K slots, not for R rows
     nothing = pvary_like(jnp.zeros(metadata.token_of_row.shape, weights.dtype), weights)
     return nothing.at[metadata.row_of_slot].add(weights, mode="drop")

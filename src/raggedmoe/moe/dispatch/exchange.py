@@ -15,7 +15,7 @@ from raggedmoe.moe.records import Moves
 
 
 def reverse_moves(moves: Moves) -> Moves:
-    """The moves that bring every row back to where it was."""
+    """Return the moves that bring every row back to where it was."""
     return Moves(
         sent=moves.received,
         sent_from=moves.received_at,
@@ -30,7 +30,7 @@ def reverse_moves(moves: Moves) -> Moves:
 def exchange_rows(
     rows: Float[Array, "R D"], moves: Moves, num_rows: int, most: int, axes: tuple[str, ...], ragged: bool
 ) -> Float[Array, "N D"]:
-    """What this rank receives, in a buffer of ``num_rows``; rows that nobody sent are zero.
+    """Send rows to other ranks, and return what this rank receives in a buffer of ``num_rows``, zero where nobody sent.
 
     ``most``: the rows that one rank can send to another. ``ragged``: by `jax.lax.ragged_all_to_all`, which sends just
     the rows there are; otherwise, for platforms without it, by an all-to-all of equal parts.
@@ -71,6 +71,6 @@ def _upto(number: int) -> Int[Array, "1 N"]:
 
 
 def _take_rows(rows: Float[Array, "R D"], indices: Int[Array, "..."], valid: jax.Array) -> Float[Array, "... D"]:
-    """Rows by their numbers; zero where not valid."""
+    """Take rows by their numbers; zero where not valid."""
     taken = jnp.take(rows, jnp.where(valid, indices, 0), axis=0, mode="clip")
     return jnp.where(valid[..., None], taken, 0)

@@ -9,7 +9,7 @@ from raggedmoe.moe.records import RouteMetadata, RouteOutput, StageSettings
 
 
 def sort_slots(groups: Int[Array, "T K"], num_groups: int) -> tuple[Int[Array, " T*K"], Int[Array, "T K"]]:
-    """The slots in the order of their groups, ties in the order of the slots, and each slot's place in it.
+    """Sort the slots by their groups, ties by the slots' numbers; return that order, and each slot's place in it.
 
     A slot of group ``num_groups`` is nowhere. Where a group and a slot fit in one number, one array is sorted, not two.
     """
@@ -43,12 +43,12 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
 def dispatch(
     x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "R D"]:
-    """A row for each of a token's choices."""
+    """Copy each token into a row for each of its choices."""
     return gather_rows(x, metadata, settings)
 
 
 def unpermute(
     rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "T D"]:
-    """Each token's weighted sum of its rows."""
+    """Add up the rows of each token, weighted."""
     return combine_rows(rows, metadata, settings)

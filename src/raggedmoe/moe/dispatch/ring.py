@@ -50,13 +50,13 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
 def dispatch(
     x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "R D"]:
-    """The rows of the experts held here, from the tokens of all ranks."""
+    """Gather the rows of the experts held here from the tokens of all ranks."""
     return gather_rows(lax.all_gather(x, settings.on_mesh.axes(EXPERT), tiled=True), metadata, settings)
 
 
 def unpermute(
     rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "T D"]:
-    """What the experts held here add to every token, summed over the ranks."""
+    """Add up the rows of each token, weighted, over the experts held here and then over the ranks."""
     # Each rank's sums are rounded to the rows' type before they meet, as all that crosses the wire is.
     return lax.psum_scatter(combine_rows(rows, metadata, settings), settings.on_mesh.axes(EXPERT), tiled=True)

@@ -18,36 +18,38 @@ from raggedmoe.sharding.axes import EXPERT
 
 
 def may_drop(settings: StageSettings) -> bool:
-    """Whether a slot may be dropped; otherwise nobody has to ask the other ranks."""
+    """Tell whether a slot may be dropped; otherwise nobody has to ask the other ranks."""
     return settings.config.capacity_factor is not None or settings.execution.ragged_buffer_factor is not None
 
 
 def weighs_input(settings: StageSettings) -> bool:
-    """Whether the weights multiply the rows on the way in, not on the way out."""
+    """Tell whether the weights multiply the rows on the way in, not on the way out."""
     return settings.config.router.weigh == "input"
 
 
 def most_rows(settings: StageSettings, num_tokens: int, per_token: int) -> int:
-    """Rows that one rank can have for another: every token chooses as many experts there as it can."""
+    """Count the rows that one rank can have for another: every token chooses as many experts there as it can."""
     return num_tokens * min(per_token, num_held(settings))
 
 
 def receive_rows(settings: StageSettings, num_tokens: int, per_token: int) -> int:
-    """Rows of the receive buffer, for so many tokens on each rank."""
+    """Count the rows of the receive buffer, for so many tokens on each rank."""
     num_ranks, factor = settings.on_mesh.size(EXPERT), settings.execution.ragged_buffer_factor
     return buffer_rows(num_tokens, per_token, num_held(settings), num_ranks, factor)
 
 
 def buffer_rows(num_tokens: int, per_token: int, held: int, num_ranks: int, factor: float | None) -> int:
-    """Rows that a rank with so many experts has room for: in the worst case each token chooses as many of them as it
-    can; with a factor, that multiple of a balanced share, rounded down.
+    """Count the rows that a rank with so many experts has room for.
+
+    They are those of the worst case, in which each token chooses as many of its experts as it can; with a factor, that
+    multiple of a balanced share, rounded down.
     """
     worst = num_ranks * num_tokens * min(per_token, held)
     return worst if factor is None else min(max(int(num_tokens * per_token * factor), 1), worst)
 
 
 def num_held(settings: StageSettings) -> int:
-    """The number of experts on each rank, G, which must be the same on all."""
+    """Return G, the number of experts on each rank, which must be the same on all."""
     num_experts, num_ranks = settings.config.num_experts, settings.on_mesh.size(EXPERT)
     if num_experts % num_ranks:
         padded = math.ceil(num_experts / num_ranks) * num_ranks
@@ -59,7 +61,7 @@ def num_held(settings: StageSettings) -> int:
 
 
 def gather_rows(x: Float[Array, "T D"], metadata: RouteMetadata, settings: StageSettings) -> Float[Array, "R D"]:
-    """The token of every row, times its weight if weights are for the input."""
+    """Copy its token into every row, times its weight if weights are for the input."""
     weights = None
     if weighs_input(settings):
         weights = pvary_like(metadata.weights, x).reshape(-1)  # backward, summed for T·K slots, not for R rows
@@ -77,7 +79,7 @@ def gather_rows(x: Float[Array, "T D"], metadata: RouteMetadata, settings: Stage
 
 
 def combine_rows(rows: Float[Array, "R D"], metadata: RouteMetadata, settings: StageSettings) -> Float[Array, "T D"]:
-    """The weighted sum of every token's rows."""
+    """Add up every token's rows, weighted unless the input was."""
     assert metadata.row_of_slot is not None
     return ragged_gather_reduce(
         rows,

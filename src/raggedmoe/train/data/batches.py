@@ -10,8 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from raggedmoe.storage import as_path
 from raggedmoe.train.data.corpus import Corpus, Document, read_standard_library, read_text_files
 from raggedmoe.train.data.rows import Batch, Rows, TokenRows, synthetic_rows, token_rows
+from raggedmoe.train.data.tokenizer import BYTES, NUM_BYTES, TextTokenizer, load_tokenizer
+from raggedmoe.train.settings import sections
 from raggedmoe.train.settings.sections import DataConfig
 
 _log = logging.getLogger(__name__)
@@ -47,15 +50,11 @@ class Data:
     num_documents: int | None  # to train on; None: endless
     fingerprint: str  # hash of the content and of every setting that the order depends on
     description: str
-    tokenizer_text: str | None
+    tokenizer: TextTokenizer | None  # None: the tokens are no text
 
     def describe(self) -> str:
         """Describe the data in one line, for the screen."""
         return self.description
-
-    def tokenizer_json(self) -> str | None:
-        """Return the tokenizer.json to store beside the trained model; None if the tokens are no text."""
-        return self.tokenizer_text
 
     def train_batches(self, positions: Sequence[int] | None = None) -> Batches:
         """Iterate over batches from the first on, every epoch in another order; `set_state` resumes at a `get_state`.
@@ -102,32 +101,38 @@ def open_data(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
     """
     if config.dataset_type == "synthetic":
         return _open_synthetic(config, vocab_size, batch_size)
-    if config.tokenizer_path is None and vocab_size < 256:
-        raise ValueError(
-            f"expected a model with a vocabulary of 256 or more for bytes, got {vocab_size}; enlarge it"
-            + (", or give a tokenizer" if config.dataset_type == "text" else "")
-        )
+    tokenizer = _open_tokenizer(config, vocab_size)
     if config.dataset_type == "stdlib":
-        corpus = read_standard_library()
+        corpus = read_standard_library(tokenizer)
     else:
-        corpus = read_text_files(
-            config.dataset_path, config.dataset_suffixes or TEXT_SUFFIXES, config.tokenizer_path, vocab_size
-        )
+        corpus = read_text_files(config.dataset_path, config.dataset_suffixes or TEXT_SUFFIXES, tokenizer)
     train, held_out = split_documents(corpus.documents, share=config.held_out, seed=config.data_seed)
     rows = _make_rows(config, train)
-    _check_rows(config, batch_size, rows, corpus.unit)
+    _check_rows(config, batch_size, rows, tokenizer.unit)
     return Data(
         config=config,
         batch_size=batch_size,
         train=rows,
         held_out=_make_rows(config, held_out) if held_out else None,
-        vocab_size=corpus.vocab_size,
+        vocab_size=tokenizer.vocab_size,
         num_tokens=len(rows.tokens),
         num_documents=len(train),
         fingerprint=_fingerprint(config, batch_size, corpus),
         description=_description(config, corpus, train, held_out),
-        tokenizer_text=corpus.tokenizer_json,
+        tokenizer=tokenizer,
     )
+
+
+def _open_tokenizer(config: DataConfig, vocab_size: int) -> TextTokenizer:
+    """Return what makes the tokens of a model with that vocabulary."""
+    if config.tokenizer_path not in (None, sections.BYTES):
+        return load_tokenizer(as_path(config.tokenizer_path), vocab_size)
+    if vocab_size < NUM_BYTES:
+        raise ValueError(
+            f"expected a model with a vocabulary of {NUM_BYTES} or more for bytes, got {vocab_size}; use "
+            f"vocab_size={NUM_BYTES}, or tokenizer_path=... for a tokenizer of its own"
+        )
+    return BYTES
 
 
 def split_documents(
@@ -176,7 +181,7 @@ def _open_synthetic(config: DataConfig, vocab_size: int, batch_size: int) -> Dat
     def rows(part: str) -> Rows:
         return synthetic_rows(
             vocab_size=vocab_size,
-            sequence_length=config.max_target_length,
+            sequence_length=config.sequence_length,
             seed=_hash_to_int("cycle", config.data_seed),
             key=_hash_to_int(part, config.data_seed),
         )
@@ -184,7 +189,7 @@ def _open_synthetic(config: DataConfig, vocab_size: int, batch_size: int) -> Dat
     settings = [
         config.dataset_type,
         config.data_seed,
-        config.max_target_length,
+        config.sequence_length,
         batch_size,
         vocab_size,
         config.held_out > 0,
@@ -199,13 +204,13 @@ def _open_synthetic(config: DataConfig, vocab_size: int, batch_size: int) -> Dat
         num_documents=None,
         fingerprint=_digest(settings).hexdigest(),
         description=f"synthetic: endless rows, a vocabulary of {vocab_size:,}",
-        tokenizer_text=None,
+        tokenizer=None,
     )
 
 
 def _make_rows(config: DataConfig, documents: Sequence[Document]) -> TokenRows:
     tokens = [document.tokens for document in documents]
-    return token_rows(tokens, sequence_length=config.max_target_length, packing=config.packing)
+    return token_rows(tokens, sequence_length=config.sequence_length, packing=config.packing)
 
 
 def _check_rows(config: DataConfig, batch_size: int, rows: TokenRows, unit: str) -> None:
@@ -215,9 +220,9 @@ def _check_rows(config: DataConfig, batch_size: int, rows: TokenRows, unit: str)
             f"expected files of two {unit} or more, got {num_tokens} with one each: there is no next one to learn; "
             "join them, or give other paths"
         )
-    if config.max_target_length > num_tokens:
+    if config.sequence_length > num_tokens:
         raise ValueError(
-            f"max_target_length={config.max_target_length} is more than the {num_tokens} {unit} to train on; use at "
+            f"max_target_length={config.sequence_length} is more than the {num_tokens} {unit} to train on; use at "
             f"most {num_tokens}, or give more data"
         )
     if batch_size > rows.num_rows:
@@ -233,12 +238,12 @@ def _fingerprint(config: DataConfig, batch_size: int, corpus: Corpus) -> str:
     settings = [
         config.dataset_type,
         config.data_seed,
-        config.max_target_length,
+        config.sequence_length,
         batch_size,
         config.packing,
         config.held_out,
     ]
-    digest = _digest([*settings, corpus.tokenizer_json])
+    digest = _digest([*settings, corpus.tokenizer.text])
     for document in corpus.documents:
         digest.update(json.dumps([document.name, len(document.tokens)]).encode())
         digest.update(document.tokens)
@@ -246,14 +251,12 @@ def _fingerprint(config: DataConfig, batch_size: int, corpus: Corpus) -> str:
 
 
 def _description(config: DataConfig, corpus: Corpus, train: Sequence[Document], held_out: Sequence[Document]) -> str:
-    num = len(corpus.documents)
-    read = (
-        f"{config.dataset_type}: {num:,} file{'s' * (num != 1)}, {_short(_num_tokens(corpus.documents))} {corpus.unit}"
-    )
+    num, unit = len(corpus.documents), corpus.tokenizer.unit
+    read = f"{config.dataset_type}: {num:,} file{'s' * (num != 1)}, {_short(_num_tokens(corpus.documents))} {unit}"
     if not held_out:
         return f"{read}; all to train on"
     if len(train) == num:
-        return f"{read}; the last {_short(_num_tokens(held_out))} {corpus.unit} of {held_out[0].name} held out"
+        return f"{read}; the last {_short(_num_tokens(held_out))} {unit} of {held_out[0].name} held out"
     return f"{read}; {len(train):,} to train on, {len(held_out):,} held out"
 
 

@@ -9,11 +9,13 @@ import numpy as np
 
 from raggedmoe import compat, interop
 from raggedmoe.hardware import Hardware
+from raggedmoe.interop.companions import read_companions
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, KernelChoice
 from raggedmoe.launch.processes import broadcast_from_first
+from raggedmoe.models.companions import Companions
 from raggedmoe.models.count import count_params
-from raggedmoe.models.decoder import Params
 from raggedmoe.models.parameters import param_specs
+from raggedmoe.params import Params
 from raggedmoe.sharding.training import TrainSharding
 from raggedmoe.train.checkpoint.checkpoints import CheckpointConfig as CheckpointFolder
 from raggedmoe.train.checkpoint.checkpoints import Checkpoints, RestoredCheckpoint
@@ -21,8 +23,8 @@ from raggedmoe.train.data.batches import Data
 from raggedmoe.train.loop import run_folder
 from raggedmoe.train.loop.metrics import MetricsWriter, NoMetrics
 from raggedmoe.train.loop.screen import Screen
-from raggedmoe.train.settings.config import list_changes
-from raggedmoe.train.settings.resolve import ResolvedConfig
+from raggedmoe.train.settings.config import TrainConfig, list_changes
+from raggedmoe.train.settings.resolve import ResolvedConfig, run_folder_of
 from raggedmoe.train.step.programs import state_template
 
 
@@ -35,7 +37,7 @@ def startup_summary(config: ResolvedConfig, data: Data, hardware: Hardware) -> s
         f"{config.asked.model}: {count.total / 1e6:.2f}M parameters, {count.active / 1e6:.2f}M active"
         f", {model.moe.experts_per_token} of {model.moe.num_experts} experts in {len(model.moe_layers)} of "
         f"{model.num_layers} layers; {np.dtype(model.dtype).name} on {devices}, JAX {compat.JAX_VERSION}\n"
-        f"{data.describe()}; {config.batch_size} × {config.data.max_target_length} tokens a step, "
+        f"{data.describe()}; {config.batch_size} × {config.data.sequence_length} tokens a step, "
         f"{config.run.steps} steps into {config.folder}"
     )
 
@@ -62,6 +64,16 @@ def kernel_summary(kernels: list[dict[str, Any]], choices: KernelChoice) -> list
 
 def _is_named(choice: Choice, direction: str) -> bool:
     return (getattr(choice, direction) if isinstance(choice, Directions) else choice) != "auto"
+
+
+def settings_to_resume(config: TrainConfig) -> Mapping[str, Any]:
+    """Return the settings of the run that this one goes on with, as its run.json has them; none if it begins anew."""
+    folder = run_folder_of(config)
+    earlier = run_folder.read_description(folder) if config.checkpoints.enable_checkpointing else None
+    if earlier is None or not (folder / run_folder.CHECKPOINTS).is_dir():
+        return {}
+    settings = earlier.get("settings", {})
+    return settings if isinstance(settings, dict) else {}
 
 
 def check_resumable(config: ResolvedConfig, data: Data, earlier: Mapping[str, Any], where: str) -> None:
@@ -158,9 +170,16 @@ def open_metrics(
     return MetricsWriter(folder, resume_step=step, tensorboard=config.run.tensorboard)
 
 
+def companions_of_run(config: ResolvedConfig, data: Data) -> Companions:
+    """Return what belongs to the trained model: what its folder had, with the tokenizer that it was trained with."""
+    folder = config.asked.model_folder
+    of_model = Companions() if folder is None else read_companions(folder)
+    return of_model if data.tokenizer is None else data.tokenizer.with_companions(of_model, folder)
+
+
 def load_initial_params(config: ResolvedConfig) -> Params | None:
-    """Load the parameters of `load_parameters_path`, which must be this model's; None if it is not set."""
-    path, model = config.run.load_parameters_path, config.step.model
+    """Load the parameters to start from, which must be this model's; None if they are drawn."""
+    path, model = config.asked.parameters_folder, config.step.model
     if path is None:
         return None
     params = interop.load(path, dtype=model.dtype, param_dtype=model.param_dtype, progress=True).params
@@ -174,6 +193,7 @@ def load_initial_params(config: ResolvedConfig) -> Params | None:
     if wrong:
         raise ValueError(
             f"{path} is no checkpoint of model_name={config.asked.model} as it is set; "
-            f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}"
+            f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}. "
+            "Leave out the sizes, or use from_scratch=true to begin with new parameters"
         )
     return params

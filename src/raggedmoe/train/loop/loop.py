@@ -21,11 +21,13 @@ from raggedmoe.train.data.batches import open_data
 from raggedmoe.train.loop import run_folder
 from raggedmoe.train.loop.begin import (
     check_processes_agree,
+    companions_of_run,
     kernel_summary,
     load_initial_params,
     open_checkpoints,
     open_metrics,
     restore_state,
+    settings_to_resume,
     startup_summary,
 )
 from raggedmoe.train.loop.interruption import Interruption
@@ -36,6 +38,7 @@ from raggedmoe.train.loop.run import Machine, Run
 from raggedmoe.train.loop.screen import Screen
 from raggedmoe.train.loop.speed import Speed, peak_flops
 from raggedmoe.train.settings.config import TrainConfig
+from raggedmoe.train.settings.model_defaults import check_data, keep_earlier_defaults
 from raggedmoe.train.settings.resolve import ResolvedConfig, resolve
 from raggedmoe.train.step.fit import check_compiled_fit, check_fit, memory_bytes
 from raggedmoe.train.step.programs import compile_programs
@@ -66,7 +69,9 @@ def train(config: TrainConfig, *, callbacks: Sequence[Callback] = (), quiet: boo
     """
     num_made = make_cpu_devices(config.mesh.num_devices, process_count())
     hardware = target_hardware()
+    config = keep_earlier_defaults(config, settings_to_resume(config))
     resolved = resolve(config, hardware, jax.device_count())
+    check_data(resolved.asked, resolved.step.model)
     run, plan, model = resolved.run, resolved.plan, resolved.step.model
     silent = quiet or jax.process_index() != 0  # only process 0 prints
     screen = Screen(run.steps, run.steps_between_lines, Console(quiet=True) if silent else None)
@@ -74,7 +79,7 @@ def train(config: TrainConfig, *, callbacks: Sequence[Callback] = (), quiet: boo
         where = "in each process, " if jax.process_count() > 1 else ""
         screen.say(f"made {num_made} host devices of this CPU, {where}as the degrees ask for so many")
     memory = memory_bytes(hardware, -(-plan.num_devices // jax.process_count()))
-    device_tokens = resolved.micro_batch_size * resolved.data.max_target_length // plan.num_token_shards
+    device_tokens = resolved.micro_batch_size * resolved.data.sequence_length // plan.num_token_shards
     check_fit(config.model, model, device_tokens, memory, plan, resolved.step.optimizer.mu_dtype)
     machine = Machine(hardware=hardware, sharding=train_sharding(plan), memory=memory)
     check_all_take_part(machine.sharding)
@@ -112,6 +117,7 @@ def _train(config: ResolvedConfig, machine: Machine, screen: Screen, callbacks: 
                     programs=programs,
                     checkpoints=checkpoints,
                     log=RunLog(config, metrics, screen, speed, callbacks),
+                    companions=companions_of_run(config, data),
                 )
                 run.describe(speed)
                 state = run.initial_state(restored, loaded_params)
@@ -122,7 +128,7 @@ def _train(config: ResolvedConfig, machine: Machine, screen: Screen, callbacks: 
 
 def _speed(config: ResolvedConfig, machine: Machine) -> Speed:
     """Find what the run's speed is measured by, which on a CPU takes a second."""
-    model, length = config.step.model, config.data.max_target_length
+    model, length = config.step.model, config.data.sequence_length
     return Speed(
         flops_per_token=train_flops(model, length, mtp_layers=config.step.mtp_layers),
         peak_flops=peak_flops(machine.hardware, jnp.dtype(model.dtype), config.plan.num_devices),

@@ -9,10 +9,11 @@ import numpy as np
 
 from raggedmoe import compat
 from raggedmoe.hardware import Hardware
+from raggedmoe.models.companions import Companions
 from raggedmoe.models.count import count_params
-from raggedmoe.models.decoder import Params
 from raggedmoe.models.module import Decoder
 from raggedmoe.models.parameters import param_specs
+from raggedmoe.params import Params
 from raggedmoe.sharding.training import TrainSharding, on_first_host
 from raggedmoe.train.checkpoint.checkpoints import Checkpoints, RestoredCheckpoint
 from raggedmoe.train.data.batches import Batches, Data
@@ -49,6 +50,7 @@ class Run:
     programs: Programs
     checkpoints: Checkpoints | None
     log: RunLog
+    companions: Companions  # of the trained model
     batches: Batches = field(init=False)
 
     def __post_init__(self) -> None:
@@ -167,8 +169,8 @@ class Run:
         params = on_first_host(state.params)
         if params is None:
             return None, ""
-        model = Decoder(self.config.step.model, params=params)
-        folder = run_folder.save_model(self.config.folder, model, self.data.tokenizer_json())
+        model = Decoder(self.config.step.model, params=params, companions=self.companions)
+        folder = run_folder.save_model(self.config.folder, model)
         self.log.flush()
         record = read_run(self.config.folder)
         lines = [f"finished: the model is in {folder}"]

@@ -7,7 +7,6 @@
 import contextlib
 import fcntl
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -137,17 +136,14 @@ def _new_folder_aside(folder: AnyPath) -> AnyPath:
     return aside
 
 
-def save_model(folder: AnyPath, model: Decoder, tokenizer: str | None) -> AnyPath:
-    """Write the trained model, with its tokenizer, as `raggedmoe generate` and `export` read it; replace an older one.
+def save_model(folder: AnyPath, model: Decoder) -> AnyPath:
+    """Write the trained model and its companions, as `raggedmoe generate` and `export` read it; replace an older one.
 
     If there was one on a disk, then at every moment one of the folders model, model.new and model.old is whole, and the
     next run begins with it in its place. In an object store it is whole in its place.
     """
-    with tempfile.TemporaryDirectory(prefix="raggedmoe-") as companions:
-        if tokenizer is not None:
-            (Path(companions) / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-        new = folder / (MODEL if isinstance(folder, ObjectPath) else NEW_MODEL)
-        save(model, new, companions=Path(companions))
+    new = folder / (MODEL if isinstance(folder, ObjectPath) else NEW_MODEL)
+    save(model, new)
     return new if isinstance(folder, ObjectPath) else _put_in_place(folder)
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from raggedmoe.interop.named_model import is_folder
+from raggedmoe.storage import AnyPath, as_path
 from raggedmoe.train.settings.fields import Section, Setting, section, section_settings, setting, with_defaults
 from raggedmoe.train.settings.sections import (
     RECIPES,
@@ -35,7 +37,9 @@ class TrainConfig(Section):
     """
 
     model: str = setting(
-        default="demo", help="Model to train: a name that `raggedmoe models` lists, or demo", name="model_name"
+        default="demo",
+        help="Model to train: a name that `raggedmoe models` lists, or a folder: Hugging Face's or one of ours",
+        name="model_name",
     )
     overrides: ModelOverrides = field(default_factory=ModelOverrides)
     execution: ExecutionSettings = field(default_factory=ExecutionSettings)
@@ -49,6 +53,14 @@ class TrainConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        start, from_scratch = self.run.load_parameters_path, self.run.from_scratch
+        if start is not None and "model" not in self.given:
+            object.__setattr__(self, "model", start)
+        if from_scratch and not is_folder(self.model):
+            raise ValueError(
+                f"from_scratch=true: model_name={self.model} is no folder, so it has no parameters to leave out; "
+                + ("leave it out" if start is None else f"leave out load_parameters_path={start}, or one of the others")
+            )
         for name, defaults in _by_section(RECIPES.get(self.model, {})).items():
             object.__setattr__(self, name, with_defaults(getattr(self, name), defaults))
 
@@ -60,7 +72,21 @@ class TrainConfig(Section):
     def changes(self) -> dict[str, Any]:
         """Return the settings that differ from those of the demo, as JSON holds them: `config_of` makes it of them."""
         default = TrainConfig().values()
-        return {name: value for name, value in self.values().items() if value != default[name]}
+        named = {"model_name"} if self.run.load_parameters_path is not None else set()  # which is its model otherwise
+        return {name: value for name, value in self.values().items() if value != default[name] or name in named}
+
+    @property
+    def model_folder(self) -> AnyPath | None:
+        """The folder that the model is in, if it is no preset."""
+        return as_path(self.model) if is_folder(self.model) else None
+
+    @property
+    def parameters_folder(self) -> AnyPath | None:
+        """The folder of the parameters to start from; None: they are drawn."""
+        if self.run.from_scratch:
+            return None
+        start = self.run.load_parameters_path
+        return self.model_folder if start is None else as_path(start)
 
     def values(self) -> dict[str, Any]:
         """Return all settings by name, as JSON holds them."""
@@ -81,6 +107,10 @@ class TrainConfig(Section):
     def shown(self, name: str) -> str:
         """Return the word that set a setting, for what is said about it; in Python, `name=value`."""
         return self.source.words.get(name, f"{name}={self.get(name)}")
+
+    def section_of(self, name: str) -> Section:
+        """Return the section that has a setting."""
+        return self._holder(SETTINGS[name])
 
     def _holder(self, declared: Setting) -> Section:
         return getattr(self, declared.section) if declared.section else self

@@ -207,8 +207,12 @@ def section(cls: type[SomeSection]) -> type[SomeSection]:
 
 def with_defaults(section: SomeSection, defaults: Mapping[str, Any]) -> SomeSection:
     """Return the section with other values for the fields that were not given. They still count as not given."""
-    changes = {name: value for name, value in defaults.items() if name not in section.given}
-    made = dataclasses.replace(section, **changes)  # type: ignore[type-var]
+    return with_values(section, {name: value for name, value in defaults.items() if name not in section.given})
+
+
+def with_values(section: SomeSection, values: Mapping[str, Any]) -> SomeSection:
+    """Return the section with other values for some fields. Only those fields that were given before count as given."""
+    made = dataclasses.replace(section, **values)  # type: ignore[type-var]
     object.__setattr__(made, "given", section.given)
     return made
 

@@ -7,17 +7,18 @@ from typing import Any
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
+from raggedmoe.interop.named_model import named_model
 from raggedmoe.kernels.registry import KernelChoice
 from raggedmoe.models.config import ModelConfig, check_execution
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.parameters import param_specs
-from raggedmoe.models.presets import model_preset
 from raggedmoe.models.sizes import FIELDS, OTHERS, resize
 from raggedmoe.moe.config import RouterConfig
 from raggedmoe.moe.execution import ACROSS_RANKS, MoEExecution
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.storage import AnyPath, as_path
 from raggedmoe.train.settings.config import TrainConfig
+from raggedmoe.train.settings.model_defaults import with_model_defaults
 from raggedmoe.train.settings.notes import kernel_names, list_notes
 from raggedmoe.train.settings.sections import CheckpointConfig, DataConfig, RunConfig
 from raggedmoe.train.settings.step import StepConfig
@@ -51,7 +52,7 @@ class ResolvedConfig:
     @property
     def micro_batch_size(self) -> int:
         """Sequences that all devices together hold at once, in training and in evaluation."""
-        return self.data.per_device_batch_size * self.plan.num_devices
+        return self.data.sequences_per_device * self.plan.num_devices
 
     @property
     def batch_size(self) -> int:
@@ -64,6 +65,7 @@ def resolve(config: TrainConfig, hardware: Hardware, num_devices: int = 1) -> Re
     plan = config.mesh.plan.resolve(num_devices)
     _check_places(config)
     model = make_model(config, hardware)
+    config = with_model_defaults(config, model)
     execution = make_execution(config, model, plan)
     for name, spec in param_specs(model).items():
         plan.spec(name, spec)  # what does not divide is found here
@@ -78,7 +80,7 @@ def resolve(config: TrainConfig, hardware: Hardware, num_devices: int = 1) -> Re
         asked=config,
         plan=plan,
         step=step,
-        folder=as_path(config.run.base_output_directory) / _run_name(config),
+        folder=run_folder_of(config),
         notes=list_notes(config, step, plan, num_devices),
     )
 
@@ -87,6 +89,7 @@ def _check_places(config: TrainConfig) -> None:
     """Refuse places of a kind that cannot be read or written, and a checkpoint on this machine that is not there."""
     places = {
         "base_output_directory": (config.run.base_output_directory,),
+        "model_name": (config.model,),
         "load_parameters_path": (config.run.load_parameters_path,),
         "dataset_path": config.data.dataset_path,
         "tokenizer_path": (config.data.tokenizer_path,),
@@ -101,19 +104,32 @@ def _check_places(config: TrainConfig) -> None:
                 raise ValueError(f"load_parameters_path: expected a folder, found none at {place}")
 
 
+def run_folder_of(config: TrainConfig) -> AnyPath:
+    """Return the folder that a run is written to."""
+    return as_path(config.run.base_output_directory) / _run_name(config)
+
+
 def _run_name(config: TrainConfig) -> str:
-    name = config.run.run_name or config.model
+    name = config.run.run_name or _model_title(config)
     if Path(name).is_absolute() or ".." in Path(name).parts or not Path(name).parts:
         raise ValueError(f"run_name: expected a folder's name inside base_output_directory, got {name!r}")
     return name
 
 
+def _model_title(config: TrainConfig) -> str:
+    """Return what a run is called after its model: a preset's name, a folder's, or that of the run that trained it."""
+    if config.model_folder is None:
+        return config.model
+    folder = config.model_folder.absolute()
+    return f"{folder.parent.name}-{folder.name}" if folder.name == "model" else folder.name
+
+
 def make_model(config: TrainConfig, hardware: Hardware) -> ModelConfig:
-    """Make the model: its preset with the overrides."""
-    overrides, length = config.overrides, config.data.max_target_length
+    """Make the model: its preset, or what its folder describes, with the overrides."""
+    overrides, length = config.overrides, config.data.max_target_length or 0
     sizes: dict[str, Any] = {name: getattr(overrides, name) for name in (*FIELDS, *OTHERS)}
     sizes = {name: size for name, size in sizes.items() if size is not None}
-    model = resize(model_preset(config.model), sizes, config.model)
+    model = resize(named_model(config.model), sizes, config.model)
     if overrides.mtp_layers is not None:
         model = replace(model, mtp_layers=overrides.mtp_layers)
     if length > model.max_length:  # trained on longer sequences, it is a model for longer ones

@@ -247,17 +247,22 @@ class MeshSettings(Section):
         return self if degrees & self.given else replace(self, fsdp_parallelism=-1)
 
 
+BYTE_LENGTH, TOKENS_PER_DEVICE = 256, 4096  # of a sequence of bytes, and of a micro-batch
+PEAK_LEARNING_RATE = 3e-3  # the demo's
+BYTES = "bytes"  # the tokenizer_path that says so
+
+
 @section
 class DataConfig(Section):
     """What to train on, and in which rows and order.
 
-    The datasets: "stdlib" is the source code of the Python that runs, as bytes, and needs no download. "text" is your
-    own files, as bytes or through a tokenizer. "synthetic" is random tokens with something to learn in them.
+    The datasets: "stdlib" is the source code of the Python that runs, and needs no download. "text" is your own files.
+    Both are read as bytes or through a tokenizer. "synthetic" is random tokens with something to learn in them.
     """
 
     dataset_type: str = setting(
         default="stdlib",
-        help="Training data: Python's own sources (as bytes), text files, or random tokens",
+        help="Training data: Python's own sources, text files, or random tokens",
         choices=("stdlib", "text", "synthetic"),
     )
     dataset_path: tuple[str, ...] = setting(
@@ -267,11 +272,18 @@ class DataConfig(Section):
         default=(), help="Suffixes of the files to read in folders; none: the usual ones"
     )
     tokenizer_path: str | None = setting(
-        default=None, help="A tokenizer.json for dataset_type=text; none: tokens are bytes"
+        default=None, help="A tokenizer.json; bytes: tokens are bytes; none: that of the model's folder, or else bytes"
     )
-    max_target_length: int = setting(default=256, help="Sequence length in tokens", at_least=2)
-    per_device_batch_size: int = setting(
-        default=16, help="Sequences per device in a micro-batch", may_change=True, at_least=1
+    max_target_length: int | None = setting(
+        default=None,
+        help="Sequence length in tokens; none: 256 for models of bytes, else 2048 or the most that the model has",
+        at_least=2,
+    )
+    per_device_batch_size: int | None = setting(
+        default=None,
+        help="Sequences per device in a micro-batch; none: 16, or 4096 tokens where max_target_length is none too",
+        may_change=True,
+        at_least=1,
     )
     packing: bool = setting(default=True, help="Pack several documents into a row; false: one per row, padded")
     held_out: float = setting(
@@ -285,14 +297,25 @@ class DataConfig(Section):
             raise ValueError(
                 "dataset_type=text: expected dataset_path with files or folders, got none; give at least one"
             )
-        if self.dataset_type != "text" and (self.dataset_path or self.tokenizer_path is not None):
-            paths = ",".join(self.dataset_path)
-            what = f"dataset_path={paths}" if paths else f"tokenizer_path={self.tokenizer_path}"
+        unread = f"dataset_path={','.join(self.dataset_path)}" if self.dataset_path else None
+        if self.dataset_type == "synthetic" and self.tokenizer_path is not None:
+            unread = f"tokenizer_path={self.tokenizer_path}"
+        if self.dataset_type != "text" and unread is not None:
             raise ValueError(
-                f"dataset_type={self.dataset_type} reads no {what}; leave it out, or use dataset_type=text"
+                f"dataset_type={self.dataset_type} reads no {unread}; leave it out, or use dataset_type=text"
             )
         if not all(suffix.startswith(".") for suffix in self.dataset_suffixes):
             raise ValueError(f"expected dataset_suffixes such as .txt, got {','.join(self.dataset_suffixes)}")
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sequence; without a model to follow, the demo's."""
+        return BYTE_LENGTH if self.max_target_length is None else self.max_target_length
+
+    @property
+    def sequences_per_device(self) -> int:
+        """Sequences that a device holds at once."""
+        return TOKENS_PER_DEVICE // BYTE_LENGTH if self.per_device_batch_size is None else self.per_device_batch_size
 
 
 @section
@@ -314,7 +337,11 @@ class StepSettings(Section):
 class OptimizerConfig(Section):
     """The settings of AdamW and its schedule."""
 
-    learning_rate: float = setting(default=3e-3, help="Peak learning rate", above=0)
+    learning_rate: float | None = setting(
+        default=None,
+        help="Peak learning rate; none: 3e-3, less for models wider than the demo, a tenth for loaded parameters",
+        above=0,
+    )
     schedule: str = setting(
         default="cosine", help="Learning-rate schedule after the warm-up", choices=("cosine", "wsd", "constant")
     )
@@ -379,6 +406,11 @@ class OptimizerConfig(Section):
         return self if self.schedule_steps is not None else replace(self, schedule_steps=steps)
 
     @property
+    def peak_learning_rate(self) -> float:
+        """The learning rate after the warm-up; without a model to follow, the demo's."""
+        return PEAK_LEARNING_RATE if self.learning_rate is None else self.learning_rate
+
+    @property
     def num_steps(self) -> int:
         """Steps that the schedule spans."""
         if self.schedule_steps is None:
@@ -410,7 +442,10 @@ class RunConfig(Section):
         default=0, help="Seed of the initial parameters and of all randomness in a step", at_least=0, below=2**32
     )
     load_parameters_path: str | None = setting(
-        default=None, help="Checkpoint to start from: a Hugging Face folder or one of ours"
+        default=None, help="Checkpoint to start from: a Hugging Face folder or one of ours; alone, it is the model too"
+    )
+    from_scratch: bool = setting(
+        default=False, help="Of a model's folder take architecture and tokenizer, and begin with new parameters"
     )
     base_output_directory: str = setting(default="out", help="Folder in which runs are written", may_change=True)
     run_name: str | None = setting(

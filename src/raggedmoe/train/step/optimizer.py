@@ -21,7 +21,7 @@ def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
     warmup, remaining = config.num_warmup_steps, config.num_steps - config.num_warmup_steps
     decay = {"cosine": remaining, "wsd": config.decay_steps, "constant": 0}[config.schedule]
     style = "cosine" if config.schedule == "cosine" else config.decay_style
-    stable = optax.constant_schedule(config.learning_rate)
+    stable = optax.constant_schedule(config.peak_learning_rate)
     parts = [(warmup, _warmup(config)), (remaining - decay, stable), (decay, _decay(config, decay, style))]
     parts = [(num_steps, schedule) for num_steps, schedule in parts if num_steps]
     ends = list(itertools.accumulate(num_steps for num_steps, _ in parts))
@@ -29,7 +29,7 @@ def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
 
 
 def _warmup(config: OptimizerConfig) -> optax.Schedule:
-    peak, num_steps = config.learning_rate, max(config.num_warmup_steps, 1)
+    peak, num_steps = config.peak_learning_rate, max(config.num_warmup_steps, 1)
     if config.warmup_from == "zero":
         return optax.linear_schedule(0.0, peak, num_steps)
     return optax.linear_schedule(peak / num_steps, peak, max(num_steps - 1, 1))
@@ -40,7 +40,7 @@ def _decay(config: OptimizerConfig, num_steps: int, style: str) -> optax.Schedul
 
     A single step has MaxText's learning rate: the peak if the decay is linear, the final one if it is a cosine.
     """
-    peak, last = config.learning_rate, config.learning_rate * config.final_fraction
+    peak, last = config.peak_learning_rate, config.peak_learning_rate * config.final_fraction
     if num_steps <= 1:
         return optax.constant_schedule(last if style == "cosine" else peak)
     if style == "cosine":

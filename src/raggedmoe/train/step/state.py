@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.decoder import Params
 from raggedmoe.models.parameters import is_trained, param_specs
-from raggedmoe.params import init_params
+from raggedmoe.params import Params, init_params
 from raggedmoe.train.step.optimizer import widen_to_float32
 
 

@@ -10,10 +10,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.decoder import ExpertReport, Params, decode, mtp_forward, mtp_mask
+from raggedmoe.models.decoder import ExpertReport, decode, mtp_forward, mtp_mask
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.parameters import is_trained, param_specs
 from raggedmoe.moe.balance import load_entropy, max_violation, update_selection_bias
+from raggedmoe.params import Params
 from raggedmoe.sharding.axes import AnyMesh
 from raggedmoe.sharding.training import in_micro_batches
 from raggedmoe.train.data.rows import Batch

@@ -1,0 +1,60 @@
+"""A model's configuration by what a user calls it: the name of a preset, or a folder with a checkpoint of any size."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from raggedmoe.interop import native
+from raggedmoe.interop.families.registry import family_by_model_type
+from raggedmoe.interop.folder import has_tensors, read_tensor_headers
+from raggedmoe.interop.hf_config import ConfigReader, logger, read_config_json, read_model_config
+from raggedmoe.interop.table import Family
+from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.presets import ALIASES, PRESETS, model_preset
+from raggedmoe.storage import AnyPath, ObjectPath, as_path
+
+
+def is_folder(name: str) -> bool:
+    """Whether a model's name is that of a folder. A preset's name is never one: write ``./demo`` for a folder ``demo``.
+
+    A name with a slash is one even where nothing is there, so that a mistyped path is called a folder that is missing.
+    """
+    return name not in PRESETS and name not in ALIASES and ("/" in name or os.sep in name or Path(name).is_dir())
+
+
+def named_model(name: str) -> ModelConfig:
+    """Return the configuration of a preset, or read that of a folder."""
+    return load_config(name) if is_folder(name) else model_preset(name)
+
+
+def load_config(folder: str | os.PathLike[str] | ObjectPath) -> ModelConfig:
+    """Read a model's architecture from a Hugging Face folder, or from one of ours. No tensor is read.
+
+    The weights need not be there. Where they are, and lack the multi-token prediction that config.json names, the model
+    has none.
+    """
+    path = as_path(folder)
+    if not path.is_dir():
+        is_hub_name = isinstance(path, Path) and not path.is_absolute() and len(path.parts) == 2
+        hub = f"; `hf download {path} --local-dir {path}` makes it" if is_hub_name else ""
+        raise ValueError(f"{path}: expected a preset or a folder with a model, found neither{hub}")
+    if native.is_native(path):
+        return native.load_config(path)
+    reader = read_config_json(path)
+    config = read_model_config(reader, read_family(reader).read_config)
+    return without_missing_mtp(path, config, read_tensor_headers(path)) if has_tensors(path) else config
+
+
+def read_family(reader: ConfigReader) -> Family:
+    """Look up the family of a config.json."""
+    return family_by_model_type(reader.get_required("model_type"), as_path(reader.path).parent)
+
+
+def without_missing_mtp(path: AnyPath, config: ModelConfig, tensor_names: Iterable[str]) -> ModelConfig:
+    """Leave out the modules of multi-token prediction that a config.json names and the checkpoint does not have."""
+    prefix = f"model.layers.{config.num_layers}."
+    if config.mtp_layers and not any(name.startswith(prefix) for name in tensor_names):
+        logger.info("%s: no tensors of multi-token prediction, which its config.json names; left out", path)
+        return replace(config, mtp_layers=0)
+    return config

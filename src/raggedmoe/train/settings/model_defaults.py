@@ -1,0 +1,112 @@
+"""Settings that follow the model where they are not given: tokenizer, sequence length, batch and learning rate."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from raggedmoe.models.config import ModelConfig
+from raggedmoe.train.settings.config import SETTINGS, TrainConfig
+from raggedmoe.train.settings.fields import SomeSection, with_values
+from raggedmoe.train.settings.sections import BYTE_LENGTH, BYTES, PEAK_LEARNING_RATE, TOKENS_PER_DEVICE
+
+MOST_BYTES = 512  # entries of a vocabulary of bytes, at most: 256, and some special tokens
+MOST_LENGTH = 2048
+DEMO_WIDTH = 192
+TOKENIZER = "tokenizer.json"
+OTHER_TOKENIZERS = ("tokenizer.model", "tiktoken.model", "vocab.json", "spiece.model")
+
+
+def is_of_bytes(model: ModelConfig) -> bool:
+    """Whether a model's vocabulary is so small that its tokens are bytes."""
+    return model.vocab_size <= MOST_BYTES
+
+
+def peak_learning_rate(model: ModelConfig, *, loaded: bool) -> float:
+    """Return the learning rate for a model, which falls as its width to the power of 3/4.
+
+    So it is 3e-3 up to the demo's width of 192, as measured with the demo, and near what was published for wider ones:
+    5.1e-4 for a width of 2048 (OLMoE 4e-4, DeepSeek V2-Lite 4.2e-4) and 2.0e-4 for 7168 (DeepSeek V3 2.2e-4). A tenth
+    of it goes on from parameters that are loaded without undoing what they have learned.
+    """
+    rate = PEAK_LEARNING_RATE * min(1.0, (DEMO_WIDTH / model.model_dim) ** 0.75)
+    return float(f"{rate / 10 if loaded else rate:.2g}")
+
+
+def with_model_defaults(config: TrainConfig, model: ModelConfig) -> TrainConfig:
+    """Fill in what was not given and follows the model."""
+    data, optimizer = config.data, config.optimizer
+    values: dict[str, Any] = {}
+    if data.max_target_length is None:
+        length = BYTE_LENGTH if is_of_bytes(model) else min(MOST_LENGTH, model.max_length)
+        values["max_target_length"] = length
+        if data.per_device_batch_size is None:
+            values["per_device_batch_size"] = max(1, TOKENS_PER_DEVICE // length)
+    elif data.per_device_batch_size is None:
+        values["per_device_batch_size"] = data.sequences_per_device
+    values["tokenizer_path"] = _tokenizer_path(config)
+    if optimizer.learning_rate is None:
+        rate = peak_learning_rate(model, loaded=config.parameters_folder is not None)
+        optimizer = with_values(optimizer, {"learning_rate": rate})
+    return with_values(config, {"data": with_values(data, values), "optimizer": optimizer})
+
+
+def _tokenizer_path(config: TrainConfig) -> str | None:
+    """Return the tokenizer to train with: the one that was named, or that of the model's folder, if it has one."""
+    data, folder = config.data, config.model_folder
+    if data.tokenizer_path is None and folder is not None and data.dataset_type != "synthetic":
+        return str(folder / TOKENIZER) if (folder / TOKENIZER).is_file() else None
+    return data.tokenizer_path
+
+
+def check_data(config: TrainConfig, model: ModelConfig) -> None:
+    """Refuse bytes, or Python's sources, for a model that is not made for them, unless they were asked for."""
+    data, folder = config.data, config.model_folder
+    if not is_of_bytes(model) and "dataset_type" not in data.given:
+        raise ValueError(
+            f"{config.model} is no model of bytes: expected the data to train it on, got none; use dataset_type=text "
+            "dataset_path=FILES_OR_FOLDERS, or dataset_type=synthetic, or dataset_type=stdlib for Python's own sources"
+        )
+    if folder is None or data.dataset_type == "synthetic" or data.tokenizer_path is not None:
+        return
+    others = [name for name in OTHER_TOKENIZERS if (folder / name).is_file()]
+    found, how = "none", "put it there"
+    if others:
+        found = f"{others[0]} alone"
+        how = "write one with transformers (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
+    raise ValueError(
+        f"{folder}: expected the model's {TOKENIZER}, got {found}; {how}, or name another with tokenizer_path=..., or "
+        f"train on bytes with tokenizer_path={BYTES}"
+    )
+
+
+# What settings that follow the model had as their default before they did.
+EARLIER_DEFAULTS: Mapping[str, Any] = {
+    "dataset_type": "stdlib",
+    "tokenizer_path": None,
+    "max_target_length": 256,
+    "per_device_batch_size": 16,
+    "learning_rate": 3e-3,
+}
+
+
+def keep_earlier_defaults(config: TrainConfig, earlier: Mapping[str, Any]) -> TrainConfig:
+    """Return the configuration for a run that goes on, of which an older version may have written the settings.
+
+    A setting that is not given, and that had its default of then, stays as the run began.
+    """
+    defaults = dict(EARLIER_DEFAULTS)
+    if config.run.load_parameters_path is not None:
+        defaults["model_name"] = "demo"  # alone, the path was not the model too
+    kept: dict[str, dict[str, Any]] = {}
+    for name, value in defaults.items():
+        declared = SETTINGS[name]
+        if name in earlier and earlier[name] == value and declared.field not in config.section_of(name).given:
+            kept.setdefault(declared.section, {})[declared.field] = value
+    sections = {title: _given(getattr(config, title), values) for title, values in kept.items() if title}
+    return _given(config, {**kept.get("", {}), **sections})
+
+
+def _given(section: SomeSection, values: Mapping[str, Any]) -> SomeSection:
+    """Return the section with values that count as given."""
+    made = with_values(section, values)
+    object.__setattr__(made, "given", section.given | values.keys())
+    return made

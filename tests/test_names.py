@@ -1,0 +1,18 @@
+"""The error for an unknown name."""
+
+import pytest
+
+from raggedmoe.names import check_known
+
+STRATEGIES = ("local", "ring", "all_to_all")
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones_and_the_nearest():
+    check_known("strategy", "ring", STRATEGIES)
+    with pytest.raises(ValueError, match=r"unknown strategy 'rings': .* local, ring, all_to_all; did you mean 'ring'"):
+        check_known("strategy", "rings", STRATEGIES)
+
+
+def test_a_name_like_none_of_the_known_ones_gets_no_suggestion():
+    with pytest.raises(ValueError, match=r"unknown strategy 'xyz': expected one of local, ring, all_to_all$"):
+        check_known("strategy", "xyz", STRATEGIES)
