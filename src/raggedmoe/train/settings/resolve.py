@@ -96,17 +96,21 @@ def _check_places(config: TrainConfig) -> None:
     }
     for name, named in places.items():
         for place in filter(None, named):
-            try:
-                path = as_path(place)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
+            path = _path_of(name, place)
             if name == "load_parameters_path" and isinstance(path, Path) and not path.is_dir():
                 raise ValueError(f"load_parameters_path: expected a folder, found none at {place}")
 
 
+def _path_of(name: str, place: str) -> AnyPath:
+    try:
+        return as_path(place)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
 def run_folder_of(config: TrainConfig) -> AnyPath:
     """Return the folder that a run is written to."""
-    return as_path(config.run.base_output_directory) / _run_name(config)
+    return _path_of("base_output_directory", config.run.base_output_directory) / _run_name(config)
 
 
 def _run_name(config: TrainConfig) -> str:
