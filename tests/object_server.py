@@ -30,6 +30,7 @@ class Fault:
     times: int = 10**9
     seconds: float = 0.0
     after: "Fault | None" = None  # not before that one was seen
+    until: threading.Event | None = None  # it waits for that first
     seen: int = 0
 
     def takes(self, method: str, path: str) -> bool:
@@ -122,6 +123,8 @@ class ObjectServer:
         for name in self.ignored_headers:
             environ.pop(name, None)
         fault = next((fault for fault in tuple(self.faults) if fault.takes(method, path)), None)
+        if fault is not None and fault.until is not None:
+            fault.until.wait()
         if fault is not None and fault.kind in ("refuse", "busy"):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("403 Forbidden" if fault.kind == "refuse" else "503 Slow Down", [("Content-Length", "0")])

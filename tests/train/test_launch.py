@@ -26,15 +26,17 @@ def children(process: subprocess.Popen) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_run_of_two_processes_of_which_one_is_killed_goes_on_on_one_with_another_mesh(tmp_path):
-    cache, folder, run = tmp_path / "cache", f"base_output_directory={tmp_path}", tmp_path / "deepseek-v3-tiny"
+@pytest.mark.parametrize("kind", ["disk", "objects"])
+def test_a_run_of_two_processes_of_which_one_is_killed_goes_on_on_one_with_another_mesh(tmp_path, request, kind):
+    place = tmp_path if kind == "disk" else request.getfixturevalue("bucket") / "runs"
+    cache, folder, run = tmp_path / "cache", f"base_output_directory={place}", place / "deepseek-v3-tiny"
     with subprocess.Popen(
         command("launch", "--processes", "2", "--", "train", *WORDS, *ON_FOUR, folder, "steps=1000"),
         env=environment(cache),
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        while not (run / "checkpoints" / "step_00000005").exists():
+        while not (run / "checkpoints" / "step_00000005" / "manifest.json").exists():
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.02)
         os.kill(children(process)[1], signal.SIGKILL)
@@ -46,7 +48,7 @@ def test_a_run_of_two_processes_of_which_one_is_killed_goes_on_on_one_with_anoth
     alone = train(cache, *WORDS, *ON_ONE, folder, "steps=15")
     assert alone.returncode == 0, alone.stderr
     ours, theirs = (
-        [line["loss"] for line in curve(each) if line["kind"] == "train"] for each in (run, tmp_path / "alone")
+        [line["loss"] for line in curve(each) if line["kind"] == "train"] for each in (run, place / "alone")
     )
     assert len(ours) == 15
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
