@@ -274,6 +274,10 @@ class DataConfig(Section):
     tokenizer_path: str | None = setting(
         default=None, help="A tokenizer.json; bytes: tokens are bytes; none: that of the model's folder, or else bytes"
     )
+    add_eos: bool = setting(default=True, help="End each document with the end-of-text token, which a model learns")
+    eos_token: str | None = setting(
+        default=None, help="Text of the end-of-text token; none: what belongs to the tokenizer says; of bytes, 0xff"
+    )
     max_target_length: int | None = setting(
         default=None,
         help="Sequence length in tokens; none: 256 for models of bytes, else 2048 or the most that the model has",
