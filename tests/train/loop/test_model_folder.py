@@ -13,7 +13,7 @@ from raggedmoe.cli.train import train
 from tests.interop.folders import change_config, copied, stored
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
-WORDS = "one two three four five six seven eight nine ten eleven twelve".split()
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 SHORT = ("max_target_length=16", "per_device_batch_size=2", "eval_steps=1", "enable_checkpointing=false")
 COUNTING = (" ".join(WORDS[:4]), " ".join(WORDS[4:8]), " ".join(WORDS[8:]))
 
