@@ -72,7 +72,7 @@ def test_with_all_of_its_state_and_the_same_settings_a_branch_is_the_run_itself(
     after = [line for line in curve(parent) if line["step"] > 4]
     begun = [line for line in curve(folder) if line["step"] > 4]
     assert begun == after
-    assert [line["step"] for line in curve(folder)][0] == 4  # its held-out loss, which the parent did not take there
+    assert next(line["step"] for line in curve(folder)) == 4  # its held-out loss, which the parent did not take there
     described = json.loads((folder / "run.json").read_text())
     assert described["parent"] == {"run": str(parent), "step": 4, "state": "all"}
     events = [line for line in lines(folder / "metrics.jsonl") if line["kind"] == "event"]
@@ -187,7 +187,8 @@ def test_another_number_of_steps_says_what_it_does_to_the_schedule():
     expected = f"of step 11 is {cosine(10, 40):.3g}, not {cosine(10, 20):.3g}"
     assert said("steps=40") == f"steps=40, before 20: the cosine schedule now spans 40; the learning rate {expected}"
     assert f"of step 11 is {cosine(7, 40):.3g}, not {cosine(7, 20):.3g}" in said("steps=40", skipped=3)
-    assert "of step 21 is" in said("steps=40", step=20) and ", not 0" in said("steps=40", step=20)
+    assert "of step 21 is" in said("steps=40", step=20)
+    assert ", not 0" in said("steps=40", step=20)
     assert "the schedule spans schedule_steps=20, as before" in said("steps=40", "schedule_steps=20")
     assert "of step 11 stays 0.003" in said("steps=40", "schedule=constant")
 
@@ -200,7 +201,8 @@ def test_a_run_that_is_made_longer_says_so_where_it_goes_on(parent, tmp_path, ca
     assert run_training(settings).code == 0
     assert "steps=16, before 12: the cosine schedule now spans 16" in capsys.readouterr().out
     events = [line["text"] for line in lines(tmp_path / "run" / "metrics.jsonl") if line.get("what") == "resumed"]
-    assert len(events) == 1 and "now spans 16" in events[0]
+    assert len(events) == 1
+    assert "now spans 16" in events[0]
 
 
 def test_two_things_to_begin_with_contradict_each_other():

@@ -19,7 +19,7 @@ from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.config_json import from_json
 from raggedmoe.models.module import Decoder
 from raggedmoe.models.parameters import param_specs
-from raggedmoe.storage import AnyPath, ObjectPath, as_path
+from raggedmoe.storage import ObjectPath, as_path
 from raggedmoe.train.checkpoint.folder import STEP
 from raggedmoe.train.loop.run_folder import CHECKPOINTS, COMPANIONS, MODEL, RUN
 from raggedmoe.train.settings.resolve import make_model
@@ -36,7 +36,7 @@ FORMS = "the folder of a run (RUN), or one of its checkpoints (RUN@STEP, RUN/che
 class SavedRun:
     """The folder of a run, and the step of a checkpoint if one was named."""
 
-    folder: AnyPath
+    folder: Any  # a path of a disk or an object store
     step: int | None = None
 
     def __str__(self) -> str:
