@@ -9,6 +9,7 @@ from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.models.count import count_params
 from raggedmoe.models.module import Decoder
 from raggedmoe.names import unknown
+from raggedmoe.train.loop.saved_run import find_model
 
 
 def import_(
@@ -27,13 +28,14 @@ def import_(
         out: the folder to write.
         dtype: type of the weights, such as float32; by default that of the checkpoint.
     """
-    model = _load_model(path, out, dtype)
+    _check(out, dtype)
+    model = interop.load(path, param_dtype=dtype, progress=True)
     interop.save_native(model, out, progress=True)
     return _print_result("imported", model, out)
 
 
 def export(
-    path: tyro.conf.Positional[Path],
+    path: tyro.conf.Positional[str],
     out: tyro.conf.Positional[Path],
     layout: str | None = None,
     dtype: str | None = None,
@@ -41,24 +43,25 @@ def export(
     """Convert a checkpoint of ours to a Hugging Face folder, or change the layout or type of a Hugging Face one.
 
     Args:
-        path: a folder that `raggedmoe import` or a run wrote, or a Hugging Face folder.
+        path: a folder that `raggedmoe import` or a run wrote, or a Hugging Face folder; the folder of a run, RUN, whose
+            trained model is taken, or else its newest checkpoint; or one of its checkpoints, RUN@STEP.
         out: the folder to write.
         layout: layout of the experts: per_expert (one tensor each) or fused; by default as the family publishes them.
         dtype: type of the weights, such as bfloat16; by default that of PATH.
     """
-    model = _load_model(path, out, None)
-    if dtype is not None and dtype not in FLOATS:
-        raise unknown("dtype", dtype, FLOATS)
+    _check(out, dtype)
+    saved = find_model(path)
+    model = saved.load(progress=True)
     interop.save(model, out, layout=layout, dtype=dtype, progress=True)
     return _print_result("exported", model, out)
 
 
-def _load_model(path: Path, out: Path, dtype: str | None) -> Decoder:
+def _check(out: Path, dtype: str | None) -> None:
+    """Refuse what could not be written, before anything is read."""
     if dtype is not None and dtype not in FLOATS:
         raise unknown("dtype", dtype, FLOATS)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out}: expected a new or empty folder, got one with files; name another or remove it")
-    return interop.load(path, param_dtype=dtype, progress=True)
 
 
 def _print_result(done: str, model: Decoder, out: Path) -> int:

@@ -35,7 +35,7 @@ def demo(
     folder = outcome.folder
     page = write_report(folder)
     print(f"\nA sample, which continues {PROMPT!r}:\n\n{PROMPT}", end="", flush=True)
-    generate(folder / MODEL, PROMPT, max_new_tokens=NEW_TOKENS, temperature=TEMPERATURE)
+    generate(str(folder / MODEL), PROMPT, max_new_tokens=NEW_TOKENS, temperature=TEMPERATURE)
     print(summary(folder, folder / MODEL, page))
     return 0
 

@@ -2,22 +2,21 @@
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import tyro
 from rich.console import Console
 
-from raggedmoe import interop
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.models import generate as generation
 from raggedmoe.models.generate import Sampling
 from raggedmoe.names import unknown
+from raggedmoe.train.loop.saved_run import find_model
 
 
 def generate(
-    path: tyro.conf.Positional[Path],
+    path: tyro.conf.Positional[str],
     prompt: str,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -29,11 +28,14 @@ def generate(
 ) -> int:
     """Generate text that continues a prompt, and print each token as it comes.
 
-    The folder is a Hugging Face one, or one that `raggedmoe import` or a run wrote, with its tokenizer.json. Decoding
-    is greedy by default, and samples with a temperature. It ends at the end-of-sequence token that the folder names.
+    The folder is a Hugging Face one, or one that `raggedmoe import` or a run wrote, with its tokenizer.json; or that of
+    a run, whose trained model is taken, or else its newest checkpoint. Decoding is greedy by default, and samples with
+    a temperature. It ends at the end-of-sequence token that the folder names.
+
+      raggedmoe generate out/demo@300 --prompt "def "
 
     Args:
-        path: the model's folder.
+        path: the model's folder; a run's folder RUN; or one of its checkpoints, RUN@STEP.
         prompt: the text to continue; with --ids, token numbers separated by commas or spaces.
         max_new_tokens: the largest number of tokens to generate.
         temperature: 0 takes the most likely token; larger is more random.
@@ -46,9 +48,10 @@ def generate(
     if dtype is not None and dtype not in FLOATS:
         raise unknown("dtype", dtype, FLOATS)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    tokenizer: Any = None if ids else _tokenizer(path)
+    saved = find_model(path)
+    tokenizer: Any = None if ids else _tokenizer(saved.folder)
     numbers = _numbers(prompt) if ids else tokenizer.encode(prompt).ids
-    model = interop.load(path, dtype=dtype, progress=True)
+    model = saved.load(dtype=dtype, progress=True)
     start = time.perf_counter()
     tokens = (
         token
@@ -57,7 +60,7 @@ def generate(
             [numbers],
             max_new_tokens=max_new_tokens,
             sampling=sampling,
-            stop=_end_tokens(path),
+            stop=_end_tokens(saved.folder),
             seed=seed,
         )
         if token is not None
@@ -80,7 +83,7 @@ def _numbers(prompt: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _tokenizer(folder: Path) -> Any:
+def _tokenizer(folder: Any) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -92,12 +95,12 @@ def _tokenizer(folder: Path) -> Any:
     if not path.is_file():
         raise ValueError(f"{path}: expected the model's tokenizer, found none; put it there, or use --ids")
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises the bare Exception for a file that it cannot read
         raise ValueError(f"{path}: expected a tokenizer of the tokenizers package, got {error}") from None
 
 
-def _end_tokens(folder: Path) -> list[int]:
+def _end_tokens(folder: Any) -> list[int]:
     """Read the end-of-sequence tokens that a folder's JSON files name."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name

@@ -1,7 +1,8 @@
 """The folder of a run: its lock, the results of earlier runs, the description in run.json, and the trained model.
 
 ``run.json`` describes the run, ``metrics.jsonl`` and ``load.jsonl`` its steps, ``checkpoints`` are to resume from,
-``model`` is the trained model, ``profile`` a trace, ``tensorboard`` events.
+``companions`` are the tokenizer and other files that belong to them. ``model`` is the trained model, ``profile`` a
+trace, ``tensorboard`` events.
 """
 
 import contextlib
@@ -15,13 +16,16 @@ from typing import Any
 import jax
 
 from raggedmoe.disk import replace_file, sync
+from raggedmoe.interop.companions import write_companions, write_kept_config
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.native import save
+from raggedmoe.models.companions import Companions
 from raggedmoe.models.module import Decoder
 from raggedmoe.train.loop.metrics import LOAD, METRICS, TENSORBOARD, last_step
 from raggedmoe.train.loop.record import REPORT, RUN
 
 MODEL, PROFILE, CHECKPOINTS = "model", "profile", "checkpoints"
+COMPANIONS = "companions"  # the tokenizer, and all else that the trained model has beside its weights
 NEW_MODEL, OLD_MODEL = f"{MODEL}.new", f"{MODEL}.old"  # while one replaces the other
 
 
@@ -60,13 +64,21 @@ def write_description(folder: Path, run: Mapping[str, Any]) -> None:
     replace_file(folder / RUN, (json.dumps(run, indent=1) + "\n").encode())
 
 
+def write_companions_of_checkpoints(folder: Path, companions: Companions) -> None:
+    """Write the files that belong to the model, with which a checkpoint is as much a model as the trained one."""
+    target = folder / COMPANIONS
+    target.mkdir(exist_ok=True)
+    write_companions(companions, target)
+    write_kept_config(companions, target)
+
+
 def set_aside(folder: Path, *, checkpoints: bool) -> Path | None:
     """Move an earlier run's files into a folder of their own, and return it; None if that run has no results.
 
     Checkpoints are moved first, so that a kill in between leaves none to resume without their description.
     """
     results = (PROFILE, REPORT, LOAD, MODEL, METRICS)
-    names = (*((CHECKPOINTS,) if checkpoints else ()), RUN, TENSORBOARD, *results)
+    names = (*((CHECKPOINTS,) if checkpoints else ()), RUN, COMPANIONS, TENSORBOARD, *results)
     present = {name: folder / name for name in names if _has_content(folder / name)}
     if not present.keys() & {CHECKPOINTS, *results}:
         return None

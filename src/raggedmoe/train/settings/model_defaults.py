@@ -44,7 +44,8 @@ def with_model_defaults(config: TrainConfig, model: ModelConfig) -> TrainConfig:
         values["per_device_batch_size"] = data.sequences_per_device
     values["tokenizer_path"] = _tokenizer_path(config)
     if optimizer.learning_rate is None:
-        rate = peak_learning_rate(model, loaded=config.parameters_folder is not None)
+        loaded = config.parameters_folder is not None or config.run.init_from is not None
+        rate = peak_learning_rate(model, loaded=loaded)
         optimizer = with_values(optimizer, {"learning_rate": rate})
     return with_values(config, {"data": with_values(data, values), "optimizer": optimizer})
 

@@ -104,6 +104,7 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
         "a constant learning rate stays",
     ),
     "warmup_fraction": (lambda config, step: config.optimizer.warmup_steps is None, "warmup_steps says it"),
+    "init_state": (lambda config, step: config.run.init_from is not None, "it belongs to init_from"),
     "profiler_steps": (_traces, "there is no profiler"),
     "skip_first_n_steps_for_profiler": (_traces, "there is no profiler"),
     "checkpoint_period": (_saves, "there are no checkpoints"),
