@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from raggedmoe.aot.case import PASSED, REFUSED, Case, CompileOutcome
+from raggedmoe.aot.case import PASSED, REFUSED, CompileCase, CompileOutcome
 from raggedmoe.aot.subjects import OperationCall
 from raggedmoe.aot.worker import compile_cases
 from raggedmoe.compat import JAX_VERSION
@@ -70,13 +70,13 @@ class Entry:
     def full_name(self) -> str:
         return f"{self.operation}/{self.implementation}"
 
-    def case(self, *, without_guard: bool = False) -> Case:
+    def case(self, *, without_guard: bool = False) -> CompileCase:
         arguments = {
             name: getattr(self, name) for name in ("operation", "implementation", "call", "dtype", "direction")
         }
         title = f"{self.full_name} {self.call} {self.dtype} {self.direction}"
         subject = OperationCall(**arguments, without_guard=without_guard)
-        return Case(title=title, subject=subject, topology=TOPOLOGIES[self.chip])
+        return CompileCase(title=title, subject=subject, topology=TOPOLOGIES[self.chip])
 
 
 @dataclass(frozen=True, kw_only=True)

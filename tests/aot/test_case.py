@@ -8,7 +8,7 @@ import pytest
 from raggedmoe.aot.baselines import BaselineCall
 from raggedmoe.aot.case import (
     PASSED,
-    Case,
+    CompileCase,
     CompileOutcome,
     case_from_json,
     case_to_json,
@@ -23,7 +23,7 @@ from raggedmoe.kernels.chosen import ChosenKernel
 from raggedmoe.train.settings.words import read_words
 from tests.aot.programs import Matmul
 
-CASE = Case(title="one", subject=Matmul(), topology="v6e:2x2", trips={"3": 4})
+CASE = CompileCase(title="one", subject=Matmul(), topology="v6e:2x2", trips={"3": 4})
 COMPILED = Compiled(
     topology="v6e:2x2",
     trace_seconds=0.5,

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from raggedmoe.aot.baselines import BaselineCall
-from raggedmoe.aot.case import CRASHED, FAILED, NO_FIT, PASSED, REFUSED, TIMED_OUT, Case
+from raggedmoe.aot.case import CRASHED, FAILED, NO_FIT, PASSED, REFUSED, TIMED_OUT, CompileCase
 from raggedmoe.aot.compiled import compile_for
 from raggedmoe.aot.subjects import OperationCall, TrainingStep
 from raggedmoe.aot.topology import find_topology
@@ -39,7 +39,7 @@ COUNTED = pytest.mark.skipif(libtpu_version() not in ISSUE, reason=f"counted wit
 
 
 def case(subject, topology="v6e:2x2"):
-    return Case(title=type(subject).__name__, subject=subject, topology=topology)
+    return CompileCase(title=type(subject).__name__, subject=subject, topology=topology)
 
 
 def outcomes(*cases, timeout=600.0):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from raggedmoe.aot.case import Case
+from raggedmoe.aot.case import CompileCase
 from raggedmoe.aot.lowered import Products, count_products, lower_here
 from raggedmoe.aot.subjects import TrainingStep
 from raggedmoe.models.presets import model_preset
@@ -63,7 +63,7 @@ def step_of(backend):
         f"moe_backend={backend}",
         "mtp_layers=0",
     ]
-    return Case(
+    return CompileCase(
         title=backend,
         subject=TrainingStep(config=read_words((*words, "dtype=bfloat16")), num_layers=2),
         topology="cpu",

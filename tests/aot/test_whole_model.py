@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from raggedmoe.aot.case import PASSED, Case, CompileOutcome
+from raggedmoe.aot.case import PASSED, CompileCase, CompileOutcome
 from raggedmoe.aot.compiled import Compiled, Cost, Memory
 from raggedmoe.aot.subjects import TrainingStep
 from raggedmoe.aot.whole_model import whole_model
@@ -27,7 +27,7 @@ def outcome(layers, temporaries, arguments=1000):
         cost=Cost(flops=1.0, bytes_accessed=1.0),
         kernels=(),
     )
-    case = Case(
+    case = CompileCase(
         title="",
         subject=TrainingStep(config=read_words(WORDS), num_layers=layers),
         topology="tpu7x:4x8x8",

@@ -16,14 +16,14 @@ pytestmark = NEEDS_LIBTPU
 # Compiles what takes minutes, and prints the worker's number first.
 BUSY_PARENT = """
 from raggedmoe.aot import worker
-from raggedmoe.aot.case import Case
+from raggedmoe.aot.case import CompileCase
 from raggedmoe.aot.subjects import TrainingStep
 from raggedmoe.train.settings.words import read_words
 process = worker._Worker(scheduled=False)
 print(process._process.pid, flush=True)
 words = ("deepseek2-16b", "fsdp_parallelism=-1", "remat=full")
 step = TrainingStep(config=read_words(words), topology="v6e:4x4")
-case = Case(title="a large model", subject=step, topology="v6e:4x4")
+case = CompileCase(title="a large model", subject=step, topology="v6e:4x4")
 print(process.outcome(case, timeout=600))
 """
 

@@ -3,7 +3,7 @@
 import pytest
 
 from raggedmoe.bench.case import FORWARD, SHAPES, shape_case
-from raggedmoe.bench.child import Child
+from raggedmoe.bench.child import PreparedCalls
 from raggedmoe.bench.children import ChildError
 from raggedmoe.bench.problem import write_problem
 from tests.bench.trial_contenders import tiny
@@ -36,7 +36,7 @@ class ChildrenHere:
         do = question.pop("do")
         self.asked.append((do, question["key"]))
         try:
-            return getattr(self.children.setdefault(name, Child()), do)(**question)
+            return getattr(self.children.setdefault(name, PreparedCalls()), do)(**question)
         except Exception as error:
             raise ChildError(f"{type(error).__name__}: {error}") from None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raggedmoe.aot.case import NO_FIT, Case, CompileOutcome
+from raggedmoe.aot.case import NO_FIT, CompileCase, CompileOutcome
 from raggedmoe.aot.subjects import ModelForward, TrainingStep, layer_config
 from raggedmoe.cli import compile
 from raggedmoe.cli.compile_report import outcome_lines
@@ -326,7 +326,7 @@ class TestWithTheCompiler:
 
 
 def test_a_model_that_does_not_fit_is_told_what_would_help():
-    case = Case(title="a step", subject=TrainingStep(config=read_words(("demo",))), topology="v6e:2x2")
+    case = CompileCase(title="a step", subject=TrainingStep(config=read_words(("demo",))), topology="v6e:2x2")
     outcome = CompileOutcome(case=case, verdict=NO_FIT, error="too large", needed=60 * 10**9, available=32 * 10**9)
     text = "\n".join(outcome_lines([outcome]))
     assert "does not fit" in text

@@ -127,7 +127,7 @@ def test_each_token_is_shown_before_the_next_is_made(spoken, raggedmoe, monkeypa
             yield [token]
 
     monkeypatch.setattr("raggedmoe.cli.generate.generation.generate", made)
-    monkeypatch.setattr("raggedmoe.cli.generate.interop.load", lambda *arguments, **settings: None)
+    monkeypatch.setattr("raggedmoe.train.loop.saved_run.interop.load", lambda *arguments, **settings: None)
     monkeypatch.setattr(sys, "stdout", Screen())
     raggedmoe("generate", folder, "--prompt", "ab")
     shown = [chr(byte_of[n]) for n in plain]

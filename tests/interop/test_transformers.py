@@ -151,3 +151,84 @@ def test_mxfp4_is_what_transformers_says(tmp_path):
     theirs = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
     # Theirs is inputs first.
     np.testing.assert_array_equal(ours.astype(np.float32), theirs.float().numpy().transpose(0, 2, 1))
+
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TALK = [{"role": "user", "content": "How wide is an expert?"}, {"role": "assistant", "content": "  F = 24, naïvely."}]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A Qwen3-MoE of odd sizes as `transformers` saves it: a trained tokenizer, a chat template, sampling settings."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    folder, torch_state = tmp_path_factory.mktemp("published"), torch.get_rng_state()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=333, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([(GOLDEN / "README.md").read_text()], trainer)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=640
+    )
+    theirs.chat_template = TEMPLATE
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=len(theirs) + 3,
+        hidden_size=36,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=10,
+        num_experts=7,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        max_position_embeddings=640,
+        eos_token_id=theirs.eos_token_id,
+        pad_token_id=theirs.pad_token_id,
+        router_aux_loss_coef=0.003,
+        attention_dropout=0.05,
+        initializer_range=0.4,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(config)
+    torch.set_rng_state(torch_state)
+    model.generation_config.update(do_sample=True, temperature=0.7, top_k=9, eos_token_id=[2, 0])
+    model.save_pretrained(folder)
+    theirs.save_pretrained(folder)
+    return folder
+
+
+def test_what_we_export_tokenises_and_generates_as_the_original_does(published, tmp_path):
+    interop.save_native(interop.load(published), tmp_path / "ours")
+    interop.save(interop.load(tmp_path / "ours"), tmp_path / "exported")
+    before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (published, tmp_path / "exported"))
+    assert type(after) is type(before)
+    assert after.special_tokens_map == before.special_tokens_map
+    assert (after.model_max_length, after.eos_token_id, after.chat_template) == (640, 2, TEMPLATE)
+    for text in ("Experts route  tokens.\n\tnaïve ≠ 七", "<|im_start|>user\nhi<|im_end|>"):
+        assert after(text).input_ids == before(text).input_ids
+        assert after.decode(after(text).input_ids) == before.decode(before(text).input_ids)
+    prompt = before.apply_chat_template(TALK, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    again = after.apply_chat_template(TALK, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert torch.equal(prompt["input_ids"], again["input_ids"])
+
+    models = [transformers.AutoModelForCausalLM.from_pretrained(path) for path in (published, tmp_path / "exported")]
+    settings = [model.generation_config.to_dict() for model in models]
+    assert settings[0] == settings[1]
+    configs = [model.config.to_dict() for model in models]
+    for config in configs:
+        config.pop("_name_or_path")
+    assert configs[0] == configs[1]
+    generated = []
+    for model in models:
+        torch.manual_seed(0)
+        generated.append(model.generate(**prompt, max_new_tokens=20))
+    assert torch.equal(*generated)

@@ -41,42 +41,6 @@ BAD_LAYERS = {
         r"selection='expert_choice' has no fixed K and needs a capacity_factor, got None",
     ),
 }
-BAD_EXECUTIONS = {
-    "unknown_backend": (
-        {"moe_backend": "ragged-dot"},
-        r"unknown moe_backend 'ragged-dot': expected one of auto.*did you mean 'ragged_dot'\?",
-    ),
-    "unknown_strategy": (
-        {"strategy": "rings"},
-        r"unknown strategy 'rings': expected one of local, .*did you mean 'ring'\?",
-    ),
-    "unknown_split": ({"tensor_split": "expert"}, r"unknown tensor_split 'expert'.*did you mean 'expert_dim'"),
-    "no_chunk": ({"token_chunks": 0}, r"expected token_chunks to be a positive integer, got 0"),
-    "fused_with_width_chunks": (
-        {"moe_backend": "expert_ffn", "width_chunks": 2},
-        r"fuses the activation, which needs the sums over the whole width.*width_chunks=2: use width_chunks=1",
-    ),
-    "fused_with_a_split_width": (
-        {"moe_backend": "expert_ffn", "tensor_split": "model_dim"},
-        r"fuses the activation, which needs the sums over the whole width.*='model_dim': use tensor_split='expert_dim'",
-    ),
-    "backend_and_kernels": (
-        {"moe_backend": "cpu", "kernels": KernelChoice(grouped_matmul="xla")},
-        r"moe_backend='cpu' already names 'cpu' for grouped_matmul, got 'xla'; give either",
-    ),
-    "backend_and_strategy": (
-        {"moe_backend": "dense", "strategy": "local"},
-        r"moe_backend='dense' computes every expert on every token.*strategy='local': leave strategy out",
-    ),
-    "buffer_of_no_ranks": (
-        {"ragged_buffer_factor": 1.5},
-        r"ragged_buffer_factor belongs to strategies ring and all_to_all, got 1\.5 with 'local'; leave it out",
-    ),
-    "negative_buffer": (
-        {"strategy": "ring", "ragged_buffer_factor": -1.0},
-        r"expected ragged_buffer_factor > 0, or None, got -1\.0",
-    ),
-}
 BAD_PAIRS = {
     "unread_ffn_choice": (
         {},
@@ -147,12 +111,6 @@ BAD_EXPERTS = {
 def test_layer_config_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         moe_config(**options)
-
-
-@pytest.mark.parametrize(("options", "message"), BAD_EXECUTIONS.values(), ids=BAD_EXECUTIONS)
-def test_execution_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        MoEExecution(**options).backend  # noqa: B018
 
 
 @pytest.mark.parametrize(("options", "execution", "message"), BAD_PAIRS.values(), ids=BAD_PAIRS)

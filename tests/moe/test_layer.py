@@ -1,6 +1,7 @@
 """The layer as users have it: the nnx module, its backends and types, masks, and JAX's transformations."""
 
 import functools
+import traceback
 from collections import Counter
 from importlib.util import find_spec
 
@@ -12,7 +13,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from raggedmoe import ExpertConfig, MoE, MoEExecution, MoEOutput
+from raggedmoe import ExpertConfig, MoE, MoEExecution, MoEOutput, Plan
+from raggedmoe.kernels.grouped_matmul.api import grouped_matmul
 from raggedmoe.kernels.registry import CannotRunError, record_selections
 from raggedmoe.moe.execution import BACKENDS
 from raggedmoe.moe.layer import DEFAULT_EXECUTION
@@ -361,3 +363,23 @@ def test_module_passes_every_argument_on():
     out = jax.jit(functools.partial(MoE.__call__, layer))(x.reshape(2, 3, 7), **shaped)
     assert_close(out.output.reshape(6, 7), expected.output)
     np.testing.assert_array_equal(out.experts.reshape(6, 2), expected.experts)
+
+
+@pytest.mark.parametrize("strategy", ["local", "ring"])
+def test_a_kernel_is_five_calls_below_the_layer_at_most(monkeypatch, strategy):
+    calls = []
+
+    def record(*arrays, **options):
+        names = [frame.name for frame in traceback.extract_stack() if "/src/raggedmoe/" in frame.filename]
+        below = len(names) - 1 - names[::-1].index("routed_experts")
+        calls.append([name for name in names[below + 1 :] if not name.startswith("<")] + ["grouped_matmul"])
+        return grouped_matmul(*arrays, **options)
+
+    monkeypatch.setattr("raggedmoe.moe.experts.grouped_matmul", record)
+    mesh = Plan(expert=2).mesh() if strategy == "ring" else None
+    config, execution = moe_config(), MoEExecution(strategy=strategy, moe_backend="ragged_dot")
+    jax.eval_shape(
+        lambda: MoE(config, rngs=nnx.Rngs(0), execution=execution, mesh=mesh)(jnp.ones((2, 4, config.model_dim)))
+    )
+    assert len(calls) == 3
+    assert max(map(len, calls)) <= 5, calls

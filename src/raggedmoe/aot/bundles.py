@@ -82,9 +82,9 @@ def read_program(text: str) -> BundleProgram:
     for address, body in zip(parts[::2], parts[1::2]):
         at = int(address, 16)
         operands += _operands(body)
-        if found := _BRANCH.search(body):
-            predicate = Predicate(found[2], bool(found[1])) if found[2] else None
-            branches[at] = Branch(at, int(found[3]), int(found[4]), predicate)
+        if branch := _BRANCH.search(body):
+            predicate = Predicate(branch[2], bool(branch[1])) if branch[2] else None
+            branches[at] = Branch(at, int(branch[3]), int(branch[4]), predicate)
         slots = tuple(_instructions(body))
         if slots:
             # A phi names what a register holds as the bundle begins, whatever its place in the text.
@@ -122,10 +122,10 @@ def _instruction(target: str, opcode: str, rest: str) -> Instruction:
         opcode = f"dma.{direction[1]}_to_{direction[2]}"
     plain = _COMMENT.sub("", rest).replace("[thread:$0]", "")
     predicate = otherwise = None
-    if found := _PREDICATE.search(plain):
-        predicate = Predicate(found[2], bool(found[1]))
-        otherwise = found[3]
-        plain = plain[: found.start()] + plain[found.end() :]
+    if match := _PREDICATE.search(plain):
+        predicate = Predicate(match[2], bool(match[1]))
+        otherwise = match[3]
+        plain = plain[: match.start()] + plain[match.end() :]
     return Instruction(target, opcode, predicate, otherwise, tuple(_value(text) for text in _VALUE.findall(plain)))
 
 
@@ -157,7 +157,7 @@ _ALLOCATION = re.compile(r"space=(\w+), size = (\w+), offset = (\w+), scoped")
 
 def scoped_bytes(text: str) -> dict[str, int]:
     """Read the bytes of each memory space that a program allocates from a dump of `post-delay-converter`."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for space, size, offset in _ALLOCATION.findall(text):
-        found[space] = max(found.get(space, 0), int(size, 0) + int(offset, 0))
-    return found
+        sizes[space] = max(sizes.get(space, 0), int(size, 0) + int(offset, 0))
+    return sizes

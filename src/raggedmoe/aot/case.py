@@ -37,7 +37,7 @@ class Subject(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class CompileCase:
     """One compilation."""
 
     title: str
@@ -51,7 +51,7 @@ class Case:
     hlo: str | None = None  # the folder that the lowered and the optimised program are written to, and counted
 
 
-def case_to_json(case: Case) -> dict[str, Any]:
+def case_to_json(case: CompileCase) -> dict[str, Any]:
     """Describe a case as JSON can hold it: its subject by the class, ``package.module:Class``, and its fields."""
     kind = type(case.subject)
     subject = {"build": f"{kind.__module__}:{kind.__qualname__}", "arguments": _to_plain(case.subject)}
@@ -74,12 +74,14 @@ def _from_plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value  # JSON has made lists of tuples
 
 
-def case_from_json(plain: Mapping[str, Any]) -> Case:
+def case_from_json(plain: Mapping[str, Any]) -> CompileCase:
     """Make the case that `case_to_json` described."""
     module, _, name = plain["build"].partition(":")
     arguments = {key: _from_plain(value) for key, value in plain["arguments"].items()}
     subject = getattr(importlib.import_module(module), name)(**arguments)
-    return Case(subject=subject, **{key: value for key, value in plain.items() if key not in ("build", "arguments")})
+    return CompileCase(
+        subject=subject, **{key: value for key, value in plain.items() if key not in ("build", "arguments")}
+    )
 
 
 PASSED, REFUSED, NO_FIT, FAILED, CRASHED, TIMED_OUT = "pass", "refused", "no fit", "fail", "crash", "time-out"
@@ -89,7 +91,7 @@ PASSED, REFUSED, NO_FIT, FAILED, CRASHED, TIMED_OUT = "pass", "refused", "no fit
 class CompileOutcome:
     """The outcome of a case: whether it compiled, and what the compiler said of it."""
 
-    case: Case
+    case: CompileCase
     verdict: str  # PASSED; or REFUSED by the library, NO_FIT in HBM, FAILED by an error, CRASHED, TIMED_OUT
     error: str | None = None  # its first line, the compiler's own where it has one
     detail: str | None = None  # all of it
@@ -135,23 +137,23 @@ def outcome_from_json(plain: Mapping[str, Any]) -> CompileOutcome:
     """Make the outcome that `outcome_to_json` described."""
     compiled = None
     if plain["compiled"] is not None:
-        found = plain["compiled"]
+        stored = plain["compiled"]
         compiled = Compiled(
             **{
-                **found,
-                "memory": Memory(**found["memory"]),
-                "cost": Cost(**found["cost"]),
-                "kernels": tuple(ChosenKernel(**kernel) for kernel in found["kernels"]),
+                **stored,
+                "memory": Memory(**stored["memory"]),
+                "cost": Cost(**stored["cost"]),
+                "kernels": tuple(ChosenKernel(**kernel) for kernel in stored["kernels"]),
             }
         )
     schedule = None if plain["schedule"] is None else schedule_from_json(plain["schedule"])
     moves = None if plain["moves"] is None else tuple(move_from_json(move) for move in plain["moves"])
     counts = None if plain["counts"] is None else counts_from_json(plain["counts"])
-    found = {
+    parts = {
         "case": case_from_json(plain["case"]),
         "compiled": compiled,
         "schedule": schedule,
         "moves": moves,
         "counts": counts,
     }
-    return CompileOutcome(**{**plain, **found})
+    return CompileOutcome(**{**plain, **parts})

@@ -117,20 +117,20 @@ def compile_for(
 
 def memory_of(executable: jax.stages.Compiled) -> Memory:
     """Read the memory that a program needs from its compiler."""
-    found: Any = executable.memory_analysis()
+    analysis: Any = executable.memory_analysis()
     return Memory(
-        arguments=found.argument_size_in_bytes,
-        outputs=found.output_size_in_bytes,
-        aliased=found.alias_size_in_bytes,
-        temporaries=found.temp_size_in_bytes,
-        code=found.generated_code_size_in_bytes,
+        arguments=analysis.argument_size_in_bytes,
+        outputs=analysis.output_size_in_bytes,
+        aliased=analysis.alias_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
+        code=analysis.generated_code_size_in_bytes,
     )
 
 
 def cost_of(executable: jax.stages.Compiled) -> Cost:
     """Read the cost of a program from its compiler, which counts a loop's body once."""
-    found: Any = executable.cost_analysis()
-    return Cost(flops=found.get("flops", 0.0), bytes_accessed=found.get("bytes accessed", 0.0))
+    analysis: Any = executable.cost_analysis()
+    return Cost(flops=analysis.get("flops", 0.0), bytes_accessed=analysis.get("bytes accessed", 0.0))
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -35,13 +35,13 @@ class KernelCall:
 
 def kernel_calls(traced: ClosedJaxpr, arguments: Sequence[Any]) -> list[KernelCall]:
     """List the kernels of a traced program (Pallas calls, ragged dots). Arguments that are shapes are unknown."""
-    found: list[KernelCall] = []
+    calls: list[KernelCall] = []
     known = [np.asarray(a) if isinstance(a, jax.Array | np.ndarray) else None for a in arguments]
-    _evaluate(traced.jaxpr, traced.consts, known, found)
-    return found
+    _evaluate(traced.jaxpr, traced.consts, known, calls)
+    return calls
 
 
-def _evaluate(program: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], found: list[KernelCall]) -> list[Any]:
+def _evaluate(program: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], calls: list[KernelCall]) -> list[Any]:
     values: dict[Any, Any] = dict(zip(program.constvars, consts)) | dict(zip(program.invars, arguments))
 
     def value(variable: Any) -> Any:
@@ -49,25 +49,25 @@ def _evaluate(program: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], f
 
     for equation in program.eqns:
         operands = [value(variable) for variable in equation.invars]
-        results = _results(equation, operands, found)
+        results = _results(equation, operands, calls)
         values.update(zip(equation.outvars, results))
     return [value(variable) for variable in program.outvars]
 
 
-def _results(equation: Any, operands: list[Any], found: list[KernelCall]) -> list[Any]:
+def _results(equation: Any, operands: list[Any], calls: list[KernelCall]) -> list[Any]:
     """Compute what an equation gives; None for what is not known."""
     name, unknown = equation.primitive.name, [None] * len(equation.outvars)
     if name in KERNELS:
-        found.append(_kernel_call(equation.invars, operands))
+        calls.append(_kernel_call(equation.invars, operands))
         return unknown
     if name == "ragged_dot_general":  # XLA's own kernel: a program of its own turns the group sizes into tiles
         sizes = equation.invars[2]
-        found.append(_kernel_call([sizes], operands[2:3]))
+        calls.append(_kernel_call([sizes], operands[2:3]))
         return unknown
     inner = next((equation.params[key] for key in CALLS if key in equation.params), None)
     if name not in NO_CALLS and isinstance(inner, ClosedJaxpr | Jaxpr):
         closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
-        return _evaluate(closed.jaxpr, closed.consts, operands, found)
+        return _evaluate(closed.jaxpr, closed.consts, operands, calls)
     large = any(np.prod(v.aval.shape, dtype=np.int64) > MAX_ELEMENTS for v in equation.outvars)
     if large or any(operand is None for operand in operands):
         return unknown
@@ -104,8 +104,8 @@ class CustomCalls:
         self._outputs = outputs
         self._lines: dict[str, tuple[str, str, list[str], str]] = {}
         for text in hlo.partition("\nENTRY ")[2].splitlines():
-            if found := _LINE.match(text):
-                self._lines[found[1]] = (found[2], found[3], re.findall(r"%([\w.\-]+)", found[4]), found[5])
+            if line := _LINE.match(text):
+                self._lines[line[1]] = (line[2], line[3], re.findall(r"%([\w.\-]+)", line[4]), line[5])
         self._known: dict[tuple[int, ...], list[Values]] = {}
         for argument in arguments:
             if isinstance(argument, jax.Array | np.ndarray) and np.issubdtype(argument.dtype, np.integer):
@@ -118,8 +118,8 @@ class CustomCalls:
     def operands(self, name: str) -> dict[int, Values]:
         """Return the known operands of one call, by number."""
         operands = self._lines[name][2] if name in self else []
-        found = {number: self._values(operand) for number, operand in enumerate(operands)}
-        return {number: value for number, value in found.items() if value is not None}
+        values = {number: self._values(operand) for number, operand in enumerate(operands)}
+        return {number: known for number, known in values.items() if known is not None}
 
     def _values(self, name: str) -> Values | None:
         if name not in self._lines:

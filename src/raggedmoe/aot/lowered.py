@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from raggedmoe.aot.case import Case
+from raggedmoe.aot.case import CompileCase
 from raggedmoe.aot.compiled import Cost, Memory, cost_of, memory_of
 from raggedmoe.aot.program_text import ProgramCounts, counts_of, write_programs
 from raggedmoe.kernels.chosen import ChosenKernel, chosen_kernels
@@ -62,7 +62,7 @@ class HostProgram:
     counts: ProgramCounts
 
 
-def lower_here(case: Case) -> Lowered:
+def lower_here(case: CompileCase) -> Lowered:
     """Trace and lower a case's program for this machine. Nothing is allocated: arguments are shapes.
 
     Where the case names a folder it is compiled as well, and both programs are written there.

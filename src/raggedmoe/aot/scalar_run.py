@@ -188,9 +188,9 @@ class _Machine:
             return
         words = range((num_bytes or 0) // 4)
         if kind.endswith("_to_smem"):
-            given = self.sources.get(source)
+            values = self.sources.get(source)
             for i in words:
-                self.memory[target + i] = given[i] if given is not None and i < len(given) else None
+                self.memory[target + i] = values[i] if values is not None and i < len(values) else None
         elif kind.startswith("smem_to_") and target in self.output_at:
             kept = self.outputs.setdefault(self.output_at[target], {})
             kept.update({i: self.memory.get(source + i) for i in words})
@@ -247,13 +247,13 @@ def run_program(
     machine = _Machine(program, delay, trips or {}, taken or {})
     for operand in program.operands:
         address = (operand.number + 1) * ALLOCATION_STRIDE * 2**20
-        given = (operands or {}).get(operand.number)
+        values = (operands or {}).get(operand.number)
         by_value = operand.shape in ((), (1,)) and not operand.is_output
         machine.values[operand.name] = address
-        if given is not None:
-            machine.sources[address] = [None if value is None else value % WORD for value in given]
+        if values is not None:
+            machine.sources[address] = [None if value is None else value % WORD for value in values]
         if by_value:
-            machine.values[operand.name] = None if given is None else machine.sources[address][0]
+            machine.values[operand.name] = None if values is None else machine.sources[address][0]
         if operand.is_output:
             machine.output_at[address] = operand.number
     counts = _count_bundles(machine)

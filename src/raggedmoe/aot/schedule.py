@@ -24,7 +24,7 @@ FILL, SPILL, LOAD, STORE = "VLOAD:FILL", "VSTORE:SPILL", "VLOAD", "VSTORE"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
+class ScheduleSection:
     """A loop's body, or a region that a branch may skip; or all that is in none of them. Inner ones are not counted."""
 
     kind: str  # "loop", "if", or "top"
@@ -56,7 +56,7 @@ class OpSchedule:
     fills: int  # in all
     spills: int
     transfers: tuple[Transfer, ...]
-    sections: tuple[Section, ...]
+    sections: tuple[ScheduleSection, ...]
     assumed: tuple[int, ...]  # regions whose branches were decided by nobody
 
     @property
@@ -69,7 +69,7 @@ class OpSchedule:
         return sum(t.runs for t in self.transfers if "hbm" in t.kind and t.num_bytes is None)
 
     @property
-    def steady(self) -> Section:
+    def steady(self) -> ScheduleSection:
         """Where most of its cycles are."""
         return max(self.sections, key=lambda section: section.cycles)
 
@@ -153,7 +153,7 @@ def op_schedule(
 
 def _sections(
     program: BundleProgram, utilisation: Utilisation, execution: Execution, matmul: str, delay: int
-) -> list[Section]:
+) -> list[ScheduleSection]:
     """Cut the program at its branches, outermost first."""
     spans = [("top", 0, 0, program.num_bundles)]
     for branch in program.branches.values():
@@ -163,12 +163,12 @@ def _sections(
         elif branch.to > after:
             spans.append(("if", branch.region, after, branch.to))
     spans.sort(key=lambda span: (span[2], -span[3], span[0] == "loop"))
-    own: list[list[int]] = [[] for _ in spans]
+    bundles_of_span: list[list[int]] = [[] for _ in spans]
     for at in range(program.num_bundles):
         inside = max(i for i, (_, _, begin, end) in enumerate(spans) if begin <= at < end)
-        own[inside].append(at)
+        bundles_of_span[inside].append(at)
     sections = []
-    for (kind, region, begin, end), bundles in zip(spans, own):
+    for (kind, region, begin, end), bundles in zip(spans, bundles_of_span):
         cycles = sum(execution.counts[at] for at in bundles)
 
         def share(unit: str, bundles: list[int] = bundles, cycles: int = cycles) -> float:
@@ -176,7 +176,7 @@ def _sections(
             return used / utilisation.capacity[unit] / max(cycles, 1)
 
         sections.append(
-            Section(
+            ScheduleSection(
                 kind=kind,
                 region=region,
                 begin=begin,
@@ -206,7 +206,7 @@ def schedule_from_json(plain: Mapping[str, Any]) -> Schedule:
     ops = []
     for op in plain["ops"]:
         transfers = tuple(Transfer(**transfer) for transfer in op["transfers"])
-        sections = tuple(Section(**section) for section in op["sections"])
+        sections = tuple(ScheduleSection(**section) for section in op["sections"])
         ops.append(OpSchedule(**{**op, "transfers": transfers, "sections": sections, "assumed": tuple(op["assumed"])}))
     return Schedule(
         ops=tuple(ops),

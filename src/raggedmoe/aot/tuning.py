@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from raggedmoe.aot.case import Case, CompileOutcome, JitProgram
+from raggedmoe.aot.case import CompileCase, CompileOutcome, JitProgram
 from raggedmoe.aot.subjects import find_example, with_integers
 from raggedmoe.aot.topology import find_chip
 from raggedmoe.aot.worker import compile_cases
@@ -14,12 +14,11 @@ from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.grouped_matmul import pallas_tpu
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
 from raggedmoe.kernels.grouped_matmul.tiles import (
-    Bucket,
     Problem,
     TileChoice,
-    bucket,
     choice_of,
     output_widths,
+    shape_bucket,
     tiles_for,
     tiles_of_choice,
 )
@@ -119,7 +118,7 @@ def tune(call: str, dtype: str, topology: str, timeout: float = 1800.0) -> Itera
     """Compile each choice, and yield it with its schedule."""
     tried = choices_for(call, dtype, topology)
     cases = [
-        Case(
+        CompileCase(
             title=str(choice),
             subject=TiledCall(call=call, dtype=dtype, **vars(choice)),
             topology=topology,
@@ -133,5 +132,5 @@ def tune(call: str, dtype: str, topology: str, timeout: float = 1800.0) -> Itera
 
 def table_line(call: str, dtype: str, topology: str, choice: TileChoice) -> str:
     """Write a line for the table of tuned tiles."""
-    found: Bucket = bucket(_problem(find_example(OPERATION, call, dtype)), find_chip(topology))
-    return f"    {found!r}: {choice!r},"
+    bucket = shape_bucket(_problem(find_example(OPERATION, call, dtype)), find_chip(topology))
+    return f"    {bucket!r}: {choice!r},"

@@ -29,7 +29,7 @@ from raggedmoe.aot.case import (
     PASSED,
     REFUSED,
     TIMED_OUT,
-    Case,
+    CompileCase,
     CompileOutcome,
     JitProgram,
     Subject,
@@ -50,7 +50,7 @@ from raggedmoe.kernels.registry import CannotRunError, implementations
 DUMP_FOLDER = "RAGGEDMOE_DUMP_FOLDER"  # where the compiler writes its schedules, for a worker that reads them
 
 
-def compile_cases(cases: Iterable[Case], *, timeout: float = 900.0) -> Iterator[CompileOutcome]:
+def compile_cases(cases: Iterable[CompileCase], *, timeout: float = 900.0) -> Iterator[CompileOutcome]:
     """Compile the cases, in order, and yield each outcome. A mistake in a name is an error before any is tried.
 
     Args:
@@ -91,7 +91,7 @@ def schedule(
     entered. Both by the compiler's number of the region, which a schedule's sections have.
     """
     title = type(subject).__name__
-    case = Case(
+    case = CompileCase(
         title=title,
         subject=subject,
         topology=topology,
@@ -133,7 +133,7 @@ class _Worker:
                 start_new_session=True,  # so that a Ctrl-C is ours to handle, and stopping ends its children too
             )
 
-    def outcome(self, case: Case, timeout: float) -> CompileOutcome:
+    def outcome(self, case: CompileCase, timeout: float) -> CompileOutcome:
         """Have a case compiled; that it ended the worker is an outcome too."""
         assert self._process.stdin is not None
         said = self._log.stat().st_size
@@ -155,7 +155,7 @@ class _Worker:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             return self._process.stdout.readline() if selector.select(timeout) else None
 
-    def _death(self, case: Case, said: int) -> CompileOutcome:
+    def _death(self, case: CompileCase, said: int) -> CompileOutcome:
         code = self._process.wait()
         with self._log.open("rb") as log:
             log.seek(said)
@@ -184,7 +184,7 @@ def first_error(text: str) -> str:
     return lines[-1].strip() if lines else "no message"
 
 
-def compile_here(case: Case) -> CompileOutcome:
+def compile_here(case: CompileCase) -> CompileOutcome:
     """Compile a case in this process."""
     implementations.cache_clear()  # an earlier case may have lifted one's guard
     try:
@@ -223,7 +223,7 @@ def compile_here(case: Case) -> CompileOutcome:
     )
 
 
-def _schedule(case: Case, hardware: Hardware, program: JitProgram, compiled: Compiled) -> Schedule:
+def _schedule(case: CompileCase, hardware: Hardware, program: JitProgram, compiled: Compiled) -> Schedule:
     return read_schedule(
         Path(os.environ[DUMP_FOLDER]),
         hardware,
@@ -236,7 +236,7 @@ def _schedule(case: Case, hardware: Hardware, program: JitProgram, compiled: Com
     )
 
 
-def _failure(case: Case, verdict: str, error: Exception) -> CompileOutcome:
+def _failure(case: CompileCase, verdict: str, error: Exception) -> CompileOutcome:
     text = str(error).strip() or type(error).__name__
     first = text.splitlines()[0] if verdict != REFUSED else " ".join(text.split())
     named = first if isinstance(error, ValueError | CannotRunError) else f"{type(error).__name__}: {first}"

@@ -47,7 +47,7 @@ class Shape:
         return 2 * self.rows * self.model_dim * self.expert_dim
 
     def weight_bytes(self, dtype: str, experts: int | None = None) -> int:
-        """The bytes of the three weights of all experts, or of so many."""
+        """Count the bytes of the three weights of all experts, or of so many."""
         return 3 * (experts or self.num_experts) * self.model_dim * self.expert_dim * jnp.dtype(dtype).itemsize
 
 

@@ -60,7 +60,7 @@ def timings(case: str, dtype: str, flops: int, contenders: dict[str, Callable[[]
 
 
 def operation_timings(name: str, dtype: str, rounds: int = 7, only: str = "") -> Iterator[list[Timing]]:
-    """The operation forward, and forward with backward, in each large example whose case's name holds ``only``."""
+    """Measure an operation, forward and with backward, in each large example whose case's name holds ``only``."""
     op = operation(name)
     for spec in (s for s in op.specs if s.large):
         example = spec.example(dtype)
@@ -90,9 +90,9 @@ def _compile(function: Any, arrays: dict[str, Any], cotangent: Any, backward: bo
 
 
 def _limit(name: str, example: Example, backward: bool) -> Callable[[], Any]:
-    """For matmuls: dense ones of the same useful FLOPs and type. For moves of rows: a copy of what is written.
+    """Make the call that is the limit: for matmuls dense ones of the same useful FLOPs and type.
 
-    For decoding, one query a sequence: what reads the filled slots once.
+    For moves of rows it copies what is written; for decoding, one query a sequence, it reads the filled slots once.
     """
     if name in MOVES:
         source = example.cotangent if name == "ragged_gather" else example.arrays["rows"]
@@ -119,7 +119,7 @@ def _attention_limit(example: Example, backward: bool) -> Callable[[], Any]:
 
 
 def dense_limit(rows: Any, weights: Any, flops: int) -> Callable[[], Any]:
-    """As many dense matmuls ``rows [R I] @ weights [O I]ᵀ`` as make up the FLOPs."""
+    """Make a call of as many dense matmuls ``rows [R I] @ weights [O I]ᵀ`` as make up the FLOPs."""
     times = round(flops / (2 * rows.shape[0] * weights.size))
     wide = jnp.float32
 
@@ -132,7 +132,7 @@ def dense_limit(rows: Any, weights: Any, flops: int) -> Callable[[], Any]:
 
 
 def _peers(name: str, example: Example, backward: bool) -> dict[str, Callable[[], Any]]:
-    """What others offer for the same call."""
+    """Make the calls that others offer for the same."""
     if name == "attention":
         return _attention_peers(example, backward)
     if name != "grouped_matmul":
@@ -149,7 +149,7 @@ def _peers(name: str, example: Example, backward: bool) -> dict[str, Callable[[]
 
 
 def _attention_peers(example: Example, backward: bool) -> dict[str, Callable[[], Any]]:
-    """`jax.nn.dot_product_attention`, for the calls that it takes."""
+    """Make the call of `jax.nn.dot_product_attention`, where it takes the arguments."""
     arrays = dict(example.arrays)
     if arrays.keys() != {"query", "key", "value"} or arrays["query"].shape[3] != arrays["value"].shape[3]:
         return {}
@@ -158,7 +158,7 @@ def _attention_peers(example: Example, backward: bool) -> dict[str, Callable[[],
 
 
 def layer_timings(dtype: str, rounds: int = 7, only: str = "") -> Iterator[list[Timing]]:
-    """The whole layer, forward and forward with backward (all gradients), under several backends."""
+    """Measure the whole layer, forward and forward with backward (all gradients), under several backends."""
     for shape_name, sizes in LAYER_SHAPES.items():
         for backward in (False, True):
             case = f"layer {shape_name} {'forward+backward' if backward else 'forward'}"
@@ -197,7 +197,7 @@ def _layer(sizes: dict[str, int], backend: str, x: Any, dtype: str, backward: bo
 
 
 def sweep_timings(dtype: str, rounds: int = 5, only: str = "") -> Iterator[list[Timing]]:
-    """`grouped_matmul` forward with T·K fixed and ever more experts, beside the time to read their weights once."""
+    """Measure `grouped_matmul` forward with T·K fixed and ever more experts, and reading their weights once."""
     rng = np.random.default_rng(0)
     num_rows, inner, out = 16384, 512, 1024
     op = operation("grouped_matmul")

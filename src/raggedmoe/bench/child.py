@@ -21,8 +21,8 @@ from raggedmoe.bench.memory import call_and_peak
 SHORT_TURN = 0.1  # seconds that calls of less are repeated for in one turn, so that caches and threads are awake
 
 
-class Child:
-    """The calls that are prepared now, by key."""
+class PreparedCalls:
+    """The calls that a process has prepared, by key; its methods answer the parent's questions."""
 
     def __init__(self) -> None:
         self.prepared: dict[str, Prepared] = {}
@@ -76,11 +76,11 @@ def write_case(case: Case) -> dict[str, Any]:
 
 def serve(questions: Any, answer: Callable[[dict[str, Any]], None]) -> None:
     """Answer every line until there are no more. An error is an answer, and the next question is taken."""
-    child = Child()
+    calls = PreparedCalls()
     for line in questions:
         question = json.loads(line)
         try:
-            answer({"answer": getattr(child, question.pop("do"))(**question)})
+            answer({"answer": getattr(calls, question.pop("do"))(**question)})
         except Exception as error:  # whatever a library raises: the other contenders go on
             traceback.print_exc()
             answer({"error": f"{type(error).__name__}: {error}"})

@@ -33,7 +33,7 @@ class Digests:
         return cls(np.concatenate([p.squares for p in parts]), np.concatenate([p.signed for p in parts]))
 
     def as_lists(self) -> dict[str, list[float]]:
-        """For JSON."""
+        """Return the lines as lists, for JSON."""
         return {"squares": self.squares.tolist(), "signed": self.signed.tolist()}
 
     @classmethod
@@ -62,9 +62,9 @@ def _signs(size: int, axis: int) -> np.ndarray:
 def difference(
     found: Mapping[str, Digests], expected: Mapping[str, Digests], dtype: str, inner: int, roundings: int | None = None
 ) -> str | None:
-    """What is wrong with a contender's results, or None. ``inner`` is the longest sum in it, ``roundings`` how many
-    roundings to the type may add up, if not as many as in a layer.
+    """Say what is wrong with a contender's results, or None.
 
+    ``inner`` is the longest sum in it, ``roundings`` how many roundings to the type may add up, if not as in a layer.
     Sums are in float32, whose rounding errors grow with the root of their length; roundings to the type come on top.
     """
     if found.keys() != expected.keys():

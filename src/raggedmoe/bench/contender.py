@@ -51,7 +51,7 @@ class Contender:
         return self.prepare.__module__, self.name, self.subjects[0]
 
     def reason(self, case: Case) -> str | None:
-        """Why it does not run the case here; None: it does."""
+        """Say why it does not run the case here; None: it does."""
         missing = [name for name in self.needs if find_spec(name) is None]
         return f"{' and '.join(missing)} not installed" if missing else self.why_not(case)
 
@@ -73,7 +73,7 @@ def contender(
 
 
 def contenders(subject: str, modules: Iterable[str] = MODULES) -> list[Contender]:
-    """All contenders for a subject, in the order of the modules."""
+    """List all contenders for a subject, in the order of the modules."""
     modules = tuple(modules)
     for module in modules:
         importlib.import_module(module)

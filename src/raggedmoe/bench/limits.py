@@ -27,29 +27,29 @@ Operands = tuple[np.ndarray, np.ndarray]
 
 
 def reads_why_not(case: Case) -> str | None:
-    """Matmuls are the limit of many tokens."""
+    """Leave matmuls out for few tokens: they are the limit of many."""
     return "few tokens: reading the weights is the limit" if case.reads else None
 
 
 def multiplies_why_not(case: Case) -> str | None:
-    """Reading is the limit of few tokens."""
+    """Leave reading out for many tokens: it is the limit of few."""
     return None if case.reads else "many tokens: matmuls are the limit"
 
 
 def not_swept_why_not(case: Case) -> str | None:
-    """Where the number of experts grows, so does what is read of them, whatever is computed."""
+    """Leave reading out but in a sweep: where the number of experts grows, so does what is read of them."""
     return None if case.shape in SWEEP else "not a sweep over the number of experts"
 
 
 def bfloat16_why_not(case: Case) -> str | None:
-    """Where bfloat16 has instructions of its own, it is a limit of its own."""
+    """Leave bfloat16 out but where it has instructions of its own, and so is a limit of its own."""
     if case.dtype != "bfloat16" or not {"avx512_bf16", "amx_bf16", "bf16"} & set(cpu_features()):
         return "only for bfloat16 on a CPU with instructions for it"
     return reads_why_not(case)
 
 
 def dense_operands(case: Case, groups: int) -> Iterator[tuple[str, list[Operands]]]:
-    """For every product of the case, its left and right operands, the rows cut evenly over so many groups.
+    """Yield for every product of the case its left and right operands, the rows cut evenly over so many groups.
 
     One group has one matrix, which is the first expert's.
     """
@@ -83,7 +83,7 @@ def oriented(product: str, left: Any, right: Any) -> tuple[Any, Any]:
 
 
 def prepare_matmuls(case: Case, groups: int, multiply: Callable[[str, Any, Any], Any], place: Any) -> Prepared:
-    """All products, each by ``multiply`` on operands that ``place`` has put where the library wants them."""
+    """Prepare all products, each by ``multiply`` on operands that ``place`` has put where the library wants them."""
     products: list[tuple[str, list[tuple[Any, Any]]]] = []
     placed: dict[int, Any] = {}  # an operand that stands in several products is placed once
     for product, operands in dense_operands(case, groups):
@@ -110,7 +110,7 @@ def _wait(results: list[Any]) -> None:
 
 
 def xla_matmuls(case: Case, groups: int, dtype: str = "float32") -> Prepared:
-    """By XLA's dot."""
+    """Prepare the products by XLA's dot."""
     import jax
     import jax.numpy as jnp
 
@@ -122,7 +122,7 @@ def xla_matmuls(case: Case, groups: int, dtype: str = "float32") -> Prepared:
 
 
 def torch_matmuls(case: Case, groups: int, dtype: str = "float32") -> Prepared:
-    """By PyTorch's mm."""
+    """Prepare the products by PyTorch's mm."""
     import torch
 
     def mm(product: str, left: Any, right: Any) -> Any:
@@ -133,12 +133,12 @@ def torch_matmuls(case: Case, groups: int, dtype: str = "float32") -> Prepared:
 
 
 def numpy_matmuls(case: Case, groups: int) -> Prepared:
-    """By NumPy's BLAS with threads of its own."""
+    """Prepare the products by NumPy's BLAS with threads of its own."""
     return prepare_matmuls(case, groups, lambda *product: np.matmul(*oriented(*product)), lambda array: array)
 
 
 def shared_matmuls(case: Case, groups: int) -> Prepared:
-    """By NumPy's BLAS with one thread, called from a thread for each core: each takes the next tile of the result."""
+    """Prepare the products by NumPy's BLAS with one thread, called from one of each core, which takes the next tile."""
     pool = ThreadPoolExecutor(num_cores())
     products = list(dense_operands(case, groups))
 
@@ -206,7 +206,7 @@ def _contender(
 
 
 def read_operands(case: Case) -> list[np.ndarray]:
-    """The weights of the active experts as float32 words; a whole model's weights are one fresh array of their size."""
+    """Map the active experts' weights as float32 words; a whole model's weights are one fresh array of their size."""
     if case.shape is None:
         return [np.full(case.read_bytes // 4, 1.5, np.float32)]
     names = ("wi_0", "wi_1", "wo") if case.subject == "layer" else ("wi_0",)
@@ -218,14 +218,14 @@ def read_operands(case: Case) -> list[np.ndarray]:
 
 
 def numpy_read(case: Case) -> Prepared:
-    """A dot product of each piece with itself, the pieces shared over threads."""
+    """Prepare a dot product of each piece with itself, the pieces shared over threads."""
     pool = ThreadPoolExecutor(num_cores())
     pieces = [piece for array in read_operands(case) for piece in np.array_split(array, max(array.size // PIECE, 1))]
     return Prepared(run=lambda: list(pool.map(lambda piece: np.dot(piece, piece), pieces)) and None)
 
 
 def xla_read(case: Case) -> Prepared:
-    """A maximum over rows of 1024."""
+    """Prepare a maximum over rows of 1024."""
     import jax
 
     from raggedmoe.interop.arrays import to_device
@@ -236,7 +236,7 @@ def xla_read(case: Case) -> Prepared:
 
 
 def torch_read(case: Case) -> Prepared:
-    """A sum."""
+    """Prepare a sum."""
     import torch
 
     tensors = [torch.from_numpy(array) for array in read_operands(case)]

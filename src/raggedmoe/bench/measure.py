@@ -10,7 +10,7 @@ import jax
 def best_seconds(
     contenders: Mapping[str, Callable[[], Any]], rounds: int = 7, budget: float = 20.0
 ) -> dict[str, float]:
-    """The best time of each, over interleaved rounds, so that a slow spell of the machine hits all alike.
+    """Measure the best time of each over interleaved rounds, so that a slow spell of the machine hits all alike.
 
     A contender whose turns have used its share of ``budget`` seconds sits out the rest, after one turn at least.
     """

@@ -34,7 +34,7 @@ class LayerProgram:
 def layer_programs(
     config: TrainConfig, devices: Sequence[Any], tokens: int, dtype: str, rounds: int
 ) -> list[LayerProgram]:
-    """Both passes, measured in turns, of the layer of the run that is described, on so many tokens of each device."""
+    """Measure both passes of a run's layer in turns, on so many tokens of each device."""
     runs: dict[str, Callable[[], Any]] = {}
     figures = {}
     for case, forward in PASSES.items():
@@ -47,7 +47,7 @@ def layer_programs(
 
 
 def figures_of(executable: jax.stages.Compiled) -> dict[str, int]:
-    """What the compiler says of a program, and what its text has, of one device."""
+    """Read what the compiler says of a program, and what its text has, of one device."""
     memory, cost, counts = memory_of(executable), cost_of(executable), counts_of(executable.as_text() or "")
     return {
         "FLOPs": round(cost.flops),
@@ -68,7 +68,7 @@ def _exchange_bytes(counts: ProgramCounts) -> dict[str, int]:
 
 
 def _draw_arguments(program: JitProgram) -> tuple[Any, ...]:
-    """Arrays for the arguments, each made where it lies, small enough that no activation is extreme."""
+    """Draw arrays for the arguments, each made where it lies, small enough that no activation is extreme."""
     leaves, tree = jax.tree.flatten(program.args)
     keys = jax.random.split(jax.random.key(0), len(leaves))
 
@@ -83,7 +83,7 @@ def _draw_arguments(program: JitProgram) -> tuple[Any, ...]:
 
 
 def as_json(title: str, words: Sequence[str], tokens: int, found: Sequence[LayerProgram]) -> dict[str, Any]:
-    """A measurement as a file keeps it, for `earlier_figures`."""
+    """Describe a measurement as a file keeps it, for `earlier_figures`."""
     return {
         "title": title,
         "settings": list(words),
@@ -93,7 +93,7 @@ def as_json(title: str, words: Sequence[str], tokens: int, found: Sequence[Layer
 
 
 def earlier_figures(plain: Any, source: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """The time and the figures of a measurement that `as_json` described, by pass and type."""
+    """Read the time and the figures of a measurement that `as_json` described, by pass and type."""
     try:
         return {
             (each["case"], each["dtype"]): {"ms": 1e3 * each["seconds"], **each["figures"]}

@@ -38,7 +38,7 @@ def prepare_jax(function: Callable[..., Any], arguments: tuple[Any, ...], names:
 
 
 def prepare_layer(case: Case, execution: MoEExecution) -> Prepared:
-    """The layer from the router to the combined output; backward all its gradients, the router's too."""
+    """Prepare the layer from the router to the combined output; backward all its gradients, the router's too."""
     shape = case.sizes
     config = MoEConfig(
         num_experts=shape.num_experts,
@@ -66,7 +66,7 @@ def prepare_layer(case: Case, execution: MoEExecution) -> Prepared:
 
 
 def prepare_grouped_matmul(case: Case, function: Callable[..., Any]) -> Prepared:
-    """A direction of ``function(lhs, rhs, group_sizes)``, for rhs [E F D]: rows [R D] to [R F]."""
+    """Prepare a direction of ``function(lhs, rhs, group_sizes)``, for rhs [E F D]: rows [R D] to [R F]."""
     sizes = jnp.asarray(routing_of(case.place, case.dtype).group_sizes, jnp.int32)
     arrays = {"lhs": device_array(case, "lhs"), "rhs": device_array(case, "wi_0"), "group_sizes": sizes}
     if case.direction == "forward":
@@ -82,31 +82,31 @@ def prepare_grouped_matmul(case: Case, function: Callable[..., Any]) -> Prepared
 
 @contender("raggedmoe auto", "layer", role=OURS)
 def layer_auto(case: Case) -> Prepared:
-    """What a user gets without a word."""
+    """Prepare what a user gets without a word."""
     return prepare_layer(case, MoEExecution())
 
 
 @contender("raggedmoe pure JAX", "layer", role=OURS)
 def layer_pure_jax(case: Case) -> Prepared:
-    """The kernels that need no compiler but XLA."""
+    """Prepare the layer by the kernels that need no compiler but XLA."""
     return prepare_layer(case, MoEExecution(kernels=PURE_JAX))
 
 
 @contender("raggedmoe expert_ffn", "layer", role=OURS)
 def layer_expert_ffn(case: Case) -> Prepared:
-    """The experts as one fused operation, by its name."""
+    """Prepare the layer with its experts as one fused operation, by its name."""
     return prepare_layer(case, MoEExecution(moe_backend="expert_ffn"))
 
 
 @contender("raggedmoe auto", "grouped_matmul", role=OURS, process="raggedmoe auto")
 def grouped_matmul_auto(case: Case) -> Prepared:
-    """What a user gets without a word."""
+    """Prepare what a user gets without a word."""
     return prepare_grouped_matmul(case, lambda **arrays: grouped_matmul(**arrays, transpose_rhs=True))
 
 
 @contender("raggedmoe pure JAX", "grouped_matmul", role=OURS, process="raggedmoe pure JAX")
 def grouped_matmul_pure_jax(case: Case) -> Prepared:
-    """The kernel that needs no compiler but XLA."""
+    """Prepare the kernel that needs no compiler but XLA."""
     return prepare_grouped_matmul(
         case, lambda **arrays: grouped_matmul(**arrays, transpose_rhs=True, implementation="cpu")
     )

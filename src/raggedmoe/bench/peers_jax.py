@@ -15,7 +15,7 @@ FLOPS = 60e9  # of a small machine, a second: to know beforehand what would take
 
 
 def ragged_dot_reason(case: Case) -> str | None:
-    """On a CPU XLA multiplies all rows by every expert: E times the work, and E masked copies of the rows."""
+    """Leave out what would take too long: on a CPU XLA multiplies all rows, in masked copies, by every expert."""
     shape = case.sizes
     seconds = shape.num_experts * case.flops / FLOPS
     num_bytes = shape.num_experts * shape.rows * max(shape.model_dim, shape.expert_dim) * 4
@@ -26,13 +26,13 @@ def ragged_dot_reason(case: Case) -> str | None:
 
 @contender("jax.lax.ragged_dot", "layer", why_not=ragged_dot_reason)
 def layer_ragged_dot(case: Case) -> Prepared:
-    """Our layer with XLA's grouped matmuls."""
+    """Prepare our layer with XLA's grouped matmuls."""
     return prepare_layer(case, MoEExecution(moe_backend="ragged_dot"))
 
 
 @contender("jax.lax.ragged_dot", "grouped_matmul", why_not=ragged_dot_reason)
 def grouped_matmul_ragged_dot(case: Case) -> Prepared:
-    """XLA's own."""
+    """Prepare XLA's own."""
 
     def ragged_dot(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
         return jax.lax.ragged_dot(lhs, jnp.swapaxes(rhs, 1, 2), group_sizes)
@@ -42,7 +42,7 @@ def grouped_matmul_ragged_dot(case: Case) -> Prepared:
 
 @contender("tokamax.ragged_dot", "grouped_matmul", needs=("tokamax",), why_not=ragged_dot_reason)
 def grouped_matmul_tokamax(case: Case) -> Prepared:
-    """That of tokamax, which on a CPU is XLA's."""
+    """Prepare that of tokamax, which on a CPU is XLA's."""
     import tokamax
 
     def ragged_dot(lhs: Any, rhs: Any, group_sizes: Any) -> Any:

@@ -28,7 +28,7 @@ def to_numpy(tensors: Mapping[str, Any]) -> dict[str, Any]:
 def prepare_torch(
     case: Case, forward: Callable[[Any, Any], Any], dlhs: Callable[..., Any], drhs: Callable[..., Any]
 ) -> Prepared:
-    """A direction of a grouped matmul, each by the function that computes it, without autograd's bookkeeping."""
+    """Prepare a direction of a grouped matmul by the function that computes it, without autograd's bookkeeping."""
     import torch
 
     lhs, rhs, cotangent = (tensor(case, name) for name in ("lhs", "wi_0", "row_cotangent"))
@@ -48,7 +48,7 @@ def prepare_torch(
 
 @contender("torch grouped_mm", "grouped_matmul", needs=TORCH)
 def torch_grouped_mm(case: Case) -> Prepared:
-    """PyTorch's own operation."""
+    """Prepare PyTorch's own operation."""
     import torch
 
     sizes = routing_of(case.place, case.dtype).group_sizes
@@ -64,7 +64,7 @@ def torch_grouped_mm(case: Case) -> Prepared:
 
 @contender("torch loop", "grouped_matmul", needs=TORCH)
 def torch_loop(case: Case) -> Prepared:
-    """One matmul for each expert that has rows, into the result."""
+    """Prepare one matmul for each expert that has rows, into the result."""
     import torch
 
     routing = routing_of(case.place, case.dtype)

@@ -11,7 +11,7 @@ NEEDS = ("torch", "transformers")
 
 
 def prepare_block(case: Case, implementation: str) -> Prepared:
-    """The block with our weights. Its experts are stored as `gate_up_proj` [E 2F D] and `down_proj` [E D F]."""
+    """Prepare the block with our weights, its experts' as `gate_up_proj` [E 2F D] and `down_proj` [E D F]."""
     import torch
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -64,7 +64,7 @@ def prepare_block(case: Case, implementation: str) -> Prepared:
 
 
 def batched_mm_reason(case: Case) -> str | None:
-    """`batched_mm` copies the weights of its expert for every row."""
+    """Leave out what would need too much memory: `batched_mm` copies the weights of its expert for every row."""
     shape = case.sizes
     copies = shape.weight_bytes(case.dtype, 1) * shape.rows * (2 if case.direction == BOTH else 1)
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4
@@ -73,17 +73,17 @@ def batched_mm_reason(case: Case) -> str | None:
 
 @contender("transformers eager", "layer", needs=NEEDS)
 def layer_eager(case: Case) -> Prepared:
-    """A loop over the experts that have tokens."""
+    """Prepare a loop over the experts that have tokens."""
     return prepare_block(case, "eager")
 
 
 @contender("transformers grouped_mm", "layer", needs=NEEDS)
 def layer_grouped_mm(case: Case) -> Prepared:
-    """PyTorch's grouped matmuls over sorted rows."""
+    """Prepare PyTorch's grouped matmuls over sorted rows."""
     return prepare_block(case, "grouped_mm")
 
 
 @contender("transformers batched_mm", "layer", needs=NEEDS, why_not=batched_mm_reason)
 def layer_batched_mm(case: Case) -> Prepared:
-    """One matrix-vector product for each row."""
+    """Prepare one matrix-vector product for each row."""
     return prepare_block(case, "batched_mm")

@@ -10,7 +10,7 @@ TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
 def plot_results(results: Sequence[Result], title: str, path: Path) -> None:
-    """For each case, bars of each contender's share of the limit, on a logarithmic axis."""
+    """Draw for each case bars of each contender's share of the limit, on a logarithmic axis."""
     import matplotlib
 
     matplotlib.use("agg")

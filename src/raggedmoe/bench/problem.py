@@ -30,7 +30,7 @@ class Routing:
     group_sizes: np.ndarray  # [E]
 
     def groups(self) -> Iterator[tuple[int, slice]]:
-        """Every expert that has rows, and where they are."""
+        """Iterate over the experts that have rows, with where they are."""
         ends = np.cumsum(self.group_sizes)
         return ((e, slice(end - size, end)) for e, (end, size) in enumerate(zip(ends, self.group_sizes)) if size)
 

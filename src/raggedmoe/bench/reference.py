@@ -10,7 +10,7 @@ from raggedmoe.bench.problem import read_array, routing_of
 
 
 def reference_digests(case: Case) -> Mapping[str, Digests]:
-    """The value, and for a backward pass the gradients, as `compare` compares them."""
+    """Compute the value, and for a backward pass the gradients, as `compare` compares them."""
     return _layer(case) if case.subject == "layer" else _grouped_matmul(case)
 
 

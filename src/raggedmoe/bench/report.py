@@ -15,19 +15,19 @@ BEGIN, END = "<!-- raggedmoe bench: begin -->", "<!-- raggedmoe bench: end -->"
 
 
 def fastest(results: Iterable[Result], role: str) -> Result | None:
-    """The one of a role with the best time, or None."""
+    """Find the one of a role with the best time, or None."""
     return min((r for r in results if r.role == role and r.seconds), key=lambda r: r.seconds or 0, default=None)
 
 
 def second_limit(results: Sequence[Result]) -> Result | None:
-    """The matmuls with E matrices by the library whose dense matmul is the limit."""
+    """Find the matmuls with E matrices by the library whose dense matmul is the limit."""
     limit = fastest(results, LIMIT)
     library = limit.contender.partition(": ")[2] if limit else ""
     return next((r for r in results if r.role == SECOND_LIMIT and r.contender.endswith(f": {library}")), None)
 
 
 def case_table(results: Sequence[Result]) -> Table:
-    """One case: contenders first, then every limit."""
+    """Make the table of one case: contenders first, then every limit."""
     first = results[0]
     table = Table(title=f"{first.case}, {first.dtype}", title_justify="left", box=None, padding=(0, 1), pad_edge=False)
     rate, unit = _rate_of(results)
@@ -49,7 +49,7 @@ def case_table(results: Sequence[Result]) -> Table:
 
 
 def case_reasons(results: Sequence[Result]) -> Iterator[str]:
-    """Why contenders have no time, a line each."""
+    """Say why contenders have no time, a line each."""
     for result in results:
         if result.seconds is None:
             yield f"{result.contender}: {'FAILED: ' if result.failed else 'left out: '}{result.reason}"
@@ -69,7 +69,7 @@ def _megabytes(result: Result) -> str:
 
 
 def as_json(machine: Machine, rounds: int, groups: Iterable[Sequence[Result]]) -> dict[str, Any]:
-    """Everything, for a program."""
+    """Describe all results, for a program that reads them."""
     return {
         "machine": {**vars(machine), "title": machine.title, "versions": dict(machine.versions)},
         "rounds": rounds,
@@ -78,7 +78,7 @@ def as_json(machine: Machine, rounds: int, groups: Iterable[Sequence[Result]]) -
 
 
 def markdown(machine: Machine, rounds: int, command: str, groups: Sequence[Sequence[Result]]) -> str:
-    """The tables of a page: for every subject, direction and type one, with a column for each shape."""
+    """Write the tables of a page: for every subject, direction and type one, with a column for each shape."""
     lines = [
         f"Measured by `{command}` on {machine.title}: the best of {rounds} interleaved rounds. A cell has the share of "
         "the limit and the milliseconds, for whole models also the tokens a second; **bold** is the fastest.",
@@ -150,7 +150,7 @@ def _limit_cell(result: Result | None) -> str:
 
 
 def _growth(columns: Sequence[Sequence[Result]]) -> Iterator[str]:
-    """How much longer the last column takes than the first, beyond what reading its weights costs."""
+    """Say how much longer the last column takes than the first, beyond what reading its weights costs."""
     reads = [fastest([r for r in group if r.contender.startswith(READING)], NOTE) for group in columns]
     if len(columns) < 2 or reads[0] is None or reads[-1] is None:
         return

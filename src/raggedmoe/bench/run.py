@@ -42,7 +42,7 @@ class Result:
     peak: int | None = None  # bytes above what was resident before; None: not measured
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON's types."""
+        """Return the fields, for JSON."""
         return asdict(self)
 
 
@@ -91,7 +91,7 @@ def measure(
 def _digests_of_a_peer(
     contenders: Sequence[Contender], prepared: dict[str, dict[str, Any]]
 ) -> Mapping[str, Digests] | None:
-    """The digests of the first peer that has any; None: there is nothing to compare with."""
+    """Return the digests of the first peer that has any; None: there is nothing to compare with."""
     peers = (c.name for c in contenders if c.role == PEER and c.name in prepared and prepared[c.name]["digests"])
     first = next(peers, None)
     return None if first is None else _digests(prepared[first])
@@ -122,7 +122,7 @@ def _take_turns(
     rounds: int,
     say: Callable[[str], None],
 ) -> dict[str, list[float]]:
-    """The times of each. A first call that took the whole budget is the only turn."""
+    """Return the times of each. A first call that took the whole budget is the only turn."""
     turns: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for contender in contenders:
         if prepared[contender.name]["seconds"] > BUDGET:

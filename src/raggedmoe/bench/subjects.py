@@ -16,7 +16,7 @@ SWEPT = (("grouped_matmul", "forward"), ("layer", "forward"))
 
 
 def shaped_cases(subject: str) -> Iterator[tuple[Shape, list[tuple[str, str]]]]:
-    """The shapes of a subject, and which subjects and directions are measured of each."""
+    """List the shapes of a subject, and which subjects and directions are measured of each."""
     if subject == "sweep":
         yield from ((shape, list(SWEPT)) for shape in SWEEP)
         return
@@ -54,7 +54,7 @@ def measure_shapes(
 
 
 def case_names(subject: str) -> list[str]:
-    """The names of a subject's cases."""
+    """List the names of a subject's cases."""
     return [
         Case(subject=s, shape=shape, dtype="", direction=way, folder="").name
         for shape, cases in shaped_cases(subject)

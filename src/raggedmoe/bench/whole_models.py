@@ -18,7 +18,7 @@ CLIP_NORM = 1.0
 
 @contender("raggedmoe auto", "train", role=OURS, process="raggedmoe train")
 def train_ours(case: Case) -> Prepared:
-    """Forward, backward, clipping and AdamW, of the run that `raggedmoe train` would make."""
+    """Prepare forward, backward, clipping and AdamW of the run that `raggedmoe train` would make."""
     import jax
 
     from raggedmoe import interop
@@ -52,7 +52,7 @@ def train_ours(case: Case) -> Prepared:
 
 @contender("raggedmoe auto", "generate", role=OURS, process="raggedmoe generate")
 def generate_ours(case: Case) -> Prepared:
-    """One token after the other, as `raggedmoe generate` makes them."""
+    """Prepare one token after the other, as `raggedmoe generate` makes them."""
     import jax
 
     from raggedmoe import interop
@@ -78,7 +78,7 @@ def generate_ours(case: Case) -> Prepared:
 
 
 def results_of(case: Case, tokens: list[int], logits: np.ndarray) -> dict[str, np.ndarray]:
-    """What is compared: the prompt's logits, and in float32, where rounding changes none, the tokens."""
+    """Return what is compared: the prompt's logits, and in float32, where rounding changes none, the tokens."""
     found = {"logits": logits}
     return found | {"tokens": np.asarray(tokens, np.float32)[:, None]} if case.dtype == "float32" else found
 
@@ -95,7 +95,7 @@ def load_transformers(case: Case, experts: str, attention: str) -> Any:
 
 
 def train_transformers(case: Case, experts: str, attention: str) -> Prepared:
-    """Forward, backward, clipping and fused AdamW; in bfloat16 with autocast and weights in float32, as ours are."""
+    """Prepare forward, backward, clipping and fused AdamW; in bfloat16 by autocast, with float32 weights as ours."""
     import torch
 
     model = load_transformers(case, experts, attention).train()
@@ -121,7 +121,7 @@ def train_transformers(case: Case, experts: str, attention: str) -> Prepared:
 
 
 def generate_transformers(case: Case, experts: str, attention: str) -> Prepared:
-    """One token after the other with its cache, greedily, in a plain loop: less around it than in its `generate`."""
+    """Prepare one token after the other with its cache, in a plain greedy loop: less around it than `generate` has."""
     import torch
 
     from raggedmoe.bench.model_cases import NEW_TOKENS
@@ -153,7 +153,7 @@ def generate_transformers(case: Case, experts: str, attention: str) -> Prepared:
 
 @functools.lru_cache(maxsize=1)
 def _loaded(folder: str, case: Case) -> Any:
-    """One model for all settings: each of them has its turn in the same process."""
+    """Load one model for all settings: each of them has its turn in the same process."""
     return load_transformers(case, EXPERTS[0], ATTENTION[0]).eval()
 
 

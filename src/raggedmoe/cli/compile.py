@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from raggedmoe import compat
 from raggedmoe.aot.baselines import BASELINES, OPERATION, BaselineCall, ExampleCall
-from raggedmoe.aot.case import Case, CompileOutcome, Subject, case_to_json, outcome_to_json
+from raggedmoe.aot.case import CompileCase, CompileOutcome, Subject, case_to_json, outcome_to_json
 from raggedmoe.aot.lowered import lower_here
 from raggedmoe.aot.shapes import FORMS
 from raggedmoe.aot.subjects import (
@@ -192,7 +192,7 @@ def _cases(
     layers: int | None,
     against: tuple[str, ...],
     forward: bool = False,
-) -> list[Case]:
+) -> list[CompileCase]:
     """Make the cases that were asked for, every name checked."""
     if not subject:
         raise ValueError(f"expected {', '.join(OPERATIONS)}, layer PRESET or model PRESET; got nothing to compile")
@@ -213,7 +213,9 @@ def _cases(
     ]
 
 
-def _layer(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, tokens: int, forward: bool) -> Case:
+def _layer(
+    words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, tokens: int, forward: bool
+) -> CompileCase:
     if not words or "=" in words[0]:
         raise ValueError(f"expected layer PRESET, such as layer deepseek-v3, got {' '.join(('layer', *words))!r}")
     layer_config(words[0])
@@ -226,7 +228,7 @@ def _layer(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, 
         config = _with_backend(read_words(words), moe_backend)
         chips = None if topology == HOST else topology
         layer = MoELayerOnMesh(config=config, tokens=tokens, topology=chips, dtype=dtype, forward=forward)
-    return Case(title=title, subject=layer, topology=topology)
+    return CompileCase(title=title, subject=layer, topology=topology)
 
 
 def _with_backend(config: TrainConfig, moe_backend: str) -> TrainConfig:
@@ -244,12 +246,14 @@ def _config(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str)
     return dataclasses.replace(config, mesh=mesh, overrides=with_defaults(config.overrides, {"dtype": dtype}))
 
 
-def _model(config: TrainConfig, words: tuple[str, ...], topology: str, layers: int | None, forward: bool) -> Case:
+def _model(
+    config: TrainConfig, words: tuple[str, ...], topology: str, layers: int | None, forward: bool
+) -> CompileCase:
     if config.mesh != read_words(words).mesh:
         words = (*words, "fsdp_parallelism=-1")
     subject = ModelForward if forward else TrainingStep
     chips = None if topology == HOST else topology
-    return Case(
+    return CompileCase(
         title=f"{'forward pass' if forward else 'training step'} of {' '.join(words)}"
         f"{'' if layers is None else f', {layers} layers'}",
         subject=subject(config=config, num_layers=layers, topology=chips),
@@ -265,7 +269,7 @@ def _operation_cases(
     implementation: str,
     directions: tuple[str, ...],
     against: tuple[str, ...],
-) -> Iterator[Case]:
+) -> Iterator[CompileCase]:
     if name not in OPERATIONS:
         raise unknown("subject", name, (*OPERATIONS, "layer", "model", *MODELS, *ALIASES))
     known = [kernel for kernel in implementations(name) if kernel != "reference"]
@@ -290,18 +294,20 @@ def _operation_cases(
                     operation=name, implementation=kernel, call=call, dtype=dtype, direction=direction
                 )
                 title = f"{name}/{kernel} {call} {dtype} {direction}"
-                yield Case(title=title, subject=operation_call, topology=topology)
+                yield CompileCase(title=title, subject=operation_call, topology=topology)
             for peer in against:
                 if peer in baselines:
                     baseline_call = BaselineCall(baseline=peer, call=call, dtype=dtype, direction=direction)
-                    yield Case(title=f"{peer} {call} {dtype} {direction}", subject=baseline_call, topology=topology)
+                    yield CompileCase(
+                        title=f"{peer} {call} {dtype} {direction}", subject=baseline_call, topology=topology
+                    )
 
 
 def _is_forward(subject: Subject) -> bool:
     return isinstance(subject, ExampleCall) and subject.direction == FORWARD
 
 
-def _cut_to_gradient(case: Case, gradient: str | None) -> Case:
+def _cut_to_gradient(case: CompileCase, gradient: str | None) -> CompileCase:
     """Cut the backward pass of a case down to the gradient of one argument; None: leave it whole."""
     if gradient is None:
         return case
@@ -314,7 +320,7 @@ def _cut_to_gradient(case: Case, gradient: str | None) -> Case:
     return dataclasses.replace(case, title=title, subject=dataclasses.replace(call, gradient=gradient))
 
 
-def _in_folders(cases: list[Case], folder: Path) -> list[Case]:
+def _in_folders(cases: list[CompileCase], folder: Path) -> list[CompileCase]:
     """Give the only case the folder for its programs, or each of several cases a folder in it."""
     if len(cases) == 1:
         return [dataclasses.replace(cases[0], hlo=str(folder))]
@@ -330,7 +336,7 @@ def _pairs(option: str, texts: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         yield region, value
 
 
-def _compile(cases: list[Case], timeout: float, json: bool) -> int:
+def _compile(cases: list[CompileCase], timeout: float, json: bool) -> int:
     console = Console(stderr=json)
     outcomes: list[CompileOutcome] = []
     with Progress(console=Console(file=sys.stderr), transient=True) as progress:
@@ -366,7 +372,7 @@ def _compile(cases: list[Case], timeout: float, json: bool) -> int:
     return 1 if failed or (whole is not None and whole.needed > whole.available) else 0
 
 
-def _lower(cases: list[Case], json: bool) -> int:
+def _lower(cases: list[CompileCase], json: bool) -> int:
     jax.config.update("jax_platforms", "cpu")  # where a TPU's compiler is installed, JAX would look for a TPU
     console = Console(stderr=json)
     programs = []

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from raggedmoe.aot.baselines import ExampleCall
-from raggedmoe.aot.case import NO_FIT, Case, CompileOutcome
+from raggedmoe.aot.case import NO_FIT, CompileCase, CompileOutcome
 from raggedmoe.aot.compiled import Compiled
 from raggedmoe.aot.lowered import Lowered
 from raggedmoe.aot.overlap import KINDS as COLLECTIVES
 from raggedmoe.aot.overlap import Move
 from raggedmoe.aot.program_text import LOWERED, OPTIMIZED, ProgramCounts
-from raggedmoe.aot.schedule import OpSchedule, Schedule, Section
+from raggedmoe.aot.schedule import OpSchedule, Schedule, ScheduleSection
 from raggedmoe.aot.sparsecore_schedule import SparseCoreProgram
 from raggedmoe.aot.subjects import SplitOverDevices, find_example
 from raggedmoe.aot.topology import find_chip
@@ -54,7 +54,7 @@ def _program_lines(folder: str, counts: ProgramCounts) -> Iterator[str]:
     yield f"  written: {Path(folder) / LOWERED} and {Path(folder) / OPTIMIZED}, of which the second has"
     run = f", run {counts.executed:,} times" if counts.executed != counts.written else ""
     number = sum(counts.kernels.values())
-    kernels = f" ({', '.join(f'{each} × {target}' for target, each in counts.kernels.items())})" if number else ""
+    kernels = f" ({', '.join(f'{calls} × {target}' for target, calls in counts.kernels.items())})" if number else ""
     length = f", {counts.open_loops} of them as long as the data says" if counts.open_loops else ""
     yield f"  {counts.written} dots{run}; {number} custom calls{kernels}; {counts.loops} loops{length}"
     yield f"  collectives: {collectives_line(counts)}"
@@ -92,7 +92,7 @@ def whole_model_line(whole: WholeModel) -> str:
     )
 
 
-def _direction(case: Case) -> str | None:
+def _direction(case: CompileCase) -> str | None:
     """Return the direction of an operation's call that the case compiles; None: it compiles something else."""
     return case.subject.direction if isinstance(case.subject, ExampleCall) else None
 
@@ -128,7 +128,7 @@ def schedule_table(outcomes: list[CompileOutcome]) -> Iterator[str]:
             yield f"{_label(outcome.case):<{width}}" + "".join(f"{c:>{n}}" for c, n in zip(cells, WIDTHS))
 
 
-def _label(case: Case) -> str:
+def _label(case: CompileCase) -> str:
     """Name a case beside others of one operation."""
     call = case.subject
     if not isinstance(call, ExampleCall):
@@ -136,7 +136,7 @@ def _label(case: Case) -> str:
     return f"{call.contender} {call.direction if call.gradient is None else f'd{call.gradient}'}"
 
 
-def _schedule_cells(case: Case, schedule: Schedule, main: OpSchedule) -> tuple[str, ...]:
+def _schedule_cells(case: CompileCase, schedule: Schedule, main: OpSchedule) -> tuple[str, ...]:
     steady, flops = main.steady, _useful_flops(case)
     assumed = "?" if any(op.assumed for op in schedule.ops) else ""
     return (
@@ -153,7 +153,7 @@ def _schedule_cells(case: Case, schedule: Schedule, main: OpSchedule) -> tuple[s
     )
 
 
-def _useful_flops(case: Case) -> int:
+def _useful_flops(case: CompileCase) -> int:
     """Count the FLOPs of an operation's call; 0 for other cases, where they are not known.
 
     A backward pass has twice as many, unless one gradient alone is asked for.
@@ -200,7 +200,7 @@ def _op_lines(op: OpSchedule) -> Iterator[str]:
             yield _section_line(section)
 
 
-def _section_line(section: Section) -> str:
+def _section_line(section: ScheduleSection) -> str:
     times = f"{section.runs:,}{'?' if section.assumed else ''}"
     return (
         f"{'  ' * (section.depth + 1)}{section.kind} r{section.region} × {times}: {section.bundles:,} bundles, MXU "
@@ -217,7 +217,7 @@ def _sparse_core_lines(program: SparseCoreProgram) -> Iterator[str]:
         yield f"{'  ' * (loop.depth + 1)}loop {loop.label}{counter}: {loop.cycles} cycles an iteration; {streams}"
 
 
-def lowered_lines(case: Case, lowered: Lowered) -> Iterator[str]:
+def lowered_lines(case: CompileCase, lowered: Lowered) -> Iterator[str]:
     """Write what lowering on this machine found."""
     products = lowered.products
     yield f"[bold]{case.title}[/]: lowered in {lowered.seconds:.1f} s, nothing allocated"

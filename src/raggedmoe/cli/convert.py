@@ -10,6 +10,7 @@ from raggedmoe.models.count import count_params
 from raggedmoe.models.module import Decoder
 from raggedmoe.names import unknown
 from raggedmoe.storage import ObjectPath, as_path
+from raggedmoe.train.loop.saved_run import find_model
 
 
 def import_(
@@ -24,12 +25,12 @@ def import_(
     keeps every key that is no size.
 
     Args:
-        path: the folder with config.json and one or more safetensors files.
+        path: the folder with config.json and one or more safetensors files; it may be in an object store (s3://…).
         out: the folder to write.
         dtype: type of the weights, such as float32; by default that of the checkpoint.
     """
-    target = _new_folder(out)
-    model = _load_model(path, dtype)
+    target = _check(out, dtype)
+    model = interop.load(path, param_dtype=dtype, progress=True)
     interop.save_native(model, target, progress=True)
     return _print_result("imported", model, target)
 
@@ -43,34 +44,30 @@ def export(
     """Convert a checkpoint of ours to a Hugging Face folder, or change the layout or type of a Hugging Face one.
 
     Args:
-        path: a folder that `raggedmoe import` or a run wrote, or a Hugging Face folder; it may be in an object store,
-            s3://bucket/folder.
+        path: a folder that `raggedmoe import` or a run wrote, or a Hugging Face folder; the folder of a run, RUN, whose
+            trained model is taken, or else its newest checkpoint; or one of its checkpoints, RUN@STEP. All of these may
+            be in an object store (s3://bucket/folder).
         out: the folder to write.
         layout: layout of the experts: per_expert (one tensor each) or fused; by default as the family publishes them.
         dtype: type of the weights, such as bfloat16; by default that of PATH.
     """
-    target = _new_folder(out)
-    model = _load_model(path, None)
-    if dtype is not None and dtype not in FLOATS:
-        raise unknown("dtype", dtype, FLOATS)
+    target = _check(out, dtype)
+    saved = find_model(path)
+    model = saved.load(progress=True)
     interop.save(model, target, layout=layout, dtype=dtype, progress=True)
     return _print_result("exported", model, target)
 
 
-def _new_folder(out: str) -> Path:
-    """Return the folder to write, before anything is read."""
+def _check(out: str, dtype: str | None) -> Path:
+    """Refuse what could not be written, before anything is read. Return the folder to write."""
+    if dtype is not None and dtype not in FLOATS:
+        raise unknown("dtype", dtype, FLOATS)
     folder = as_path(out)
     if isinstance(folder, ObjectPath):
         raise ValueError(f"{out}: expected a folder of this machine; write there, and copy it to where it should be")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{out}: expected a new or empty folder, got one with files; name another or remove it")
     return folder
-
-
-def _load_model(path: str, dtype: str | None) -> Decoder:
-    if dtype is not None and dtype not in FLOATS:
-        raise unknown("dtype", dtype, FLOATS)
-    return interop.load(path, param_dtype=dtype, progress=True)
 
 
 def _print_result(done: str, model: Decoder, out: Path) -> int:

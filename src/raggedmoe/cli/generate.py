@@ -7,13 +7,13 @@ from typing import Any
 import tyro
 from rich.console import Console
 
-from raggedmoe import interop
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.models import generate as generation
 from raggedmoe.models.generate import Sampling
 from raggedmoe.names import unknown
-from raggedmoe.storage import AnyPath, as_path
+from raggedmoe.storage import AnyPath
+from raggedmoe.train.loop.saved_run import find_model
 
 
 def generate(
@@ -29,12 +29,15 @@ def generate(
 ) -> int:
     """Generate text that continues a prompt, and print each token as it comes.
 
-    The folder, which may be in an object store (s3://bucket/folder), is a Hugging Face one, or one that `raggedmoe
-    import` or a run wrote, with its tokenizer.json. Decoding
-    is greedy by default, and samples with a temperature. It ends at the end-of-sequence token that the folder names.
+    The folder is a Hugging Face one, or one that `raggedmoe import` or a run wrote, with its tokenizer.json; or that of
+    a run, whose trained model is taken, or else its newest checkpoint. Decoding is greedy by default, and samples with
+    a temperature. It ends at the end-of-sequence token that the folder names.
+
+      raggedmoe generate out/demo@300 --prompt "def "
 
     Args:
-        path: the model's folder.
+        path: the model's folder; a run's folder RUN; or one of its checkpoints, RUN@STEP; here or in an object store
+            (s3://bucket/folder).
         prompt: the text to continue; with --ids, token numbers separated by commas or spaces.
         max_new_tokens: the largest number of tokens to generate.
         temperature: 0 takes the most likely token; larger is more random.
@@ -47,10 +50,10 @@ def generate(
     if dtype is not None and dtype not in FLOATS:
         raise unknown("dtype", dtype, FLOATS)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    folder = as_path(path)
-    tokenizer: Any = None if ids else _tokenizer(folder)
+    saved = find_model(path)
+    tokenizer: Any = None if ids else _tokenizer(saved.folder)
     numbers = _numbers(prompt) if ids else tokenizer.encode(prompt).ids
-    model = interop.load(folder, dtype=dtype, progress=True)
+    model = saved.load(dtype=dtype, progress=True)
     start = time.perf_counter()
     tokens = (
         token
@@ -59,7 +62,7 @@ def generate(
             [numbers],
             max_new_tokens=max_new_tokens,
             sampling=sampling,
-            stop=_end_tokens(folder),
+            stop=_end_tokens(saved.folder),
             seed=seed,
         )
         if token is not None

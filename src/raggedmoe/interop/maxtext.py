@@ -227,7 +227,7 @@ TRANSLATED: dict[str, Translator] = {
                 "adam_eps_root",
                 "gradient_clipping_threshold",
             ),
-            *("gradient_accumulation_steps", "per_device_batch_size", "max_target_length", "packing"),
+            *("gradient_accumulation_steps", "per_device_batch_size", "max_target_length", "packing", "add_eos"),
         )
     },
     # the run

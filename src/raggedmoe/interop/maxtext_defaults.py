@@ -256,7 +256,7 @@ REFUSED: dict[str, str] = {
         "eval_data_columns=text eval_image_column=image num_epoch=1 generate_padding_batch_train=false "
         "generate_padding_batch_eval=false expansion_factor_real_data=-1 eval_per_device_batch_size=0 "
         "enable_rampup_batch_size=false per_device_batch_size_start=4.0 per_device_batch_size_increment=2.0 "
-        "global_rampup_samples=500 tokenize_train_data=true tokenize_eval_data=true add_bos=true add_eos=true "
+        "global_rampup_samples=500 tokenize_train_data=true tokenize_eval_data=true add_bos=true "
         "use_truncation=true"
     ),
     "training is on the next token of plain text; leave it out": (

@@ -3,9 +3,13 @@
 ``second`` is None for an operation that is linear in ``first`` alone. ``rest`` are indices and sizes.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import jax
+
 from raggedmoe.kernels.gradient import with_gradient
+from raggedmoe.kernels.registry import Kernels
 
 
 @runtime_checkable
@@ -17,6 +21,25 @@ class BilinearKernels(Protocol):
 
     def gradients(self, first: Any, second: Any, rest: Any, cotangent: Any) -> tuple[Any, Any]:
         """Compute the gradients of both arrays; ``first``, which is not needed then, is None if there is no second."""
+
+
+@dataclass(frozen=True)
+class RowMoveKernels:
+    """The kernels of a gather or of its reduction, and the shape of the rows, which the backward pass does without."""
+
+    kernels: Kernels
+    rows: jax.ShapeDtypeStruct
+
+    def value(self, rows: Any, weights: Any, indexing: Any) -> Any:
+        """Compute the operation itself; ``indexing`` has the indices, start and end of the valid rows, and inverse."""
+        indices, start, end, _ = indexing
+        return self.kernels.forward(rows, indices, start, end, weights)
+
+    def gradients(self, rows: Any, weights: Any, indexing: Any, cotangent: Any) -> tuple[Any, Any]:
+        """Compute the gradients of the rows and of the weights."""
+        indices, start, end, inverse = indexing
+        rows = self.rows if rows is None else rows
+        return self.kernels.backward(rows, indices, start, end, weights, inverse, cotangent)
 
 
 def _product(kernels: BilinearKernels, first: Any, second: Any, rest: Any) -> Any:

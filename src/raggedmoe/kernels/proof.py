@@ -110,9 +110,9 @@ def certificate_folder() -> Path | None:
 
     None: a user without a home, as containers have them, who is in no list of users and has no $HOME.
     """
-    given = os.environ.get("RAGGEDMOE_CERTIFICATES")
-    if given:
-        return Path(given)
+    folder = os.environ.get("RAGGEDMOE_CERTIFICATES")
+    if folder:
+        return Path(folder)
     data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")  # as it is, where there is no home
     return None if data.startswith("~") else Path(data, "raggedmoe", "certificates")
 
@@ -179,7 +179,7 @@ def libtpu_version() -> str | None:
 
 def drop_certificates(implementation: str, chip: str, folder: Path | None = None) -> list[Path]:
     """Remove the certificates of an implementation that was shown to be wrong on a chip."""
-    paths = [path for path, found in _readable(folder) if (found.implementation, found.chip) == (implementation, chip)]
+    paths = [path for path, seen in _readable(folder) if (seen.implementation, seen.chip) == (implementation, chip)]
     for path in paths:
         path.unlink(missing_ok=True)  # another process may have been faster
     read_certificates.cache_clear()

@@ -150,15 +150,15 @@ def _for_hardware(function: Callable[..., Any], hardware: Hardware) -> Callable[
 def implementations(operation: str) -> dict[str, Implementation]:
     """Find all implementations in an operation's folder, by name."""
     package = importlib.import_module(f"raggedmoe.kernels.{operation}")
-    found = {}
+    by_name = {}
     for module_info in pkgutil.iter_modules(package.__path__):
         if module_info.name.endswith("_kernel"):  # a kernel's body: it imports Pallas, and is imported when chosen
             continue
         module = importlib.import_module(f"{package.__name__}.{module_info.name}")
         implementation = getattr(module, "IMPLEMENTATION", None)
         if implementation is not None:
-            found[implementation.name] = implementation
-    return found
+            by_name[implementation.name] = implementation
+    return by_name
 
 
 def _order_of(choice: Choice, direction: str) -> Ordered:

@@ -225,10 +225,10 @@ def word_table(rows: jax.Array, layout: RowLayout) -> jax.Array:
         at_lines, at_rest = (rows[:, first + at : first + at + layout.words] for at in (of_lines, of_rest))
         return at_lines if of_lines == of_rest else jnp.where(in_lines, at_lines, at_rest)
 
-    def packed(first):
+    def pack(first):
         return _widen(half(first, lines.low, rest.low)) | (_widen(half(first, lines.high, rest.high)) << 16)
 
-    chunks = [packed(first) for first in range(0, layout.padded_width, layout.columns)]
+    chunks = [pack(first) for first in range(0, layout.padded_width, layout.columns)]
     return jnp.concatenate(chunks, axis=1).reshape(-1)
 
 

@@ -1,6 +1,7 @@
 """What the experts compute on the rows that a strategy brought them. Written once; knows no strategy."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,8 @@ def gmm_up(
     columns: slice,
 ) -> UpSums:
     """Multiply some columns of the rows by both up projections: what they add to the float32 sums, without biases."""
-    matmul = functools.partial(_matmul, transpose_rhs=True, dtype=accumulator(rows.dtype))
-    parts = {name: weights[name][:, :, columns] for name in ("wi_0", "wi_1") if name in weights}
-    return {name: matmul(rows, part, metadata, settings) for name, part in parts.items()}
+    matmul = _matmul(metadata, settings, transpose_rhs=True, dtype=accumulator(rows.dtype))
+    return {name: matmul(rows, weights[name][:, :, columns]) for name in ("wi_0", "wi_1") if name in weights}
 
 
 @stage(sums=PER_DEVICE, result=BETWEEN_PROJECTIONS)
@@ -65,7 +65,7 @@ def gmm_down(
     """Multiply the hidden rows by some columns of the down projection, and add its bias."""
     wo, bias = weights["wo"][:, :, columns], _down_bias(weights, settings)
     wide = hidden.dtype if bias is None else accumulator(hidden.dtype)
-    out = _matmul(hidden, wo, metadata, settings, transpose_rhs=False, dtype=wide)
+    out = _matmul(metadata, settings, transpose_rhs=False, dtype=wide)(hidden, wo)
     if bias is None:
         return out
     out = add_bias(out, bias[:, columns], _bounds(metadata, wo.shape[0], hidden.shape[0]))
@@ -142,31 +142,31 @@ def _mask_rows(rows: Float[Array, "R _"], metadata: RouteMetadata) -> Float[Arra
 
 
 def _matmul(
-    rows: Float[Array, "R _"],
-    weights: Float[Array, "G _ _"],
-    metadata: RouteMetadata,
-    settings: StageSettings,
-    *,
-    transpose_rhs: bool,
-    dtype: jnp.dtype,
+    metadata: RouteMetadata, settings: StageSettings, *, transpose_rhs: bool, dtype: jnp.dtype
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Choose what multiplies rows by their experts' weights: a grouped matmul, or a batched one for equal groups."""
+    if metadata.group_sizes is None:
+        return functools.partial(_batched_matmul, metadata, 2 if transpose_rhs else 1, dtype)
+    return functools.partial(
+        grouped_matmul,
+        group_sizes=metadata.group_sizes,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=dtype,
+        implementation=settings.execution.kernel_choice.grouped_matmul,
+        hardware=settings.execution.hardware,
+    )
+
+
+def _batched_matmul(
+    metadata: RouteMetadata, rhs_dim: int, dtype: jnp.dtype, rows: Float[Array, "R _"], weights: Float[Array, "G _ _"]
 ) -> Float[Array, "R _"]:
-    """Multiply the rows by their experts' weights: a grouped matmul, or a batched one where all have as many rows."""
-    if metadata.group_sizes is not None:
-        return grouped_matmul(
-            rows,
-            weights,
-            metadata.group_sizes,
-            transpose_rhs=transpose_rhs,
-            preferred_element_type=dtype,
-            implementation=settings.execution.kernel_choice.grouped_matmul,
-            hardware=settings.execution.hardware,
-        )
+    """Multiply the rows by their experts' weights, of which ``rhs_dim`` is contracted, where all have as many rows."""
     # Masked before and after: what an expert's weights hold, NaN too, is for the rows of its own tokens alone.
     parts = _mask_rows(rows, metadata).reshape(weights.shape[0], -1, rows.shape[1])
     out = lax.dot_general(
         parts,
         weights,
-        (((2,), (2 if transpose_rhs else 1,)), ((0,), (0,))),
+        (((2,), (rhs_dim,)), ((0,), (0,))),
         precision=matmul_precision(rows.dtype),
         preferred_element_type=accumulator(rows.dtype),
     )

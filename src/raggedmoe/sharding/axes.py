@@ -18,7 +18,7 @@ MeshAxes = Mapping[str, str | tuple[str, ...]]  # logical axis -> the axis of th
 
 
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The axes of one dimension of a `PartitionSpec`, major first."""
+    """Return the axes of one dimension of a `PartitionSpec`, major first."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
@@ -31,7 +31,7 @@ class LogicalMesh:
     tensor_split: str = HIDDEN_TENSOR  # What the tensor axis splits of routed experts.
 
     def axes(self, *logical: str) -> tuple[str, ...]:
-        """The axes of the mesh that these logical axes are, major first; none on one device."""
+        """Return the axes of the mesh that these logical axes are, major first; none on one device."""
         if self.mesh is None:
             return ()
         named = dict(self.mesh_axes)
@@ -39,20 +39,20 @@ class LogicalMesh:
         return tuple(name for axis in logical for name in named[axis])
 
     def size(self, *logical: str) -> int:
-        """Devices along these logical axes together."""
+        """Count the devices along these logical axes together."""
         return math.prod(self.mesh.shape[name] for name in self.axes(*logical)) if self.mesh else 1
 
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """A partition over logical axes as one over the mesh's own."""
+        """Translate a partition over logical axes to one over the mesh's own."""
         return PartitionSpec(*(self.axes(*axes_of(entry)) for entry in spec))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """The sharding of an array that is split over logical axes."""
+        """Return the sharding of an array that is split over logical axes."""
         assert self.mesh is not None
         return NamedSharding(self.mesh, self.spec(spec))
 
     def run(self, stage: Any, *args: Any, **static: Any) -> Any:
-        """A stage on every device's part of the arguments. All devices have the static arguments.
+        """Run a stage on every device's part of the arguments. All devices have the static arguments.
 
         On a mesh each stage is in a `shard_map` of its own, on one device it is a plain call.
         """
@@ -75,12 +75,12 @@ AnyMesh = Mesh | AbstractMesh | LogicalMesh
 
 
 def shard_tokens(x: jax.Array, mesh: LogicalMesh | None) -> jax.Array:
-    """Activations whose first dimension, tokens or sequences, is split over all axes that split tokens."""
+    """Split the first dimension of activations, tokens or sequences, over all axes that split tokens."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, mesh.sharding(PartitionSpec(TOKEN_AXES)))
 
 
 def split_over(mesh: LogicalMesh | None, num: int, what: str, instead: str = "smaller degrees") -> int:
-    """The tokens or sequences that each device gets of so many, which must divide evenly."""
+    """Count the tokens or sequences that each device gets of so many, which must divide evenly."""
     shards = 1 if mesh is None else mesh.size(*TOKEN_AXES)
     if mesh is not None and num % shards:
         degrees = " × ".join(f"{axis}_parallelism={mesh.size(axis)}" for axis in TOKEN_AXES)
@@ -91,7 +91,7 @@ def split_over(mesh: LogicalMesh | None, num: int, what: str, instead: str = "sm
 
 
 def logical_mesh(mesh: AnyMesh | None, mesh_axes: MeshAxes | None = None) -> LogicalMesh | None:
-    """A mesh by its logical axes; None stays None. Without ``mesh_axes`` its axes have our names."""
+    """Describe a mesh by its logical axes; None stays None. Without ``mesh_axes`` its axes have our names."""
     if mesh is None or isinstance(mesh, LogicalMesh):
         if mesh_axes is not None:
             raise ValueError(f"expected mesh_axes with a jax.sharding.Mesh, got {mesh_axes} with {mesh}; leave it out")

@@ -47,7 +47,7 @@ def test_a_wide_matrix_is_cut_narrower_on_a_chip_with_less_vmem():
 
 def test_a_tuned_choice_is_for_its_chip_type_and_shape_alone(monkeypatch):
     asked, choice = problem(2048, 1408), TileChoice(rows=256, step=64, out=1408, inner=1024, paired=False)
-    monkeypatch.setitem(tiles.TUNED, tiles.bucket(asked, HARDWARE["v6e"]), choice)
+    monkeypatch.setitem(tiles.TUNED, tiles.shape_bucket(asked, HARDWARE["v6e"]), choice)
     assert tiles.choice_of(tiles.tiles_for(asked, HARDWARE["v6e"])) == choice
     assert tiles.choice_of(tiles.tiles_for(problem(2048, 1408, rows=9000), HARDWARE["v6e"])) == choice
     others = [

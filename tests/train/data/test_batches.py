@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 
 def config(folder, **changes):
-    settings = {"max_target_length": 8, "held_out": 0.2, **changes}
+    settings = {"max_target_length": 8, "held_out": 0.2, "add_eos": False, **changes}
     return DataConfig(dataset_type="text", dataset_path=(str(folder),), **settings)
 
 
@@ -361,3 +361,44 @@ def test_a_model_without_room_for_bytes_is_refused(folder, dataset):
 def test_a_model_without_two_tokens_is_refused_for_synthetic_data():
     with pytest.raises(ValueError, match="vocabulary of 2 or more, got 1"):
         open_data(DataConfig(dataset_type="synthetic"), 1, 16)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_each_document_ends_with_a_token_that_is_learned_and_begins_nothing(tmp_path, packing):
+    texts = {"a.txt": b"first", "b.txt": b"the second one", "c.txt": b"3"}
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text)
+    data = opened(tmp_path, packing=packing, held_out=0.0, add_eos=True)
+    rows = epoch(data)
+    is_end = np.asarray(rows.targets) == 255
+    assert is_end.sum() == len(texts)  # learned once each
+    assert (np.asarray(rows.weights)[is_end] == 1).all()
+    before = np.asarray(rows.ids)[is_end]
+    assert sorted(map(chr, before)) == sorted(chr(text[-1]) for text in texts.values())
+    # What comes after an end is another document, of another segment, and not learned from it.
+    assert (np.asarray(rows.weights)[np.asarray(rows.ids) == 255] == 0).all()
+    tokens = np.asarray(rows.ids)[np.asarray(rows.segments) >= 0]
+    assert sorted(bytes(tokens.astype(np.uint8)).split(b"\xff")[:-1]) == sorted(texts.values())
+
+
+def test_only_where_a_text_ends_it_ends(tmp_path):
+    """Of one long file the end is held out: the part to train on is cut off, and does not end there."""
+    (tmp_path / "a.txt").write_bytes(b"x" * 40)
+    data = opened(tmp_path, held_out=0.25, add_eos=True)
+    assert not (np.asarray(epoch(data).targets) == 255).any()
+    held_out = data.held_out.batch(range(data.held_out.num_rows))
+    assert (np.asarray(held_out.targets) == 255).sum() == 1
+
+
+def test_without_ends_the_data_are_those_of_runs_before_there_were_any(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"some text of a file")
+    (tmp_path / "b.txt").write_bytes(b"and of another one")
+    without, with_ends = (opened(tmp_path, add_eos=add_eos).fingerprint for add_eos in (False, True))
+    assert without == "976684652f14d22660bdfd15f7a9431a"
+    assert with_ends != without
+
+
+def test_text_with_the_byte_that_ends_one_is_warned_of(tmp_path, caplog):
+    (tmp_path / "a.txt").write_bytes(b"no\xfftext")
+    opened(tmp_path, add_eos=True, held_out=0.0)
+    assert "a.txt and 0 other files have the byte 0xff" in caplog.text

@@ -6,10 +6,10 @@ import pytest
 from rich.console import Console
 
 from raggedmoe.hardware import target_hardware
-from raggedmoe.train.checkpoint.checkpoints import RestoredCheckpoint
 from raggedmoe.train.loop.begin import open_metrics
 from raggedmoe.train.loop.metrics import LOAD, METRICS, MetricsWriter, read_jsonl
 from raggedmoe.train.loop.screen import Screen
+from raggedmoe.train.loop.start import Start
 from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.settings.words import read_words
 from tests.train.runs import TINY
@@ -25,8 +25,7 @@ def resume(tmp_path):
             writer.train(step, {"loss": 4.0 - step})
             writer.load(step, [[step]])
     screen = Screen(3, 1, Console(file=io.StringIO()))
-    restored = RestoredCheckpoint(step=2, state=None, extra={}, path=tmp_path / "step_00000002")
-    return lambda: open_metrics(config, restored, screen).close()
+    return lambda: open_metrics(config, Start(step=2, resumed=True), screen).close()
 
 
 def remove_the_line(path):

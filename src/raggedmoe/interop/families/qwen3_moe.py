@@ -52,7 +52,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "mlp_only_layers": list(config.dense_layers),
         "sliding_window": window,
         "use_sliding_window": window is not None,
-        "max_window_layers": 0,
+        **({} if window is None else {"max_window_layers": 0}),
     }
 
 

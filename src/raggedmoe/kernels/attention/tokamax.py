@@ -72,9 +72,9 @@ def why_not(call: Call, hardware: Hardware) -> str | None:
 
 
 def _tpu_why_not(call: Call) -> str | None:
-    found, length = importlib.metadata.version("tokamax"), call.arrays["query"].shape[1]
-    if Version(found) < Version(COMPILES_ELSEWHERE):
-        return f"tokamax {found} compiles it for an attached TPU only; use tokamax {COMPILES_ELSEWHERE} or newer"
+    version, length = importlib.metadata.version("tokamax"), call.arrays["query"].shape[1]
+    if Version(version) < Version(COMPILES_ELSEWHERE):
+        return f"tokamax {version} compiles it for an attached TPU only; use tokamax {COMPILES_ELSEWHERE} or newer"
     if call.options["window"] is not None:
         return "its TPU kernel takes no window"
     if length % BLOCK:

@@ -250,7 +250,7 @@ class _Copies(NamedTuple):
     def run(self, source_row, target_row, number, *, repeat_source=False):
         """Copy ``number`` rows, a multiple of the packs; with ``repeat_source`` the same few again and again."""
 
-        def each(size, first, number):
+        def copy_steps(size, first, number):
             def one(i, _):
                 done = first + i * size
                 from_row = source_row if repeat_source else source_row + done
@@ -264,8 +264,8 @@ class _Copies(NamedTuple):
 
         step = _step(self.tiles)
         rest = lax.rem(number, step)
-        each(step, 0, number)
-        each(self.tiles.pack, number - rest, rest)
+        copy_steps(step, 0, number)
+        copy_steps(self.tiles.pack, number - rest, rest)
 
 
 def _step(tiles):

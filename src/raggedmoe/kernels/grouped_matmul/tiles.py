@@ -82,14 +82,14 @@ class Problem:
 
 def tiles_for(problem: Problem, hardware: Hardware) -> Tiles | None:
     """Choose the tiles of `grouped_matmul`; None where not even the smallest fit the chip's VMEM."""
-    tuned = TUNED.get(bucket(problem, hardware))
+    tuned = TUNED.get(shape_bucket(problem, hardware))
     if tuned is not None:
         return tiles_of_choice(problem, hardware, tuned)
     for rows in (512, 256, 128):
         for out in output_widths(problem.out):
-            found = _fitting(problem, hardware, rows, out)
-            if found is not None:
-                return found
+            fitting = _fitting(problem, hardware, rows, out)
+            if fitting is not None:
+                return fitting
     # A width that cannot be divided makes long code whatever the tiles: the least of it.
     narrowest_first = reversed(output_widths(problem.out))
     least = (TileChoice(rows=128, step=128, out=out, inner=problem.inner, paired=False) for out in narrowest_first)
@@ -107,9 +107,9 @@ def _fitting(problem: Problem, hardware: Hardware, rows: int, out: int) -> Tiles
     wanted = [(paired, step) for paired in can_pair for step in (32, 64, 128)]
     for paired, step in [*wanted, *((paired, rows) for paired in can_pair)]:
         choice = TileChoice(rows=rows, step=step, out=out, inner=inner, paired=paired)
-        found = tiles_of_choice(problem, hardware, choice)
-        if found is not None and _all_code(problem, hardware, found) <= ALL_CODE:
-            return found
+        tiles = tiles_of_choice(problem, hardware, choice)
+        if tiles is not None and _all_code(problem, hardware, tiles) <= ALL_CODE:
+            return tiles
     return None
 
 
@@ -241,7 +241,7 @@ class TileChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bucket:
+class ShapeBucket:
     """Calls that share tiles: the rows by the power of two."""
 
     chip: str
@@ -252,8 +252,8 @@ class Bucket:
     transpose_rhs: bool
 
 
-def bucket(problem: Problem, hardware: Hardware) -> Bucket:
-    return Bucket(
+def shape_bucket(problem: Problem, hardware: Hardware) -> ShapeBucket:
+    return ShapeBucket(
         chip=hardware.name,
         itemsize=problem.itemsize,
         rows=1 << max(problem.num_rows - 1, 0).bit_length(),
@@ -264,4 +264,4 @@ def bucket(problem: Problem, hardware: Hardware) -> Bucket:
 
 
 # Where the tuner found better ones than the rule's.
-TUNED: dict[Bucket, TileChoice] = {}
+TUNED: dict[ShapeBucket, TileChoice] = {}

@@ -1,35 +1,17 @@
 """`ragged_gather`: rows fanned out from T tokens to R routed rows."""
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import check_array, check_size, int32, scalar, structs
-from raggedmoe.kernels.bilinear import product
+from raggedmoe.kernels.bilinear import RowMoveKernels, product
 from raggedmoe.kernels.gradient import refuse_forward_mode
 from raggedmoe.kernels.placement import placement, pvary_alike
-from raggedmoe.kernels.registry import Choice, Kernels, select_kernels
+from raggedmoe.kernels.registry import Choice, select_kernels
 
 NAME = "ragged_gather"
-
-
-@dataclass(frozen=True)
-class _StaticPart:
-    """The static part of a call: its kernels, and the shape of x, which is not kept for the backward pass."""
-
-    kernels: Kernels
-    x: jax.ShapeDtypeStruct
-
-    def value(self, x, weights, indexing):
-        indices, start, end, _ = indexing
-        return self.kernels.forward(x, indices, start, end, weights)
-
-    def gradients(self, x, weights, indexing, cotangent):
-        indices, start, end, inverse = indexing
-        return self.kernels.backward(self.x if x is None else x, indices, start, end, weights, inverse, cotangent)
 
 
 def ragged_gather(
@@ -75,7 +57,7 @@ def ragged_gather(
     arrays = structs(x=x, indices=indices, weights=weights, inverse=inverse)
     options = placement(x, indices)
     kernels = select_kernels(NAME, implementation, target, arrays=arrays, options=options)
-    static = _StaticPart(kernels, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    static = RowMoveKernels(kernels, jax.ShapeDtypeStruct(x.shape, x.dtype))
     start_row, end_row = scalar(start, 0), scalar(end, indices.shape[0])
     x, indices, weights, inverse = pvary_alike(x, indices, weights, inverse)
     return product(static, x, weights, (indices, start_row, end_row, inverse))

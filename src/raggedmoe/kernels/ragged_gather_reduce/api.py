@@ -1,37 +1,17 @@
 """`ragged_gather_reduce`: R routed rows summed back into T tokens, weighted."""
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import check_array, check_size, int32, scalar, structs
-from raggedmoe.kernels.bilinear import product
+from raggedmoe.kernels.bilinear import RowMoveKernels, product
 from raggedmoe.kernels.gradient import refuse_forward_mode
 from raggedmoe.kernels.placement import placement, pvary_alike
-from raggedmoe.kernels.registry import Choice, Kernels, select_kernels
+from raggedmoe.kernels.registry import Choice, select_kernels
 
 NAME = "ragged_gather_reduce"
-
-
-@dataclass(frozen=True)
-class _StaticPart:
-    """The static part of a call: its kernels, and the shape of the rows, which are not kept for the backward pass."""
-
-    kernels: Kernels
-    rows: jax.ShapeDtypeStruct
-
-    def value(self, rows, weights, indexing):
-        indices, start, end, _ = indexing
-        return self.kernels.forward(rows, indices, start, end, weights)
-
-    def gradients(self, rows, weights, indexing, cotangent):
-        indices, start, end, inverse = indexing
-        return self.kernels.backward(
-            self.rows if rows is None else rows, indices, start, end, weights, inverse, cotangent
-        )
 
 
 def ragged_gather_reduce(
@@ -82,7 +62,7 @@ def ragged_gather_reduce(
     arrays = structs(rows=rows, indices=indices, weights=weights, inverse=inverse)
     options = placement(rows, indices)
     kernels = select_kernels(NAME, implementation, target, arrays=arrays, options=options)
-    static = _StaticPart(kernels, jax.ShapeDtypeStruct(rows.shape, rows.dtype))
+    static = RowMoveKernels(kernels, jax.ShapeDtypeStruct(rows.shape, rows.dtype))
     start_row, end_row = scalar(start, 0), scalar(end, rows.shape[0])
     rows, indices, weights, inverse = pvary_alike(rows, indices, weights, inverse)
     return product(static, rows, weights, (indices, start_row, end_row, inverse))

@@ -207,7 +207,7 @@ def add_rows(subcore, rows, first, sums, token, factors, layout: RowLayout) -> N
 def round_sums(subcore, sums, tile, layout: RowLayout) -> None:
     """Round the sums of eight tokens to one chunk of a tile, and leave zeros in their place."""
 
-    def taken(token, half, at):
+    def take_sum(token, half, at):
         place = (token * layout.packing + half) * layout.pitch + at
         total = subcore.load(sums, place)
         _clear(subcore, sums, place)
@@ -215,14 +215,14 @@ def round_sums(subcore, sums, tile, layout: RowLayout) -> None:
 
     def whole_words(at):
         for token in range(TILE_ROWS):
-            subcore.store(tile, subcore.as_words(taken(token, 0, at)), 0, token, at)
+            subcore.store(tile, subcore.as_words(take_sum(token, 0, at)), 0, token, at)
 
     def pairs(at, piece):
         for pair in range(TILE_ROWS // 2):
             even, odd = 2 * pair, 2 * pair + 1
             for half, columns in enumerate((piece.low, piece.high)):
                 if columns is not None:
-                    rounded = subcore.round_pairs(taken(even, half, at), taken(odd, half, at))
+                    rounded = subcore.round_pairs(take_sum(even, half, at), take_sum(odd, half, at))
                     subcore.store(tile, rounded, 0, pair, columns + at)
 
     if layout.packing == 1:

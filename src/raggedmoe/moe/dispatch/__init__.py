@@ -16,7 +16,7 @@ from raggedmoe.moe.records import RouteMetadata, RouteOutput, StageSettings
 from raggedmoe.sharding.axes import EXPERT, HIDDEN_TENSOR, TENSOR, TOKEN_AXES
 from raggedmoe.sharding.stage import PER_DEVICE, REPLICATED, TOKENS, TOKENS_AND_WIDTH, stage
 
-STRATEGIES = {"local": local, "capacity": capacity, "dense": dense, "ring": ring, "all_to_all": all_to_all}
+STRATEGY_FILES = {"local": local, "capacity": capacity, "dense": dense, "ring": ring, "all_to_all": all_to_all}
 
 
 @stage(routing=TOKENS, first_expert=REPLICATED, result=(TOKENS, REPLICATED))
@@ -67,7 +67,7 @@ def unpermute(
 
 
 def _strategy(settings: StageSettings) -> Any:
-    return STRATEGIES[strategy_name(settings.config, settings.execution)]
+    return STRATEGY_FILES[strategy_name(settings.config, settings.execution)]
 
 
 def offset_into_stacked_experts(

@@ -66,6 +66,34 @@ class RestoredCheckpoint:
     path: AnyPath
 
 
+def checkpoint_folder(folder: AnyPath) -> CheckpointFolder:
+    """Return what the place of a folder of checkpoints can do. Nothing is made or removed there."""
+    return ObjectFolder(folder) if isinstance(folder, ObjectPath) else DiskFolder(folder)
+
+
+def find_newest_good(folder: AnyPath, steps: list[int]) -> tuple[int | None, set[int]]:
+    """Find the newest of these checkpoints that is not damaged, None if there are none, and the damaged newer ones.
+
+    Damaged ones are named in a warning. It is an error if all are.
+    """
+    problems: dict[int, str] = {}
+    for step in sorted(steps, reverse=True):
+        path = folder / f"step_{step:08}"
+        try:
+            verify_checkpoint(path)
+        except DamagedCheckpointError as damage:
+            problems[step] = f"{path}: {damage}"
+            logger.warning("%s is damaged; it stays there but is not used: %s", path, damage)
+            continue
+        return step, set(problems)
+    if problems:
+        raise ValueError(
+            f"{folder}: expected a checkpoint to resume from, but all {len(problems)} are damaged; put a copy in their "
+            "place, or name another folder to start anew:\n  " + "\n  ".join(problems.values())
+        )
+    return None, set()
+
+
 class Checkpoints:
     """The checkpoints of one run. Only one run may write to the folder at a time, with all its processes.
 
@@ -74,8 +102,7 @@ class Checkpoints:
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
-        folder = config.folder
-        self._place: CheckpointFolder = ObjectFolder(folder) if isinstance(folder, ObjectPath) else DiskFolder(folder)
+        self._place = checkpoint_folder(config.folder)
         self._folder: AnyPath = self._place.path
         self._damaged: set[int] = set()  # steps of damaged checkpoints that still have their name
         self._thread: threading.Thread | None = None
@@ -199,24 +226,9 @@ class Checkpoints:
 
     def _newest_good(self) -> int | None:
         """Find the step of the newest checkpoint that is not damaged; None if there are no checkpoints."""
-        problems = []
-        for step in reversed(self._place.steps()):
-            path = self._path(step)
-            try:
-                verify_checkpoint(path)
-            except DamagedCheckpointError as damage:
-                self._damaged.add(step)
-                problems.append(f"{path}: {damage}")
-                logger.warning("%s is damaged; it stays there but is not used: %s", path, damage)
-                continue
-            self._damaged.discard(step)
-            return step
-        if problems:
-            raise ValueError(
-                f"{self._folder}: expected a checkpoint to resume from, but all {len(problems)} are damaged; put a "
-                "copy in their place, or name another folder to start anew:\n  " + "\n  ".join(problems)
-            )
-        return None
+        step, damaged = find_newest_good(self._folder, self._place.steps())
+        self._damaged = (self._damaged - {step}) | damaged
+        return step
 
     def steps(self) -> list[int]:
         """List the steps of complete checkpoints, ascending, without those known to be damaged."""

@@ -103,7 +103,7 @@ def read_manifest(folder: AnyPath) -> Manifest:
 
 
 def verify_checkpoint(folder: AnyPath) -> Manifest:
-    """Like `read_manifest`, but also compare all files with their checksums; the error names those that differ."""
+    """Read a manifest as `read_manifest`, and compare all files with their checksums; errors name what differs."""
     manifest = read_manifest(folder)
     expected_step = int(folder.name.removeprefix("step_"))
     if manifest.step != expected_step:

@@ -51,11 +51,11 @@ def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _stored_form(leaf: Any) -> jax.ShapeDtypeStruct:
+def _stored_form(leaf: Any, stored: StoredLeaf) -> jax.ShapeDtypeStruct:
     """Return the shape and type on disk: those of the array, or of a random key's data."""
     if _is_key(leaf):
         return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(stored.dtype))
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:
@@ -90,12 +90,17 @@ class OrbaxWriter:
                 self._writing.wait_until_finished()
 
 
-def read_state(folder: AnyPath, template: Any, stored_leaves: dict[str, StoredLeaf]) -> Any:
-    """Read the stored arrays into a tree like the template. Raise an error that lists those that differ from it."""
+def read_state(
+    folder: AnyPath, template: Any, stored_leaves: dict[str, StoredLeaf], *, of_another_run: bool = False
+) -> Any:
+    """Read the stored arrays into a tree like the template. Raise an error that lists those that differ from it.
+
+    Of another run's state the template may be a part, with other floating-point types, to which the arrays are cast.
+    """
     leaves = leaves_by_name(template)
-    _check_same_leaves(folder, leaves, stored_leaves)
+    _check_same_leaves(folder, leaves, stored_leaves, of_another_run)
     shardings = {name: _template_sharding(leaf) for name, leaf in leaves.items()}
-    stored = {name: _stored_form(leaf) for name, leaf in leaves.items()}
+    stored = {name: _stored_form(leaf, stored_leaves[name]) for name, leaf in leaves.items()}
     filled = {name: array for name, array in stored.items() if array.size}
     arrays = _read_arrays(folder, filled, {name: stored_leaves[name].chunks for name in filled}, shardings)
     restored = []
@@ -104,7 +109,11 @@ def read_state(folder: AnyPath, template: Any, stored_leaves: dict[str, StoredLe
         if not isinstance(read, jax.Array):
             read = jnp.asarray(read) if shardings[name] is None else jax.device_put(read, shardings[name])
         impl = stored_leaves[name].key_impl
-        restored.append(read if impl is None else jax.random.wrap_key_data(read, impl=impl))
+        if impl is not None:
+            read = jax.random.wrap_key_data(read, impl=impl)
+        elif read.dtype != leaves[name].dtype:
+            read = read.astype(leaves[name].dtype)
+        restored.append(read)
     return jax.tree.unflatten(jax.tree.structure(template), restored)
 
 
@@ -137,7 +146,8 @@ def _read_with_orbax(
         for name in stored
     }
     with ocp.Checkpointer(_handler()) as reading:
-        return reading.restore(folder, args=ocp.args.PyTreeRestore(item=stored, restore_args=restore_args))
+        wanted = ocp.args.PyTreeRestore(item=stored, restore_args=restore_args, partial_restore=True)
+        return reading.restore(folder, args=wanted)
 
 
 def _template_sharding(leaf: Any) -> jax.sharding.Sharding | None:
@@ -145,17 +155,30 @@ def _template_sharding(leaf: Any) -> jax.sharding.Sharding | None:
     return None if isinstance(leaf, jax.Array) and not leaf.committed else getattr(leaf, "sharding", None)
 
 
-def _check_same_leaves(folder: AnyPath, template: dict[str, Any], stored: dict[str, StoredLeaf]) -> None:
+def _check_same_leaves(
+    folder: AnyPath, template: dict[str, Any], stored: dict[str, StoredLeaf], of_another_run: bool
+) -> None:
     """Refuse a state of other arrays, which is no damage but another model, and say how it differs."""
     lines = []
-    for name in sorted(template.keys() | stored.keys()):
+    for name in sorted(template.keys() if of_another_run else template.keys() | stored.keys()):
         expected = f"{template[name].dtype}{list(template[name].shape)}" if name in template else "nothing"
         actual = f"{stored[name].dtype}{list(stored[name].shape)}" if name in stored else "nothing"
-        if expected != actual:
+        if expected != actual and not (of_another_run and _can_be_cast(template[name], stored.get(name))):
             lines.append(f"{name}: expected {expected}, found {actual}")
-    if lines:
-        more = [f"and {len(lines) - 20} more"] if len(lines) > 20 else []
-        raise ValueError(
-            f"{folder}: this state is not that of this run; resume with the model and the optimizer that wrote it, or "
-            "name another folder to start anew:\n  " + "\n  ".join(lines[:20] + more)
-        )
+    if not lines:
+        return
+    more = [f"and {len(lines) - 20} more"] if len(lines) > 20 else []
+    what = (
+        "this state is not that of this run; resume with the model and the optimizer that wrote it, or name another "
+        "folder to start anew"
+    )
+    if of_another_run:
+        what = "the model of this checkpoint is not that of this run; give this run the settings of the model there"
+    raise ValueError("\n  ".join([f"{folder}: {what}:", *lines[:20], *more]))
+
+
+def _can_be_cast(leaf: Any, stored: StoredLeaf | None) -> bool:
+    """Tell whether a stored array differs from the wanted one by its floating-point type alone."""
+    if stored is None or stored.key_impl is not None or _is_key(leaf) or stored.shape != tuple(leaf.shape):
+        return False
+    return all(jnp.issubdtype(jnp.dtype(dtype), jnp.floating) for dtype in (stored.dtype, leaf.dtype))

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from raggedmoe.storage import as_path
 from raggedmoe.train.data.corpus import Corpus, Document, read_standard_library, read_text_files
 from raggedmoe.train.data.rows import Batch, Rows, TokenRows, synthetic_rows, token_rows
-from raggedmoe.train.data.tokenizer import BYTES, NUM_BYTES, TextTokenizer, load_tokenizer
+from raggedmoe.train.data.tokenizer import BYTES, BYTES_THAT_END, NUM_BYTES, TextTokenizer, load_tokenizer
 from raggedmoe.train.settings import sections
 from raggedmoe.train.settings.sections import DataConfig
 
@@ -125,14 +125,15 @@ def open_data(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
 
 def _open_tokenizer(config: DataConfig, vocab_size: int) -> TextTokenizer:
     """Return what makes the tokens of a model with that vocabulary."""
-    if config.tokenizer_path not in (None, sections.BYTES):
-        return load_tokenizer(as_path(config.tokenizer_path), vocab_size)
+    if config.tokenizer_path is not None and config.tokenizer_path != sections.BYTES:
+        tokenizer = load_tokenizer(as_path(config.tokenizer_path), vocab_size)
+        return tokenizer.with_end(config.eos_token) if config.add_eos else replace(tokenizer, end=None)
     if vocab_size < NUM_BYTES:
         raise ValueError(
             f"expected a model with a vocabulary of {NUM_BYTES} or more for bytes, got {vocab_size}; use "
             f"vocab_size={NUM_BYTES}, or tokenizer_path=... for a tokenizer of its own"
         )
-    return BYTES
+    return BYTES_THAT_END if config.add_eos else BYTES
 
 
 def split_documents(

@@ -83,7 +83,7 @@ class TokenRows:
 def token_rows(documents: Sequence[np.ndarray], *, sequence_length: int, packing: bool) -> TokenRows:
     """Cut documents, none of them empty, into rows. A row without a target (no two tokens of a document) is left out.
 
-    No token is put between documents: the segments say where one ends.
+    What a document ends with is its own last token: nothing is put between documents here.
     """
     bounds = np.cumsum([0, *map(len, documents)])
     if packing:

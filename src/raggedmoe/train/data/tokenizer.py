@@ -1,20 +1,27 @@
 """From text to tokens: as bytes, or through a tokenizer.json."""
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from raggedmoe.interop.companions import GENERATION, as_json, read_companions
+from raggedmoe.interop.companions import CONFIG, GENERATION, KEPT_CONFIG, as_json, read_companions
+from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.progress import bytes_bar
 from raggedmoe.models.companions import Companions
 from raggedmoe.storage import AnyPath
 
+_log = logging.getLogger(__name__)
 NUM_BYTES = 256
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+END_BYTE = 0xFF  # no text in UTF-8 has it
+END_TEXT = "<|endoftext|>"  # of the byte that ends a text
+# What public tokenizers call the token that ends a text, for those that come without a file that says so.
+USUAL_ENDS = (END_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>", "[EOS]")
 # The tokenizer takes about 150 bytes of memory a character while it works, and one core a text: so long texts are split
 # into parts of this many characters, and it gets parts of this many characters in a call.
 _PART_CHARACTERS = 2**18
@@ -31,6 +38,7 @@ class TextTokenizer:
     vocab_size: int  # one more than its largest token
     library: Any = None  # the tokenizer of the tokenizers package
     path: AnyPath | None = None  # of its tokenizer.json
+    end: int | None = None  # the token that is put after each document; None: there is none
 
     @property
     def unit(self) -> str:
@@ -38,10 +46,50 @@ class TextTokenizer:
         return "bytes" if self.library is None else "tokens"
 
     def encode(self, contents: Sequence[tuple[AnyPath, bytes]]) -> list[np.ndarray]:
-        """Return the tokens of each file's content, without the special tokens that there are around a prompt."""
+        """Return the tokens of each file's content, none of nothing. The last is the one that ends a text.
+
+        Other special tokens, as there are around a prompt, are left out.
+        """
+        if self.library is not None:
+            tokens = self._tokenize([_decode_utf8(path, content) for path, content in contents])
+        else:
+            tokens = [np.frombuffer(content, np.uint8) for _, content in contents]
+            self._warn_of_ends_within(contents, tokens)
+        if self.end is None:
+            return tokens
+        return [np.append(array, array.dtype.type(self.end)) if len(array) else array for array in tokens]
+
+    def _warn_of_ends_within(self, contents: Sequence[tuple[AnyPath, bytes]], tokens: Sequence[np.ndarray]) -> None:
+        """Warn of files that are no text, with bytes that a model would learn as the end of one."""
+        has_end = [self.end is not None and bool((array == self.end).any()) for array in tokens]
+        found = [path for (path, _), is_binary in zip(contents, has_end) if is_binary]
+        if found:
+            _log.warning(
+                "%s and %d other files have the byte %#x, which no UTF-8 has and which ends a text here; convert them "
+                "to UTF-8, or use add_eos=false",
+                found[0],
+                len(found) - 1,
+                self.end,
+            )
+
+    def with_end(self, text: str | None) -> "TextTokenizer":
+        """Return the tokenizer with the token that ends a text: the one of that text, or what its files say."""
         if self.library is None:
-            return [np.frombuffer(content, np.uint8) for _, content in contents]
-        return self._tokenize([_decode_utf8(path, content) for path, content in contents])
+            return self
+        if text is not None:
+            end = self.library.token_to_id(text)
+            if end is None:
+                raise ValueError(f"eos_token={text}: expected a token of {self.path}, which has none of that text")
+            return replace(self, end=end)
+        assert self.path is not None
+        end = _find_end(self.path, self.library)
+        if end is None:
+            _log.warning(
+                "%s: no token is known to end a text, so a model does not learn to stop; name it with eos_token=..., "
+                "or use add_eos=false",
+                self.path,
+            )
+        return replace(self, end=end)
 
     def with_companions(self, of_model: Companions, folder: AnyPath | None) -> Companions:
         """Return a model's companions with this tokenizer, and with the files that belong to it.
@@ -59,11 +107,19 @@ class TextTokenizer:
             files |= {} if self.path is None else read_companions(self.path.parent).files
             files.setdefault(TOKENIZER_CONFIG, as_json(self._minimal_config()))
         files[TOKENIZER] = self.text.encode()
+        if self.end is not None:
+            generation = json.loads(files.get(GENERATION, b"{}"))
+            generation["eos_token_id"] = _with_token(generation.get("eos_token_id"), self.end)
+            config_json["eos_token_id"] = _with_token(config_json.get("eos_token_id"), self.end)
+            files[GENERATION] = as_json(generation)
         return Companions(files=files, config_json=config_json)
 
     def _minimal_config(self) -> dict[str, Any]:
         """Make a tokenizer_config.json that has transformers take the tokenizer.json as it is."""
-        return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        if self.end is not None:
+            settings["eos_token"] = END_TEXT if self.library is None else self.library.id_to_token(self.end)
+        return settings
 
     def _tokenize(self, texts: Sequence[str]) -> list[np.ndarray]:
         dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
@@ -83,18 +139,33 @@ def _without_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if not key.endswith(("_token_id", "_token_ids"))}
 
 
-def byte_tokenizer_json() -> str:
-    """Make a tokenizer.json whose tokens are the 256 bytes of UTF-8, without merges; a token's number is its byte."""
+def _with_token(tokens: Any, end: int) -> int | list[int]:
+    """Return the tokens that end a text, as one number or several, with one more."""
+    known = tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
+    known = known if end in known else [*known, end]
+    return known[0] if len(known) == 1 and not isinstance(tokens, list) else known
+
+
+def byte_tokenizer_json(*, ends: bool = False) -> str:
+    """Make a tokenizer.json whose tokens are the 256 bytes, without merges; a token's number is its byte.
+
+    With ``ends`` the byte 0xff, which is in no text, is the token that ends one.
+    """
     # The format writes a byte as a character that can be seen: itself where Latin-1 shows one, or else the next free
     # character from 256 on.
     shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     stand_ins = iter(range(256, 512))
     vocab = {chr(byte if byte in shown else next(stand_ins)): byte for byte in range(NUM_BYTES)}
+    special: list[dict[str, Any]] = []
+    if ends:
+        vocab = {text: byte for text, byte in vocab.items() if byte != END_BYTE} | {END_TEXT: END_BYTE}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        special = [{"id": END_BYTE, "content": END_TEXT, **flags, "special": True}]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return json.dumps(
         {
             "version": "1.0",
-            "added_tokens": [],
+            "added_tokens": special,
             "pre_tokenizer": byte_level,
             "decoder": byte_level,
             "model": {"type": "BPE", "vocab": vocab, "merges": []},
@@ -104,6 +175,7 @@ def byte_tokenizer_json() -> str:
 
 
 BYTES = TextTokenizer(text=byte_tokenizer_json(), vocab_size=NUM_BYTES)
+BYTES_THAT_END = TextTokenizer(text=byte_tokenizer_json(ends=True), vocab_size=NUM_BYTES, end=END_BYTE)
 
 
 def load_tokenizer(path: AnyPath, vocab_size: int) -> TextTokenizer:
@@ -118,8 +190,8 @@ def load_tokenizer(path: AnyPath, vocab_size: int) -> TextTokenizer:
     if not path.is_file():
         raise ValueError(f"{path}: expected a tokenizer.json, found no file there")
     text = _read_text(path)
-    if text == BYTES.text:  # as a model of bytes has it, which needs no library
-        return BYTES
+    if text in (BYTES.text, BYTES_THAT_END.text):  # as a model of bytes has it, which needs no library
+        return BYTES_THAT_END
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library raises the bare Exception for a file that it cannot read
@@ -136,6 +208,23 @@ def load_tokenizer(path: AnyPath, vocab_size: int) -> TextTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return TextTokenizer(text=text, vocab_size=largest + 1, library=tokenizer, path=path)
+
+
+def _find_end(path: AnyPath, tokenizer: Any) -> int | None:
+    """Find the token that ends a text, in the files beside a tokenizer.json or by its usual names."""
+    for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
+        settings = read_json_object(path.parent / name) if (path.parent / name).is_file() else {}
+        token = settings.get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and tokenizer.token_to_id(text) is not None:
+            return tokenizer.token_to_id(text)
+    for name in (GENERATION, CONFIG, KEPT_CONFIG):
+        settings = read_json_object(path.parent / name) if (path.parent / name).is_file() else {}
+        tokens = settings.get("eos_token_id")
+        first = tokens[0] if isinstance(tokens, list) and tokens else tokens
+        if type(first) is int and tokenizer.id_to_token(first) is not None:
+            return first
+    return next((end for end in map(tokenizer.token_to_id, USUAL_ENDS) if end is not None), None)
 
 
 def _read_text(path: AnyPath) -> str:

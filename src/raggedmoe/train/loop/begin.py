@@ -23,9 +23,10 @@ from raggedmoe.train.data.batches import Data
 from raggedmoe.train.loop import run_folder
 from raggedmoe.train.loop.metrics import MetricsWriter, NoMetrics
 from raggedmoe.train.loop.screen import Screen
+from raggedmoe.train.loop.start import Start, branched_start, resumed_start
 from raggedmoe.train.settings.config import TrainConfig, list_changes
 from raggedmoe.train.settings.resolve import ResolvedConfig, run_folder_of
-from raggedmoe.train.step.programs import state_template
+from raggedmoe.train.step.programs import state_from_loaded, state_template
 
 
 def startup_summary(config: ResolvedConfig, data: Data, hardware: Hardware) -> str:
@@ -153,20 +154,32 @@ def restore_state(
     return restored
 
 
-def open_metrics(
-    config: ResolvedConfig, restored: RestoredCheckpoint | None, screen: Screen
-) -> MetricsWriter | NoMetrics:
+def find_start(config: ResolvedConfig, data: Data, checkpoints: Checkpoints | None, sharding: TrainSharding) -> Start:
+    """Find what the run begins with: its own checkpoint, that of another run, or parameters that are loaded."""
+    restored = restore_state(config, data, checkpoints, sharding)
+    if restored is not None:
+        return resumed_start(config, restored)
+    if config.run.init_from is not None:
+        return branched_start(config, data, sharding)
+    params = load_initial_params(config)
+    if params is None:
+        return Start()
+    placed = sharding.put(params, state_template(config.step, sharding).params)
+    return Start(state=state_from_loaded(config.step, sharding)(placed, jax.random.key(config.run.seed)))
+
+
+def open_metrics(config: ResolvedConfig, start: Start, screen: Screen) -> MetricsWriter | NoMetrics:
     """Open the metrics files to continue. Results that the run does not resume from are moved aside, not lost."""
     if jax.process_index() != 0:
         return NoMetrics()
     folder = config.folder
-    if restored is None:
-        aside = run_folder.set_aside(folder, checkpoints=not config.checkpoints.enable_checkpointing)
+    if start.resumed:
+        aside = run_folder.set_aside_finished(folder, start.step)
     else:
-        aside = run_folder.set_aside_finished(folder, restored.step)
+        aside = run_folder.set_aside(folder, checkpoints=not config.checkpoints.enable_checkpointing)
     if aside is not None:
         screen.say(f"the results of an earlier run are now in {aside}")
-    step = None if restored is None else restored.step
+    step = start.step if start.resumed else None
     return MetricsWriter(folder, resume_step=step, tensorboard=config.run.tensorboard)
 
 

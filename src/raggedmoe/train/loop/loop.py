@@ -22,11 +22,10 @@ from raggedmoe.train.loop import run_folder
 from raggedmoe.train.loop.begin import (
     check_processes_agree,
     companions_of_run,
+    find_start,
     kernel_summary,
-    load_initial_params,
     open_checkpoints,
     open_metrics,
-    restore_state,
     settings_to_resume,
     startup_summary,
 )
@@ -96,15 +95,14 @@ def _train(config: ResolvedConfig, machine: Machine, screen: Screen, callbacks: 
         for note in config.notes:
             screen.say(f"  {note}")
         with open_checkpoints(config) as checkpoints:
-            restored = restore_state(config, data, checkpoints, sharding)
-            loaded_params = load_initial_params(config) if restored is None else None
-            with open_metrics(config, restored, screen) as metrics:
+            start = find_start(config, data, checkpoints, sharding)
+            with open_metrics(config, start, screen) as metrics:
                 held_out = data.held_out_batches(config.run.eval_steps, config.micro_batch_size)
-                start = time.perf_counter()
+                began = time.perf_counter()
                 example = held_out[0] if held_out else None
                 programs = compile_programs(step, next(data.train_batches()), example, sharding)
                 check_compiled_fit(programs.bytes_needed, machine.memory, config.plan)
-                screen.say(f"compiled in {time.perf_counter() - start:.1f} s")
+                screen.say(f"compiled in {time.perf_counter() - began:.1f} s")
                 for line in kernel_summary(programs.kernels, step.execution.moe.kernel_choice):
                     screen.say(line)
                 wait_for_all("compiled")
@@ -118,11 +116,12 @@ def _train(config: ResolvedConfig, machine: Machine, screen: Screen, callbacks: 
                     checkpoints=checkpoints,
                     log=RunLog(config, metrics, screen, speed, callbacks),
                     companions=companions_of_run(config, data),
+                    parent=start.parent,
                 )
                 run.describe(speed)
-                state = run.initial_state(restored, loaded_params)
-                if restored is None:
-                    run.evaluate(state, 0)
+                state = run.initial_state(start)
+                if not start.resumed:
+                    run.evaluate(state, start.step)
                 return _steps(run, state)
 
 

@@ -1,7 +1,7 @@
 """The record of a run, for its report: its files, which may be old or incomplete, and series made of them."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -80,6 +80,11 @@ class LoadHistory:
         before = self.steps[:-DEAD_LINES]
         return int(before[-1]) + 1 if before.size else 1
 
+    def until(self, step: int) -> "LoadHistory | None":
+        """Return the history up to that step; None if there is none."""
+        kept = self.steps <= step
+        return replace(self, steps=self.steps[kept], counts=self.counts[kept]) if kept.any() else None
+
     def in_bins(self, max_bins: int) -> "BinnedLoad":
         """Sum the counts over equal intervals of steps, so that a gap in the record is a gap in the picture."""
         between = np.diff(self.steps)
@@ -130,6 +135,17 @@ class RunRecord:
     def series(self, name: str) -> Series:
         """Return a value of the training steps as a series."""
         return series(self.train, name)
+
+    def until(self, step: int) -> "RunRecord":
+        """Return the record of the run as it was after that step."""
+
+        def before(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return [line for line in lines if line["step"] <= step]
+
+        load = None if self.load is None else self.load.until(step)
+        return replace(
+            self, train=before(self.train), held_out=before(self.held_out), events=before(self.events), load=load
+        )
 
     def total(self, name: str) -> float:
         """Sum a value over all training steps; NaN if no line has it."""

@@ -10,23 +10,22 @@ import numpy as np
 from raggedmoe import compat
 from raggedmoe.hardware import Hardware
 from raggedmoe.models.companions import Companions
+from raggedmoe.models.config_json import to_json
 from raggedmoe.models.count import count_params
 from raggedmoe.models.module import Decoder
-from raggedmoe.models.parameters import param_specs
-from raggedmoe.params import Params
 from raggedmoe.sharding.training import TrainSharding, on_first_host
-from raggedmoe.train.checkpoint.checkpoints import Checkpoints, RestoredCheckpoint
+from raggedmoe.train.checkpoint.checkpoints import Checkpoints
 from raggedmoe.train.data.batches import Batches, Data
 from raggedmoe.train.data.rows import Batch
 from raggedmoe.train.loop import run_folder
 from raggedmoe.train.loop.log import RunLog, moe_layers
 from raggedmoe.train.loop.record import read_run
 from raggedmoe.train.loop.speed import Speed
+from raggedmoe.train.loop.start import Start
 from raggedmoe.train.settings.resolve import ResolvedConfig
 from raggedmoe.train.step.fit import check_compiled_fit
-from raggedmoe.train.step.optimizer import make_optimizer
-from raggedmoe.train.step.programs import Programs, compile_programs, places_of, state_template
-from raggedmoe.train.step.state import TrainState, state_from_params
+from raggedmoe.train.step.programs import Programs, compile_programs
+from raggedmoe.train.step.state import TrainState
 from raggedmoe.version import __version__
 
 
@@ -51,6 +50,7 @@ class Run:
     checkpoints: Checkpoints | None
     log: RunLog
     companions: Companions  # of the trained model
+    parent: dict[str, Any] | None  # the checkpoint of another run that it began with
     batches: Batches = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class Run:
         self.batches = self.data.train_batches(rows)
 
     def describe(self, speed: Speed) -> None:
-        """Write run.json, which says what runs, on what and with which settings."""
+        """Write run.json, which says what runs, on what and with which settings, and what belongs to the model."""
         if jax.process_index() != 0:
             return
         config, model = self.config, self.config.step.model
@@ -79,6 +79,7 @@ class Run:
                 "experts_per_token": model.moe.experts_per_token,
             },
             "settings": config.asked.values(),
+            "parent": self.parent,
             "notes": list(config.notes),
             "data": self.data.describe(),
             "data_fingerprint": self.data.fingerprint,
@@ -87,25 +88,19 @@ class Run:
             "peak_flops": speed.peak_flops,
         }
         run_folder.write_description(config.folder, description)
+        run_folder.write_companions_of_checkpoints(config.folder, self.companions)
 
-    def initial_state(self, restored: RestoredCheckpoint | None, params: Params | None) -> TrainState:
-        """Make the state to train from: restored with the data's position, from loaded parameters, or new."""
-        if restored is not None:
-            self.batches.set_state(restored.extra["data"])
-            self.log.load = np.asarray(restored.extra["load"], np.int64).reshape(self.log.load.shape)
-            self.log.say(f"resumed after step {restored.step} from {restored.path}")
-            self.log.event(restored.step, "resumed", restored.path.name)
-            return restored.state
-        key, config, sharding = jax.random.key(self.config.run.seed), self.config.step, self.machine.sharding
-        if params is None:
-            return self.programs.init(key)
-        optimizer = make_optimizer(config.optimizer, param_specs(config.model))
-        template = state_template(config, sharding)
-        begin = jax.jit(
-            lambda params: state_from_params(params, optimizer, jax.random.split(key)[1]),
-            out_shardings=places_of(template),
-        )
-        return begin(sharding.put(params, template.params))
+    def initial_state(self, start: Start) -> TrainState:
+        """Return the state to train from, with the data at its position: a new one, unless the start has one."""
+        if start.data_position is not None:
+            self.batches.set_state(start.data_position)
+        if start.load is not None:
+            self.log.load = np.asarray(start.load, np.int64).reshape(self.log.load.shape)
+        for line in start.lines:
+            self.log.say(line)
+        if start.event is not None:
+            self.log.event(start.step, *start.event)
+        return self.programs.init(jax.random.key(self.config.run.seed)) if start.state is None else start.state
 
     def step(self, state: TrainState, number: int) -> tuple[TrainState, Any]:
         """Start the next step. Where it drops rows and is to be run again, wait for it and give it more room."""
@@ -149,9 +144,11 @@ class Run:
         self.log.event(step, "checkpoint", "" if metric is None else f"held-out loss {metric:.4f}")
         self.log.flush()  # what the checkpoint covers is on disk before it is
         extra = {
+            "model": to_json(self.config.step.model),
             "data": self.batches.get_state(),
             "load": self.log.load.tolist(),
             "settings": self.config.asked.values(),
+            "parent": self.parent,
             "data_fingerprint": self.data.fingerprint,
             "devices": self.config.plan.num_devices,
         }

@@ -1,7 +1,8 @@
 """The folder of a run, on a disk or in an object store: its lock, the results of earlier runs, run.json, the model.
 
 ``run.json`` describes the run, ``metrics.jsonl`` and ``load.jsonl`` its steps, ``checkpoints`` are to resume from,
-``model`` is the trained model, ``profile`` a trace, ``tensorboard`` events.
+``companions`` are the tokenizer and other files that belong to them. ``model`` is the trained model, ``profile`` a
+trace, ``tensorboard`` events.
 """
 
 import contextlib
@@ -14,10 +15,12 @@ from typing import Any
 import jax
 
 from raggedmoe.disk import sync
+from raggedmoe.interop.companions import write_companions, write_kept_config
 from raggedmoe.interop.folder import INDEX, SINGLE
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.interop.native import save
 from raggedmoe.interop.writing import remove_unnamed_objects
+from raggedmoe.models.companions import Companions
 from raggedmoe.models.module import Decoder
 from raggedmoe.storage import AnyPath, ObjectPath
 from raggedmoe.storage.lease import Lease
@@ -26,6 +29,7 @@ from raggedmoe.train.loop.metrics import LOAD, METRICS, TENSORBOARD, last_step
 from raggedmoe.train.loop.record import REPORT, RUN
 
 MODEL, PROFILE, CHECKPOINTS = "model", "profile", "checkpoints"
+COMPANIONS = "companions"  # the tokenizer, and all else that the trained model has beside its weights
 NEW_MODEL, OLD_MODEL = f"{MODEL}.new", f"{MODEL}.old"  # while one replaces the other
 
 
@@ -83,13 +87,21 @@ def write_description(folder: AnyPath, run: Mapping[str, Any]) -> None:
     replace_file(folder / RUN, (json.dumps(run, indent=1) + "\n").encode())
 
 
+def write_companions_of_checkpoints(folder: AnyPath, companions: Companions) -> None:
+    """Write the files that belong to the model, with which a checkpoint is as much a model as the trained one."""
+    target = folder / COMPANIONS
+    make_folder(target)
+    write_companions(companions, target)
+    write_kept_config(companions, target)
+
+
 def set_aside(folder: AnyPath, *, checkpoints: bool) -> AnyPath | None:
     """Move an earlier run's files into a folder of their own, and return it; None if that run has no results.
 
     Checkpoints are moved first, so that a kill in between leaves none to resume without their description.
     """
     results = (PROFILE, REPORT, LOAD, MODEL, METRICS)
-    names = (*((CHECKPOINTS,) if checkpoints else ()), RUN, TENSORBOARD, *results)
+    names = (*((CHECKPOINTS,) if checkpoints else ()), RUN, COMPANIONS, TENSORBOARD, *results)
     present = {name: folder / name for name in names if _has_content(folder / name)}
     if not present.keys() & {CHECKPOINTS, *results}:
         return None

@@ -15,13 +15,14 @@ from raggedmoe.train.report.page import NOTHING, compact, duration, number, perc
 from raggedmoe.train.report.tables import events_section, kernels_section, settings_section
 
 
-def write_report(run: AnyPath, out: AnyPath | None = None) -> AnyPath:
+def write_report(run: AnyPath, out: AnyPath | None = None, *, step: int | None = None) -> AnyPath:
     """Write the report of a run, by default to ``report.html`` in its folder, and return its path.
 
-    Equal files give equal pages, byte for byte. The page says what an old or incomplete run lacks.
+    Equal files give equal pages, byte for byte. The page says what an old or incomplete run lacks. With a ``step`` it
+    is that of the run as it was then.
     """
     require_matplotlib()
-    record = read_run(run)
+    record = read_run(run) if step is None else read_run(run).until(step)
     sections = [
         _headline(record),
         loss_section(record),
@@ -32,7 +33,7 @@ def write_report(run: AnyPath, out: AnyPath | None = None) -> AnyPath:
         settings_section(record),
         f'<footer class="sub">Made by raggedmoe report from {METRICS}, {LOAD} and {RUN}.</footer>',
     ]
-    path = run / REPORT if out is None else out
+    path = run / (REPORT if step is None else f"report-{step}.html") if out is None else out
     make_folder(path.parent)
     replace_file(path, html.page(f"{record.name}: raggedmoe training report", sections).encode())
     return path

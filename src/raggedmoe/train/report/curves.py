@@ -26,7 +26,7 @@ def loss_section(run: RunRecord) -> str:
         notes.append("No curve of the learning rate: no training step has learning_rate.")
     if norm.known.size:
         curves = smoothed_curves(run, "grad_norm", "each step", "blue")
-        svg = curves_svg("norm", curves, marks=event_marks(run), logarithmic=_spikes(norm))
+        svg = curves_svg("norm", curves, marks=event_marks(run), logarithmic=spikes(norm))
         figures.append(html.figure("Gradient norm", svg))
     else:
         notes.append("No curve of the gradient norm: no training step has grad_norm.")
@@ -40,10 +40,10 @@ def _loss_svg(run: RunRecord) -> str:
     curves, held_out = smoothed_curves(run, "loss", "training", "blue"), series(run.held_out, "loss")
     if held_out.known.size:
         curves.append(Curve(series=held_out, label="held out", colour="orange", style="points"))
-    return curves_svg("loss", curves, marks=event_marks(run), logarithmic=_spikes(run.series("loss")))
+    return curves_svg("loss", curves, marks=event_marks(run), logarithmic=spikes(run.series("loss")))
 
 
-def _spikes(values: Series) -> bool:
+def spikes(values: Series) -> bool:
     """Tell whether a few steps are so far above the rest that only a logarithmic axis shows both."""
     known = values.known
     return bool(known.size and known.min() > 0 and known.max() > 30 * np.median(known))

@@ -38,6 +38,7 @@ class Curve:
     label: str
     colour: str
     style: str = "line"
+    dashed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,12 +162,13 @@ def top_of_scale(load: BinnedLoad) -> float:
 
 def _draw_curve(axes: Any, curve: Curve) -> None:
     steps, values = curve.series.steps, curve.series.values
-    colour = COLOURS[curve.colour]
+    colour, dashes = COLOURS[curve.colour], (0, (4, 2)) if curve.dashed else "-"
     if curve.style == "points":
         axes.plot(
             steps,
             values,
-            "o-" if len(steps) <= 30 else "-",
+            marker="o" if len(steps) <= 30 else "",
+            linestyle=dashes,
             color=colour,
             markersize=3.5,
             linewidth=1.4,
@@ -191,6 +193,7 @@ def _draw_curve(axes: Any, curve: Curve) -> None:
         steps,
         values,
         color=colour,
+        linestyle=dashes,
         alpha=0.4 if raw else 1.0,
         linewidth=0.8 if raw else 1.8,
         label=curve.label,

@@ -82,8 +82,8 @@ class TrainConfig(Section):
 
     @property
     def parameters_folder(self) -> AnyPath | None:
-        """The folder of the parameters to start from; None: they are drawn."""
-        if self.run.from_scratch:
+        """The folder of the parameters to start from; None: they are drawn, or those of another run's checkpoint."""
+        if self.run.from_scratch or self.run.init_from is not None:
             return None
         start = self.run.load_parameters_path
         return self.model_folder if start is None else as_path(start)

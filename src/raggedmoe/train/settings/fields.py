@@ -134,8 +134,8 @@ class Setting:
     limits: Limits
     may_change: bool  # whether a run can be resumed with another value, as earlier steps do not depend on it
 
-    def parse(self, text: str) -> Any:
-        """Parse and check a value as a user typed it."""
+    def parse(self, text: str, *, called: str | None = None) -> Any:
+        """Parse and check a value as a user typed it. ``called`` is the setting's name in errors, if it has another."""
         if self.optional and text.lower() in ("none", "null"):
             return None
         if self.default == () and text.lower() in ("none", "null"):
@@ -143,23 +143,23 @@ class Setting:
         try:
             value = self.type.read(text)
         except (ValueError, KeyError):
-            raise self._not_of_type(text) from None
-        self.check(value)
+            raise self._not_of_type(text, called) from None
+        self.check(value, called=called)
         return value
 
-    def check(self, value: Any) -> None:
+    def check(self, value: Any, *, called: str | None = None) -> None:
         """Refuse a value of another type, one that is no choice, or one outside the limits."""
         if value is None and self.optional:
             return
         if not self.type.accepts(value):
-            raise self._not_of_type(value)
+            raise self._not_of_type(value, called)
         if self.choices and value not in self.choices:
-            raise ValueError(f"{self.name}: expected one of {', '.join(self.choices)}, got {value!r}")
+            raise ValueError(f"{called or self.name}: expected one of {', '.join(self.choices)}, got {value!r}")
         if self.limits != Limits() and not self.limits.contain(value):
-            raise ValueError(f"expected {self.limits.describe(self.name)}, got {value}")
+            raise ValueError(f"expected {self.limits.describe(called or self.name)}, got {value}")
 
-    def _not_of_type(self, value: object) -> ValueError:
-        return ValueError(f"{self.name}: expected {self.type.expected}, got {value!r}; {self.help}")
+    def _not_of_type(self, value: object, called: str | None) -> ValueError:
+        return ValueError(f"{called or self.name}: expected {self.type.expected}, got {value!r}; {self.help}")
 
 
 def setting(

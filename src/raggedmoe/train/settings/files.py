@@ -21,13 +21,30 @@ YAML, OURS = (".yml", ".yaml"), (".toml", ".json")
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """One assignment, and how an error calls it."""
+    """One assignment of the command line or a file, and how errors and notes call it."""
 
     name: str
     text: str
-    shown: str
-    typed: bool = True  # on the command line; otherwise it is a file's, and gives way to what is typed
+    place: str | None = None  # the file's name; None: it was typed on the command line
     ours: bool = False  # a setting of ours, also where MaxText has one of that name
+    written: str | None = None  # as the user wrote it, if not as `name=text`
+
+    @property
+    def typed(self) -> bool:
+        """Whether it is on the command line; otherwise it is a file's, and gives way to what is typed."""
+        return self.place is None
+
+    @property
+    def called(self) -> str:
+        """The name as the user wrote it, with the file where it stands."""
+        return self.name if self.place is None else f"{self.name} ({self.place})"
+
+    @property
+    def shown(self) -> str:
+        """The whole assignment, with the file where it stands."""
+        if self.written is not None:
+            return self.written
+        return f"{self.name}={self.text}" if self.place is None else f"{self.name}={self.text} ({self.place})"
 
 
 def is_file(word: str) -> bool:
@@ -49,10 +66,14 @@ def _read_ours(path: Path, typed: set[str]) -> Iterator[Word]:
     values = content.get("settings", content) if path.suffix == ".json" else content
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected an object of settings, got {type(values).__name__}")
-    for name, value in _flatten(values, path):
-        if name not in typed:
-            text = _as_word(value) if value != [] else "none"
-            yield Word(name=name, text=text, shown=f"{name}={text} ({path.name})", typed=False, ours=name in SETTINGS)
+    return (word for word in words_of(values, str(path)) if word.name not in typed)
+
+
+def words_of(values: Mapping[str, Any], where: str) -> Iterator[Word]:
+    """Return the settings of an object in a file of ours as assignments."""
+    for name, value in _flatten(values, where):
+        text = _as_word(value) if value != [] else "none"
+        yield Word(name=name, text=text, place=Path(where).name, ours=name in SETTINGS)
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -68,7 +89,7 @@ def _parse(path: Path) -> dict[str, Any]:
     return content
 
 
-def _flatten(values: Mapping[str, Any], path: Path, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(values: Mapping[str, Any], path: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the settings of tables by their names: a section's table has the names of its settings."""
     for name, value in values.items():
         if name == "model" and not prefix and isinstance(value, str):  # as in Python
@@ -105,7 +126,7 @@ def _read_maxtext(files: list[str], typed: set[str]) -> tuple[list[Word], list[s
             continue
         if named and name == "decoder_block":
             continue
-        kept.append(Word(name=name, text=text, shown=f"{name}={text} ({Path(files[-1]).name})", typed=False))
+        kept.append(Word(name=name, text=text, place=Path(files[-1]).name))
     return kept, notes
 
 

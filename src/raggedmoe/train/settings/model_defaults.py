@@ -44,7 +44,8 @@ def with_model_defaults(config: TrainConfig, model: ModelConfig) -> TrainConfig:
         values["per_device_batch_size"] = data.sequences_per_device
     values["tokenizer_path"] = _tokenizer_path(config)
     if optimizer.learning_rate is None:
-        rate = peak_learning_rate(model, loaded=config.parameters_folder is not None)
+        loaded = config.parameters_folder is not None or config.run.init_from is not None
+        rate = peak_learning_rate(model, loaded=loaded)
         optimizer = with_values(optimizer, {"learning_rate": rate})
     return with_values(config, {"data": with_values(data, values), "optimizer": optimizer})
 
@@ -86,6 +87,8 @@ EARLIER_DEFAULTS: Mapping[str, Any] = {
     "per_device_batch_size": 16,
     "learning_rate": 3e-3,
 }
+# What a setting of today that was not there stands for in runs of then.
+BEFORE_IT_WAS: Mapping[str, Any] = {"add_eos": False}
 
 
 def keep_earlier_defaults(config: TrainConfig, earlier: Mapping[str, Any]) -> TrainConfig:
@@ -93,13 +96,16 @@ def keep_earlier_defaults(config: TrainConfig, earlier: Mapping[str, Any]) -> Tr
 
     A setting that is not given, and that had its default of then, stays as the run began.
     """
-    defaults = dict(EARLIER_DEFAULTS)
+    if not earlier:
+        return config
+    defaults = {**EARLIER_DEFAULTS, **{name: value for name, value in BEFORE_IT_WAS.items() if name not in earlier}}
     if config.run.load_parameters_path is not None:
         defaults["model_name"] = "demo"  # alone, the path was not the model too
     kept: dict[str, dict[str, Any]] = {}
     for name, value in defaults.items():
         declared = SETTINGS[name]
-        if name in earlier and earlier[name] == value and declared.field not in config.section_of(name).given:
+        began_so = earlier[name] == value if name in earlier else name in BEFORE_IT_WAS
+        if began_so and declared.field not in config.section_of(name).given:
             kept.setdefault(declared.section, {})[declared.field] = value
     sections = {title: _given(getattr(config, title), values) for title, values in kept.items() if title}
     return _given(config, {**kept.get("", {}), **sections})

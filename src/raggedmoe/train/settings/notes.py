@@ -7,6 +7,7 @@ from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.execution import ACROSS_RANKS
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.train.settings.config import TrainConfig
+from raggedmoe.train.settings.sections import BYTES
 from raggedmoe.train.settings.step import StepConfig
 
 Condition = Callable[[TrainConfig, StepConfig], bool]
@@ -87,7 +88,14 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
         lambda config, step: config.data.dataset_type == "text",
         "it belongs to dataset_type=text",
     ),
-    "packing": (lambda config, step: config.data.dataset_type != "synthetic", "synthetic rows are no documents"),
+    **{
+        name: (lambda config, step: config.data.dataset_type != "synthetic", "synthetic rows are no documents")
+        for name in ("packing", "add_eos")
+    },
+    "eos_token": (
+        lambda config, step: config.data.add_eos and config.data.tokenizer_path not in (None, BYTES),
+        "it belongs to add_eos=true with a tokenizer",
+    ),
     "decay_fraction": (_decays_at_the_end, "it belongs to schedule=wsd"),
     "decay_style": (_decays_at_the_end, "it belongs to schedule=wsd"),
     "weight_decay_of": (lambda config, step: config.optimizer.weight_decay > 0, "nothing decays"),
@@ -96,6 +104,7 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
         "a constant learning rate stays",
     ),
     "warmup_fraction": (lambda config, step: config.optimizer.warmup_steps is None, "warmup_steps says it"),
+    "init_state": (lambda config, step: config.run.init_from is not None, "it belongs to init_from"),
     "profiler_steps": (_traces, "there is no profiler"),
     "skip_first_n_steps_for_profiler": (_traces, "there is no profiler"),
     "checkpoint_period": (_saves, "there are no checkpoints"),

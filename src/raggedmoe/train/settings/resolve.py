@@ -91,6 +91,7 @@ def _check_places(config: TrainConfig) -> None:
         "base_output_directory": (config.run.base_output_directory,),
         "model_name": (config.model,),
         "load_parameters_path": (config.run.load_parameters_path,),
+        "init_from": (config.run.init_from,),
         "dataset_path": config.data.dataset_path,
         "tokenizer_path": (config.data.tokenizer_path,),
     }

@@ -274,6 +274,10 @@ class DataConfig(Section):
     tokenizer_path: str | None = setting(
         default=None, help="A tokenizer.json; bytes: tokens are bytes; none: that of the model's folder, or else bytes"
     )
+    add_eos: bool = setting(default=True, help="End each document with the end-of-text token, which a model learns")
+    eos_token: str | None = setting(
+        default=None, help="Text of the end-of-text token; none: what belongs to the tokenizer says; of bytes, 0xff"
+    )
     max_target_length: int | None = setting(
         default=None,
         help="Sequence length in tokens; none: 256 for models of bytes, else 2048 or the most that the model has",
@@ -451,6 +455,15 @@ class RunConfig(Section):
     run_name: str | None = setting(
         default=None, help="Name of the run and of its folder; none: the model's name", may_change=True
     )
+    init_from: str | None = setting(
+        default=None, help="Another run to begin with: RUN for its newest checkpoint, or RUN@STEP; see init_state"
+    )
+    init_state: str = setting(
+        default="weights",
+        help="What to take of init_from: weights (a new run, from step 0), or all, the optimizer's state too (the run "
+        "goes on at that step of the schedule, and where it was in the data if they and the batch are the same)",
+        choices=("weights", "all"),
+    )
     line_period: int | None = setting(
         default=None,
         help="Steps between printed lines, not on a terminal; none: 10, or 1 in a run of 20 steps or fewer",
@@ -481,6 +494,11 @@ class RunConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.init_from is not None and self.load_parameters_path is not None:
+            raise ValueError(
+                f"init_from={self.init_from} and load_parameters_path={self.load_parameters_path} contradict each "
+                "other: both say what the run begins with; leave one out"
+            )
         if self.traces and self.steps <= self.skip_first_n_steps_for_profiler:
             raise ValueError(
                 f"steps={self.steps} leaves nothing to trace after skip_first_n_steps_for_profiler="

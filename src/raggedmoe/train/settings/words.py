@@ -1,8 +1,8 @@
 """From the words that a user typed, and the files that they name, to the configuration of a run."""
 
 import difflib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raggedmoe.interop import maxtext
@@ -10,7 +10,7 @@ from raggedmoe.interop.maxtext_defaults import is_same
 from raggedmoe.moe.execution import canonical_backend
 from raggedmoe.train.settings.config import SETTINGS, Source, TrainConfig, config_of
 from raggedmoe.train.settings.fields import BOOLS
-from raggedmoe.train.settings.files import Word, is_file, read_files
+from raggedmoe.train.settings.files import Word, is_file, read_files, words_of
 
 
 @dataclass(kw_only=True)
@@ -24,10 +24,8 @@ class _Reading:
     refused: list[str] = field(default_factory=list)
 
     def set(self, name: str, text: str, word: Word) -> None:
-        try:
-            parsed = SETTINGS[name].parse(text)
-        except ValueError as error:  # a word of MaxText's, or of a file, is called what it is there
-            raise ValueError(str(error) if word.shown.startswith(name) else f"{word.shown}: {error}") from None
+        # A word of MaxText's, or of a file, is called what it is there.
+        parsed = SETTINGS[name].parse(text, called=word.called if text == word.text else f"{word.shown}: {name}")
         if name == "moe_backend":
             parsed = canonical_backend(parsed)
         if name in self.values and self.values[name] != parsed:
@@ -59,13 +57,21 @@ def read_words(words: Sequence[str]) -> TrainConfig:
     presets = [word for word in plain if word not in files]
     if len(presets) > 1:
         raise ValueError(f"expected one model and settings as key=value, got {' and '.join(map(repr, presets))}")
-    typed = [Word(name="model_name", text=presets[0], shown=presets[0])] if presets else []
-    for shown in words:
-        name, equals, text = shown.partition("=")
-        typed += [Word(name=name, text=text, shown=shown)] if equals else []
-    reading = _Reading()
+    typed = [Word(name="model_name", text=presets[0], written=presets[0])] if presets else []
+    for written in words:
+        name, equals, text = written.partition("=")
+        typed += [Word(name=name, text=text, written=written)] if equals else []
     stored, notes = read_files(files, {word.name for word in typed})
-    reading.notes += notes
+    return _read_all(typed, stored, notes)
+
+
+def read_values(values: Mapping[str, Any], where: str) -> TrainConfig:
+    """Make a configuration of the settings of a run that was written down, as `TrainConfig.values` gave them then."""
+    return _read_all([], list(words_of(values, where)), [])
+
+
+def _read_all(typed: list[Word], stored: list[Word], notes: list[str]) -> TrainConfig:
+    reading = _Reading(notes=list(notes))
     for group in (typed, stored):
         _read(group, stored, reading)
     if len(reading.refused) > 1:
@@ -134,12 +140,7 @@ def _read(words: list[Word], stored: list[Word], reading: _Reading) -> None:
         group = maxtext.GROUP_OF[members[0].name]
         # With a word on the command line, the file's are read beside it.
         beside = {word.name: word.text for word in stored if word.name in group.names} if members[0].typed else {}
-        together = Word(
-            name=members[0].name,
-            text=members[0].text,
-            shown=" ".join(word.shown for word in members),
-            typed=members[0].typed,
-        )
+        together = replace(members[0], written=" ".join(word.shown for word in members))
         try:
             _check_repeats(members)
             reading.take(group.translate(beside | {word.name: word.text for word in members}), together)

@@ -11,13 +11,14 @@ import jax
 
 from raggedmoe.kernels.chosen import describe_choices
 from raggedmoe.kernels.registry import record_selections
+from raggedmoe.models.decoder import Params
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.training import TrainSharding, train_sharding
 from raggedmoe.train.data.rows import Batch
 from raggedmoe.train.settings.step import StepConfig
 from raggedmoe.train.step.optimizer import make_optimizer
-from raggedmoe.train.step.state import TrainState, init_state
+from raggedmoe.train.step.state import TrainState, init_state, state_from_params
 from raggedmoe.train.step.step import held_out_loss, train_step
 
 
@@ -48,6 +49,17 @@ def make_init(config: StepConfig, sharding: TrainSharding = ONE_DEVICE) -> Calla
 def _init(config: StepConfig) -> Callable[[jax.Array], TrainState]:
     optimizer = make_optimizer(config.optimizer, param_specs(config.model))
     return lambda key: init_state(config.model, optimizer, key)
+
+
+def state_from_loaded(
+    config: StepConfig, sharding: TrainSharding = ONE_DEVICE
+) -> Callable[[Params, jax.Array], TrainState]:
+    """The start of a run from its key and parameters that lie where they belong; nothing else is of an earlier run."""
+    optimizer = make_optimizer(config.optimizer, param_specs(config.model))
+    return jax.jit(
+        lambda params, key: state_from_params(params, optimizer, jax.random.split(key)[1]),
+        out_shardings=places_of(state_template(config, sharding)),
+    )
 
 
 def places_of(template: TrainState) -> Any:

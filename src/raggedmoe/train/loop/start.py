@@ -1,0 +1,120 @@
+"""What a run begins with: the state of its own checkpoint or of another run's, or only parameters."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from raggedmoe.sharding.training import TrainSharding
+from raggedmoe.train.checkpoint.checkpoints import RestoredCheckpoint
+from raggedmoe.train.checkpoint.stored import StoredCheckpoint
+from raggedmoe.train.data.batches import Data
+from raggedmoe.train.loop.record import RUN
+from raggedmoe.train.loop.saved_run import FORMS, SavedRun, find_run
+from raggedmoe.train.settings.resolve import ResolvedConfig
+from raggedmoe.train.step.optimizer import learning_rate_schedule
+from raggedmoe.train.step.programs import state_from_loaded, state_template
+from raggedmoe.train.step.state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a run begins with. Without any of it the run is a new one."""
+
+    state: TrainState | None = None  # None: one of new parameters
+    step: int = 0  # the number of steps that had been done
+    data_position: dict[str, Any] | None = None  # None: at the first row
+    load: Any = None  # the tokens of every expert that are not written down yet
+    resumed: bool = False  # from a checkpoint of its own
+    parent: dict[str, Any] | None = None  # the checkpoint of another run that it began with, also if it is resumed
+    event: tuple[str, str] | None = None  # how it began, for metrics.jsonl
+    lines: tuple[str, ...] = ()  # the same for the screen
+
+
+def resumed_start(config: ResolvedConfig, restored: RestoredCheckpoint) -> Start:
+    """Return the start of a run that goes on from its own checkpoint."""
+    skipped = int(jax.device_get(restored.state.skipped))
+    change = schedule_change(config, restored.extra.get("settings", {}), restored.step, skipped)
+    return Start(
+        state=restored.state,
+        step=restored.step,
+        data_position=restored.extra["data"],
+        load=restored.extra["load"],
+        resumed=True,
+        parent=restored.extra.get("parent"),
+        event=("resumed", restored.path.name if change is None else f"{restored.path.name}; {change}"),
+        lines=(f"resumed after step {restored.step} from {restored.path}", *(() if change is None else (change,))),
+    )
+
+
+def schedule_change(config: ResolvedConfig, earlier: Mapping[str, Any], step: int, skipped: int = 0) -> str | None:
+    """Say what another number of steps than that of ``earlier`` settings does to the schedule; None: it is the same."""
+    steps, before = config.run.steps, earlier.get("steps", config.run.steps)
+    if steps == before:
+        return None
+    asked = config.asked.optimizer
+    if asked.schedule_steps is not None:
+        return f"steps={steps}, before {before}: the schedule spans schedule_steps={asked.schedule_steps}, as before"
+    # A skipped step moves the schedule no further.
+    now, then = (float(learning_rate_schedule(asked.for_run(num))(step - skipped)) for num in (steps, before))
+    rate = f"of step {step + 1} stays {now:.3g}" if now == then else f"of step {step + 1} is {now:.3g}, not {then:.3g}"
+    return f"steps={steps}, before {before}: the {asked.schedule} schedule now spans {steps}; the learning rate {rate}"
+
+
+def branched_start(config: ResolvedConfig, data: Data, sharding: TrainSharding) -> Start:
+    """Read the start of a run from the checkpoint of another that ``init_from`` names."""
+    run, whole = _parent(config), config.run.init_state == "all"
+    stored = run.open_checkpoint()
+    steps, template = config.run.steps, state_template(config.step, sharding)
+    if whole and stored.step >= steps:
+        raise ValueError(
+            f"steps={steps}: expected more than the {stored.step} that {run} has done, as init_state=all counts on "
+            "from there; use more steps, or init_state=weights, which begins at step 0"
+        )
+    try:
+        state = stored.read(template) if whole else _with_weights(config, stored, template, sharding)
+    except ValueError as error:
+        settings = f"`raggedmoe train {run.folder / RUN} init_from={run} run_name=…` takes the settings of that run"
+        raise ValueError(f"init_from={config.run.init_from}: {error}\n{settings}") from None
+    parent = {"run": str(run.folder), "step": stored.step, "state": config.run.init_state}
+    said = f"begins with the {'whole state' if whole else 'weights'} of step {stored.step} of {run.folder}"
+    if not whole:
+        said = f"{said}; optimizer, schedule and data begin anew"
+        return Start(state=state, parent=parent, event=("branched", said), lines=(said,))
+    same_data = stored.manifest.extra.get("data_fingerprint") == data.fingerprint
+    where = "go on where they were" if same_data else "begin at the first row, as they or the batch are others"
+    said = f"{said}; the schedule is at that step, the data {where}"
+    return Start(
+        state=state,
+        step=stored.step,
+        data_position=stored.manifest.extra["data"] if same_data else None,
+        parent=parent,
+        event=("branched", said),
+        lines=(said,),
+    )
+
+
+def _parent(config: ResolvedConfig) -> SavedRun:
+    """Find the run that ``init_from`` names."""
+    place = config.run.init_from
+    assert place is not None
+    run = find_run(place)
+    if run is None:
+        raise ValueError(
+            f"init_from={place}: expected {FORMS}, found no run there; load_parameters_path takes a model's folder"
+        )
+    if run.folder.resolve() == config.folder.resolve():
+        raise ValueError(
+            f"init_from={place} is the folder that this run writes to; use another run_name, or leave out init_from to "
+            "resume the run"
+        )
+    return run
+
+
+def _with_weights(
+    config: ResolvedConfig, stored: StoredCheckpoint, template: TrainState, sharding: TrainSharding
+) -> TrainState:
+    """Make the state of a new run with the parameters of a checkpoint."""
+    params = stored.read({"params": template.params})["params"]
+    return state_from_loaded(config.step, sharding)(params, jax.random.key(config.run.seed))
