@@ -169,6 +169,8 @@ def test_eight_chips_may_be_two_hosts():
         ({"image": ""}, "--image: expected a container image"),
         ({"priority": "high"}, "--priority high: expected --queue as well"),
         ({"queue": "a b"}, "--queue: expected lower-case letters.*got 'a b'"),
+        ({"secret": "A_B"}, "--secret: expected lower-case letters.*got 'A_B'"),
+        ({"service_account": ""}, "--service-account: expected lower-case letters"),
         ({"claim": "runs"}, "--claim: expected NAME:/PATH.*got 'runs'"),
         ({"num_slices": 0}, "expected --slices >= 1, got 0"),
         ({"slice": parse_slice("v6e:2x2"), "num_slices": 2}, "expected slices of several hosts, got 2x2"),
@@ -229,6 +231,10 @@ def test_a_topology_that_is_not_offered_is_refused(name):
             (*RENDER, "--claim", "runs:/runs", *TRAIN[:-1], "base_output_directory=/runs/../tmp"),
             "base_output_directory=/tmp: expected a folder in /runs",
         ),
+        (
+            (*RENDER, *TRAIN[:-1], "base_output_directory=gs://bucket/runs"),
+            "base_output_directory: gs://bucket/runs: expected s3://",
+        ),
         ((*RENDER, *TRAIN), "expected --claim NAME:/PATH for the checkpoints of 64 hosts"),
         ((*RENDER, "--claim", "runs:/disk", *TRAIN), "base_output_directory=/runs/x: expected a folder in /disk"),
     ],
@@ -247,6 +253,24 @@ def test_a_host_without_a_lasting_disk_is_told_what_that_means(monkeypatch, caps
     assert code == 0
     assert json.loads(out)["kind"] == "JobSet"
     assert "without --claim, pods write to disks of their own" in error
+
+
+@pytest.mark.parametrize("option", ["--secret=runs-s3", "--service-account=trainer", None])
+def test_a_folder_in_an_object_store_needs_no_claim_but_credentials(monkeypatch, capsys, option):
+    words = (*TRAIN[:-1], "base_output_directory=s3://bucket/runs")
+    options = () if option is None else (option,)
+    code, out, error = raggedmoe(monkeypatch, capsys, *RENDER, *options, *words)
+    assert code == 0
+    found = json.loads(out)
+    check_schema(found)
+    pod = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert "volumes" not in pod
+    assert "volumeMounts" not in container
+    assert container["command"] == ["raggedmoe", *words[1:]]
+    assert container.get("envFrom") == ([{"secretRef": {"name": "runs-s3"}}] if option == "--secret=runs-s3" else None)
+    assert pod.get("serviceAccountName") == ("trainer" if option == "--service-account=trainer" else None)
+    assert ("pods have their nodes' credentials for s3://bucket/runs, or none" in error) == (option is None)
 
 
 def test_hosts_need_no_shared_disk_for_a_run_without_checkpoints(monkeypatch, capsys):

@@ -14,6 +14,7 @@ from raggedmoe.launch.launcher import LocalRun
 from raggedmoe.launch.launcher import launch as launch_here
 from raggedmoe.launch.slices import parse_slice
 from raggedmoe.names import unknown
+from raggedmoe.storage import ObjectPath, as_path
 from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.settings.words import read_words
 
@@ -37,6 +38,8 @@ def launch(
     queue: str | None = None,
     priority: str | None = None,
     claim: str | None = None,
+    secret: str | None = None,
+    service_account: str | None = None,
     xla_flags: str | None = None,
     max_restarts: int = 10,
     composed: bool = False,
@@ -59,6 +62,8 @@ def launch(
         --claim runs:/runs -- train deepseek-v3 expert_parallelism=4 fsdp_parallelism=-1 base_output_directory=/runs
         > job.json && kubectl apply -f job.json
 
+    With base_output_directory=s3://bucket/folder no claim is needed, but credentials: --secret or --service-account.
+
     The degrees of parallelism must use all devices of the slices and divide the model, which is checked first. More is
     in docs/launch.md.
 
@@ -71,12 +76,14 @@ def launch(
         topology: chip and topology of a slice, such as v6e:4x4 or tpu7x:4x8x8.
         slices: number of slices, connected by the data centre's network.
         chips_per_host: chips of a host, for v5e:2x4 and v6e:2x4, which are one host of 8 chips or two of 4.
-        image: container image with raggedmoe and its extras train and tpu.
+        image: container image with raggedmoe and its extras train and tpu, and s3 for object storage.
         name: name of the JobSet.
         namespace: Kubernetes namespace of the JobSet.
         queue: LocalQueue of Kueue, which starts the run when there is room.
         priority: WorkloadPriorityClass of Kueue.
         claim: NAME:/PATH of a PersistentVolumeClaim that all pods can write to, and where they mount it.
+        secret: Kubernetes Secret whose entries become environment variables of the pods, such as AWS_ACCESS_KEY_ID.
+        service_account: Kubernetes ServiceAccount of the pods, which may have a role at the object store.
         xla_flags: flags of the TPU compiler (LIBTPU_INIT_ARGS).
         max_restarts: number of times that the run resumes from its checkpoint after a failure.
         composed: slices of tpu7x are composed of 4x4x4 blocks when Kueue admits the run (GKE's dynamic slicing).
@@ -116,6 +123,8 @@ def launch(
         queue=queue,
         priority=priority,
         claim=claim,
+        secret=secret,
+        service_account=service_account,
         xla_flags=xla_flags,
         max_restarts=max_restarts,
         composed=composed,
@@ -149,14 +158,20 @@ def _check_cluster_run(run: ClusterRun) -> list[str]:
             f"the degrees use {plan.num_devices} devices, but {run.num_slices} × {run.slice.name} has "
             f"{num_devices}; expected all of them: set one degree to -1, or use a smaller topology"
         )
-    folder = os.path.normpath(config.run.base_output_directory)
     if not config.checkpoints.enable_checkpointing:
         return ["enable_checkpointing=false: after a failure the run begins anew"]
+    place = as_path(config.run.base_output_directory)
+    if isinstance(place, ObjectPath):
+        if run.secret or run.service_account:
+            return []
+        return [f"without --secret or --service-account, pods have their nodes' credentials for {place}, or none"]
+    folder = os.path.normpath(place)
     num_hosts = run.slice.num_hosts * run.num_slices
     if run.mount is None and num_hosts > 1:
         raise ValueError(
             f"expected --claim NAME:/PATH for the checkpoints of {num_hosts} hosts, which each write their own parts, "
-            "into a folder that all see; got none. Make a PersistentVolumeClaim, or use enable_checkpointing=false"
+            "into a folder that all see; got none. Make a PersistentVolumeClaim, use base_output_directory=s3://…, or "
+            "enable_checkpointing=false"
         )
     if run.mount is None:
         return ["without --claim, pods write to disks of their own that end with them: a run cannot go on"]

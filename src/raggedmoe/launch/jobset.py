@@ -34,6 +34,8 @@ class ClusterRun:
     queue: str | None = None  # Kueue's LocalQueue
     priority: str | None = None  # Kueue's WorkloadPriorityClass
     claim: str | None = None  # NAME:/PATH of a PersistentVolumeClaim
+    secret: str | None = None  # Kubernetes' Secret whose entries are environment variables, such as AWS_ACCESS_KEY_ID
+    service_account: str | None = None  # Kubernetes' ServiceAccount, which may have a role at the object store
     xla_flags: str | None = None  # for the TPU compiler
     max_restarts: int = 10
     composed: bool = False  # slices are composed of blocks of 4x4x4 chips when Kueue admits the run
@@ -44,7 +46,14 @@ class ClusterRun:
                 f"--name: expected lower-case letters, digits and '-', {LONGEST_NAME} at most, beginning with a letter "
                 f"and not ending with '-'; got {self.name!r}"
             )
-        for option, value in (("namespace", self.namespace), ("queue", self.queue), ("priority", self.priority)):
+        named = {
+            "namespace": self.namespace,
+            "queue": self.queue,
+            "priority": self.priority,
+            "secret": self.secret,
+            "service-account": self.service_account,
+        }
+        for option, value in named.items():
             if value is not None and not re.fullmatch(r"[a-z0-9]([-.a-z0-9]{0,61}[a-z0-9])?", value):
                 raise ValueError(f"--{option}: expected lower-case letters, digits, '-' and '.', got {value!r}")
         if not self.image or re.search(r"\s", self.image):
@@ -119,6 +128,7 @@ def _job(run: ClusterRun) -> dict[str, Any]:
                 "terminationGracePeriodSeconds": SAVING_SECONDS,
                 "nodeSelector": _nodes(run),
                 "containers": [_container(run)],
+                **({"serviceAccountName": run.service_account} if run.service_account else {}),
                 **({"volumes": [{"name": "runs", "persistentVolumeClaim": claimed}]} if claimed else {}),
             },
         },
@@ -154,5 +164,6 @@ def _container(run: ClusterRun) -> dict[str, Any]:
         "env": [{"name": name, "value": value} for name, value in variables.items() if value],
         "ports": [{"containerPort": port, "protocol": "TCP"} for port in ports],
         "resources": {"requests": chips, "limits": chips},
+        **({"envFrom": [{"secretRef": {"name": run.secret}}]} if run.secret else {}),
         **({"volumeMounts": [{"name": "runs", "mountPath": run.mount}]} if run.mount else {}),
     }
