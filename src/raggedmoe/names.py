@@ -17,6 +17,11 @@ def unknown(what: str, name: object, known: Iterable[str]) -> ValueError:
     return ValueError(f"unknown {what} {name!r}: expected one of {', '.join(known)}{hint}")
 
 
+def close_names(name: str, known: Iterable[str]) -> list[str]:
+    """Return up to three of the known names that are spelled like a name, the likeliest first."""
+    return difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+
+
 def check_known(what: str, name: object, known: Collection[str]) -> None:
     """Require that a name is one of the known ones."""
     if name not in known:

@@ -4,6 +4,7 @@ import inspect
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 
 import tyro
@@ -25,7 +26,7 @@ from raggedmoe.cli import (
 )
 from raggedmoe.kernels.registry import CannotRunError
 from raggedmoe.launch import processes
-from raggedmoe.train.settings.words import assignments
+from raggedmoe.train.settings.words import assignments, settings_first
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "train": train.train,
@@ -45,6 +46,24 @@ COMMANDS: dict[str, Callable[..., int]] = {
 }
 
 
+# What `raggedmoe --help` says of each, in a line of a screen.
+SUMMARIES = {
+    "train": "train a model, or go on with a run",
+    "demo": "train a small model, make its report, generate text: two minutes",
+    "plan": "how a run is split over devices: memory and communication",
+    "launch": "train with several processes, here or on a cluster",
+    "report": "make a page of a run",
+    "models": "list the models and their sizes",
+    "import": "convert a Hugging Face checkpoint to our format",
+    "export": "convert a checkpoint of ours to a Hugging Face folder",
+    "generate": "continue a text with a model",
+    "explain": "which kernel runs on a chip, and why not the others",
+    "verify": "compare a kernel with its reference, and record the proof",
+    "bench": "measure kernels, layers and models beside their peers",
+    "compile": "compile for a TPU or CPU that is not here: does it fit, how fast",
+    "tune": "find the tiles of a kernel with the compiler's schedule",
+}
+
 # Commands that take the settings of a run, where `--key value` is `key=value`.
 TAKE_SETTINGS = ("train", "demo", "plan", "launch", "explain", "compile", "bench")
 
@@ -55,10 +74,12 @@ HELP: dict[str, Callable[[], None]] = {"train": train.print_help}
 def main() -> None:
     """Run the command that the arguments name. A user's mistake prints one line, not a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    # Without its cache JAX compiles, and that is all: a full disk or another user's file are no reason to worry.
+    warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache entry")
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command in TAKE_SETTINGS:
         options = inspect.signature(COMMANDS[command]).parameters
-        sys.argv[2:] = assignments(sys.argv[2:], options=options)
+        sys.argv[2:] = settings_first(assignments(sys.argv[2:], options=options))
     if command in HELP and {"-h", "--help"} & set(sys.argv[2:]):
         HELP[command]()
         sys.exit(0)

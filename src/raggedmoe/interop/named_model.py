@@ -16,7 +16,7 @@ from raggedmoe.storage import AnyPath, ObjectPath, as_path
 
 
 def is_folder(name: str) -> bool:
-    """Whether a model's name is that of a folder. A preset's name is never one: write ``./demo`` for a folder ``demo``.
+    """Tell whether a model's name is that of a folder. A preset's name never is: a folder ``demo`` is ``./demo``.
 
     A name with a slash is one even where nothing is there, so that a mistyped path is called a folder that is missing.
     """

@@ -1,6 +1,5 @@
 """From the words that a user typed, and the files that they name, to the configuration of a run."""
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,9 +7,11 @@ from typing import Any
 from raggedmoe.interop import maxtext
 from raggedmoe.interop.maxtext_defaults import is_same
 from raggedmoe.moe.execution import canonical_backend
+from raggedmoe.names import close_names
 from raggedmoe.train.settings.config import SETTINGS, Source, TrainConfig, config_of
 from raggedmoe.train.settings.fields import BOOLS
 from raggedmoe.train.settings.files import Word, is_file, read_files, words_of
+from raggedmoe.train.settings.other_names import OTHER_NAMES
 
 
 @dataclass(kw_only=True)
@@ -92,7 +93,9 @@ def assignments(words: Iterable[str], *, options: Iterable[str] = ()) -> list[st
     while rest:
         word = rest.pop(0)
         name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        if not word.startswith("--") or name in option_names or not _is_known(name):
+        if "=" in word and not word.startswith("-") and not _is_known(word.partition("=")[0]) and _is_known(name):
+            settings_words.append(f"{name}={word.partition('=')[2]}")
+        elif not word.startswith("--") or name in option_names or not _is_known(name):
             settings_words.append(word)
         elif "=" in word:
             settings_words.append(f"{name}={word.partition('=')[2]}")
@@ -101,6 +104,15 @@ def assignments(words: Iterable[str], *, options: Iterable[str] = ()) -> list[st
         else:
             settings_words.append(f"{name}=true")
     return settings_words
+
+
+def settings_first(words: Sequence[str]) -> list[str]:
+    """Return the words with settings before the options that stand before them, as a parser of options needs it."""
+    if "--" in words:  # of another command
+        return list(words)
+    num = next((number for number, word in enumerate(words) if word.startswith("-")), len(words))
+    moved = [word for word in words[num:] if "=" in word and _is_known(word.partition("=")[0])]
+    return [*words[:num], *moved, *(word for word in words[num:] if word not in moved)]
 
 
 def _is_value(name: str, word: str) -> bool:
@@ -157,6 +169,9 @@ def _check_repeats(words: list[Word]) -> None:
 
 
 def _no_setting(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), dict.fromkeys((*SETTINGS, *maxtext.known_names())), n=3, cutoff=0.5)
+    """Say that there is no setting of that name, and which of ours, or else of MaxText's, may have been meant."""
+    plain = name.lower().replace("-", "_")
+    near = [OTHER_NAMES[plain]] if plain in OTHER_NAMES else close_names(plain, SETTINGS)
+    near = near or close_names(plain, maxtext.known_names())
     hint = f"did you mean {' or '.join(near)}?" if near else "nothing is named like it."
     return f"unknown setting {name!r}: {hint} `raggedmoe train --help` lists them all"

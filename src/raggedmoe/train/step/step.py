@@ -77,9 +77,10 @@ class MicroBatchWeights:
 def train_step(
     state: TrainState, batch: Batch, config: StepConfig, mesh: AnyMesh | None = None
 ) -> tuple[TrainState, StepReport]:
-    """The next state. Where the loss or the gradient is not finite, the old one with the step counted as skipped.
+    """Take one step: return the next state, and what is reported of the step.
 
-    Where rows were dropped and it is to be run again, the old one as it was, whatever the loss.
+    Where the loss or the gradient is not finite, the next state is the old one with the step counted as skipped; where
+    rows were dropped and the step is to be run again, it is the old one as it was, whatever the loss.
     The batch is ``[B S]``, or ``[parts B/parts S]`` with the micro-batches apart, as they must be on a mesh.
     """
     key = jax.random.fold_in(state.key, state.step)
@@ -133,14 +134,14 @@ def train_step(
 
 
 def _updates_made(state: TrainState) -> Int[Array, ""]:
-    """The optimizer's own count, by which its schedule goes: a skipped step is none."""
+    """Count the steps as the optimizer does, by which its schedule goes: a skipped step is none."""
     return state.step - state.skipped
 
 
 def batch_gradients(
     trained: Params, biases: Params, batch: Batch, config: StepConfig, key: jax.Array, mesh: AnyMesh | None = None
 ) -> tuple[Params, Losses]:
-    """Gradients and losses of the whole batch, in float32 at least, however many micro-batches it is cut into.
+    """Compute the gradients and losses of the whole batch, in float32 at least, in however many micro-batches.
 
     Cross-entropy, z-loss and the sequence-wise auxiliary loss are sums over tokens or sequences, so the result does not
     depend on the cut. The batch-wise auxiliary loss is not additive: its mean over the micro-batches is taken.
@@ -180,21 +181,21 @@ def objective(
     key: jax.Array,
     mesh: AnyMesh | None = None,
 ) -> tuple[Float[Array, ""], Losses]:
-    """What a micro-batch adds to what is minimised, and its parts."""
+    """Compute what a micro-batch adds to what is minimised, and its parts."""
     model, params = config.model, {**trained, **biases}
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "mask": batch.segments >= 0,
         "segments": batch.segments,
         "positions": batch.positions,
         "mesh": mesh,
     }
-    out = decode(params, batch.ids, model, config.execution, **given, key=key)
+    out = decode(params, batch.ids, model, config.execution, **options, key=key)
     reports = [] if out.experts is None else [out.experts]
     loss = _cross_entropy(params, out.hidden, batch.targets, batch.weights, model, mesh) * weights.per_target[0]
     aux, z = _router_losses(out.experts, weights, 0)
     mtp_loss = jnp.zeros_like(loss)
     if config.mtp_layers:
-        further, more = mtp_forward(params, out.hidden, batch.ids, model, config.execution, **given, key=key)
+        further, more = mtp_forward(params, out.hidden, batch.ids, model, config.execution, **options, key=key)
         reports += more
         for m, hidden in enumerate(further):
             targets, learned = jnp.roll(batch.targets, -(m + 1), axis=1), mtp_weights(batch, m)
@@ -216,7 +217,7 @@ def objective(
 def held_out_loss(
     params: Params, batch: Batch, config: ModelConfig, execution: ModelExecution, mesh: AnyMesh | None = None
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The sum of the cross-entropy of a batch, and the number of its targets."""
+    """Sum the cross-entropy of a batch, and count its targets."""
     out = decode(
         params,
         batch.ids,
@@ -246,20 +247,20 @@ def _cross_entropy(
 
 
 def _router_losses(report: ExpertReport | None, weights: MicroBatchWeights, index: int) -> tuple[jax.Array, jax.Array]:
-    """The auxiliary and the z-loss of a micro-batch's layers, as parts of the batch's."""
+    """Return the auxiliary and the z-loss of a micro-batch's layers, as parts of the batch's."""
     if report is None:
         return jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
     return report.aux_loss.sum() * weights.of_sequences[index], report.z_loss.sum() * weights.of_tokens[index]
 
 
 def mtp_weights(batch: Batch, module: int) -> Float[Array, "B S"]:
-    """Where a module has a target: it knows the token that it joins, and there is one after that."""
+    """Weigh the targets of a module: it has one where it knows the token that it joins, and there is one after that."""
     ahead = jnp.roll(batch.weights, -(module + 1), axis=1)
     return jnp.where(mtp_mask(batch.segments, module), ahead, 0)
 
 
 def micro_batch_weights(micro: Batch, config: StepConfig) -> MicroBatchWeights:
-    """What each micro-batch, in the leading dimension, counts for in the batch."""
+    """Compute what each micro-batch, in the leading dimension, counts for in the batch."""
     masks = [micro.segments >= 0]
     targets = [micro.weights]
     for m in range(config.mtp_layers):
@@ -280,7 +281,7 @@ def micro_batch_weights(micro: Batch, config: StepConfig) -> MicroBatchWeights:
 
 
 def update_biases(biases: Params, load: Int[Array, "layers E"], config: StepConfig) -> Params:
-    """The selection biases moved once, by the load of the whole batch."""
+    """Move the selection biases once, by the load of the whole batch."""
     if not config.losses.bias_update_rate:
         return biases
     rule = jax.vmap(lambda bias, load: update_selection_bias(bias, load, config.losses.bias_update_rate))
@@ -297,7 +298,7 @@ def update_biases(biases: Params, load: Int[Array, "layers E"], config: StepConf
 
 
 def layers_of_biases(config: StepConfig) -> dict[str, list[int]]:
-    """The rows of `Losses.load` that are of each selection bias's layers, by the bias's name."""
+    """List the rows of `Losses.load` that are of each selection bias's layers, by the bias's name."""
     rows_of_biases, first = {}, 0
     for s, stack in enumerate(config.model.stacks):
         with_experts = [p for p, kind in enumerate(stack.kinds) if kind.moe]

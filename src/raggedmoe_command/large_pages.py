@@ -1,10 +1,10 @@
-"""The `raggedmoe` command, and what it does before JAX is there: on Linux it asks malloc for large pages.
+"""On Linux, asking malloc for large pages.
 
 XLA frees what a program needs when it ends, and allocates it anew for the next call. glibc gives such memory back to
 the system at once, so a training step on a CPU spends a third of its time in the page faults of memory that it had a
 moment ago (docs/log.md). With `glibc.malloc.hugetlb=1` malloc asks for pages of 2 MB, of which there are 512 times
 fewer. glibc reads this when a process starts and not later. So the command starts itself again in the same process,
-with arguments and process number as they were. It stands outside of the package, whose import would load JAX twice.
+with arguments and process number as they were.
 """
 
 import contextlib
@@ -16,17 +16,6 @@ from pathlib import Path
 TUNABLES, LARGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 FIRST_GLIBC = (2, 35)
 KERNEL_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# Commands that compute with large arrays, or start processes that do.
-COMMANDS = ("bench", "demo", "generate", "launch", "train", "verify")
-
-
-def main() -> None:
-    """Run the command line as the console script does; a program calls `raggedmoe.cli.main.main` instead."""
-    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
-        restart_with_large_pages()
-    from raggedmoe.cli.main import main as run
-
-    run()
 
 
 def restart_with_large_pages() -> None:
@@ -57,7 +46,3 @@ def are_large_pages_possible() -> bool:
     except (ValueError, OSError):  # musl does not know the name, or a kernel does not have the file
         return False
     return name == "glibc" and (int(major), int(minor)) >= FIRST_GLIBC and is_enabled
-
-
-if __name__ == "__main__":
-    main()

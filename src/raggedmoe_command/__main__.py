@@ -1,0 +1,5 @@
+"""`python -m raggedmoe_command`, which is the console script."""
+
+from raggedmoe_command import main
+
+main()
