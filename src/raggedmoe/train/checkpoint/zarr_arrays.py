@@ -56,17 +56,24 @@ class ArrayWriter:
     def write(self) -> dict[str, StoredFile]:
         """Write all parts, and return the objects with their checksums."""
         stores = {name: _open(self._folder, name, *self._arrays[name], chunks) for name, chunks in self.chunks.items()}
-        files: dict[str, StoredFile] = {}
-        writes = [
-            stores[part.name][part.index].write(part.values, can_reference_source_data_indefinitely=True)
-            for part in self._parts
-        ]
-        for part in self._parts:
-            files |= _describe_objects(part, self.chunks[part.name])
-        errors = [write.exception() for write in writes]  # all of them end: none comes after they were removed
-        for error in filter(None, errors):
-            raise OSError(f"{self._folder} could not be written: {error}") from error
-        return files
+        errors: list[ValueError] = []  # after one, no other part is begun; those under way end before it is raised
+
+        def write(part: _Part) -> dict[str, StoredFile]:
+            if errors:
+                return {}
+            writing = stores[part.name][part.index].write(part.values, can_reference_source_data_indefinitely=True)
+            files = dict(_describe_objects(part, self.chunks[part.name]))
+            try:
+                writing.result()
+            except ValueError as error:  # which tensorstore raises for everything
+                errors.append(error)
+            return files
+
+        with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+            described = list(pool.map(write, self._parts))
+        if errors:
+            raise OSError(f"{self._folder} could not be written: {errors[0]}") from errors[0]
+        return {name: file for files in described for name, file in files.items()}
 
 
 def chunk_shape(array: jax.Array) -> tuple[int, ...]:
