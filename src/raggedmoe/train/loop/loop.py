@@ -16,6 +16,7 @@ from raggedmoe.launch.host_devices import make_cpu_devices
 from raggedmoe.launch.processes import CANNOT_WRITE, agree_to_stop, broadcast_from_first, process_count, wait_for_all
 from raggedmoe.models.flops import train_flops
 from raggedmoe.models.module import Decoder
+from raggedmoe.sharding.plan import count_slices
 from raggedmoe.sharding.training import check_all_take_part, train_sharding
 from raggedmoe.train.data.batches import open_data
 from raggedmoe.train.loop import run_folder
@@ -66,7 +67,7 @@ def train(config: TrainConfig, *, callbacks: Sequence[Callback] = (), quiet: boo
     """
     num_made = make_cpu_devices(config.mesh.num_devices, process_count())
     hardware = target_hardware()
-    resolved = resolve(config, hardware, jax.device_count())
+    resolved = resolve(config, hardware, jax.device_count(), count_slices(jax.devices()))
     run, plan, model = resolved.run, resolved.plan, resolved.step.model
     silent = quiet or jax.process_index() != 0  # only process 0 prints
     screen = Screen(run.steps, run.steps_between_lines, Console(quiet=True) if silent else None)
