@@ -244,6 +244,7 @@ TRANSLATED: dict[str, Translator] = {
         )
     },
     # parallelism: theirs within a slice (ici) and between slices (dcn)
+    "dcn_data_parallelism": _rename("dcn_data_parallelism"),
     **{f"ici_{axis}_parallelism": _rename(f"{axis}_parallelism") for axis in AXES},
     # words of jax-gpt
     "moe_use_kernel_agent_ffn": _switch("moe_use_kernel_agent_ffn", on={"moe_backend": "expert_ffn"}),

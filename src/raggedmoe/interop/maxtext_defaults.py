@@ -29,7 +29,7 @@ ragged_gather_reduce_fallback=false remat_policy=full decoder_layer_input=device
 mlpwi_0=remat mlpwi_1=remat mlpwo=remat moe_mlpwi_0=remat moe_mlpwi_1=remat moe_mlpwo=remat query_proj=remat
 key_proj=remat value_proj=remat kv_proj=remat qkv_proj=remat out_proj=remat query_wa_proj=remat kv_wa_proj=remat
 mla_q=remat mla_kv=remat attention_out=remat ici_data_parallelism=1 ici_fsdp_parallelism=-1 ici_tensor_parallelism=1
-ici_expert_parallelism=1
+ici_expert_parallelism=1 dcn_data_parallelism=-1
 """
 
 # Settings that change no number, and why each has no effect here; the reason is shown to those who set another value.
@@ -175,8 +175,9 @@ REFUSED: dict[str, str] = {
     "a schedule of half batches is not built; num_moe_token_chunks overlaps parts of a layer": (
         "use_batch_split_schedule=false batch_split_factor=1"
     ),
-    "there is one mesh; say ici_ for all of an axis": (
-        "dcn_data_parallelism=-1|1 dcn_fsdp_parallelism=1|-1 dcn_tensor_parallelism=1|-1 dcn_expert_parallelism=1|-1"
+    "only the data axis crosses slices, as the others would send weights or tokens of every layer over a data centre's "
+    "network; use dcn_data_parallelism": (
+        "dcn_fsdp_parallelism=1|-1 dcn_tensor_parallelism=1|-1 dcn_expert_parallelism=1|-1"
     ),
     "there is no such axis here; use fsdp, expert or tensor parallelism": " ".join(
         f"{where}_{axis}_parallelism=1|-1"
