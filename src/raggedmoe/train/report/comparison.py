@@ -70,7 +70,7 @@ def _results(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     rows = [
         (f'<td class="key">{escape(title)}</td>', *(escape(figure(run)) for run in runs)) for title, figure in figures
     ]
-    return html.section("Results", html.table(("", *names), rows, name="results"))
+    return html.section("Results", html.table(("", *names), rows, name="results beside"))
 
 
 def _origin(run: RunRecord) -> str:
@@ -163,5 +163,5 @@ def _differences(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
         (f'<td class="key">{html.code(name)}</td>', *(html.code(of_run.get(name, NOTHING)) for of_run in settings))
         for name in different
     ]
-    table = html.table(("Setting", *names), rows, name="differences", stacked=False)
+    table = html.table(("Setting", *names), rows, name="differences beside")
     return html.section("Settings", html.paragraph("Those that are not the same in all runs."), table)
