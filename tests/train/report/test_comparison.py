@@ -97,7 +97,7 @@ def test_eight_runs_have_eight_different_lines_and_nine_are_refused(tmp_path):
 
 def test_the_command_compares_runs_as_they_were_at_a_step(runs, tmp_path, capsys):
     out = tmp_path / "both.html"
-    assert report((f"{runs[0]}@80", str(runs[1])), out=out) == 0
+    assert report((f"{runs[0]}@80", str(runs[1])), out=str(out)) == 0
     assert capsys.readouterr().out == f"{out}\n"
     rows = {row[0]: row[1:] for row in Page(out).tables["results"]}
     assert rows["Steps"] == ["80", "120"]
