@@ -469,7 +469,7 @@ def test_a_setting_that_changes_nothing_says_so(name):
 
 # Keys of other tables that have the name of a setting: what run.json says of the model, a step's figures, programs.
 READERS = {"get", "pop", "is_given", "is_typed", "shown"}
-OTHER_TABLES = {"model", "run.model", "fetched", "lowered", "compiled", "plain", "each"}
+OTHER_TABLES = {"model", "run.model", "fetched", "lowered", "compiled", "plain", "each", "tokenizer_config"}
 
 
 def test_no_setting_is_read_by_a_string_outside_settings():
@@ -492,8 +492,9 @@ def test_no_setting_is_read_by_a_string_outside_settings():
 
 
 def test_the_docs_list_what_a_resumed_run_may_change():
+    """`python -m tests.train.settings.resume_table --write docs/train.md` makes the table."""
     page = (Path(__file__).parents[3] / "docs" / "train.md").read_text()
-    assert page == with_table(page)
+    assert page == with_table(page), "run python -m tests.train.settings.resume_table --write docs/train.md"
 
 
 def test_only_what_matters_to_the_steps_done_counts_as_changed():
