@@ -64,3 +64,8 @@ def __getattr__(name: str) -> object:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'raggedmoe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the parts that are not imported yet, too."""
+    return sorted({*globals(), *_LAZY, *_LAZY_PACKAGES})

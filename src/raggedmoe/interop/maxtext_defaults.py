@@ -6,7 +6,8 @@ of its topic; `raggedmoe.interop.maxtext` translates the others.
 
 # Settings that `raggedmoe.interop.maxtext` translates, and their defaults in MaxText.
 COUNTERPARTS = """
-run_name= model_name=default base_output_directory= load_parameters_path= decoder_block=llama2 steps=150001
+run_name= model_name=default base_output_directory= load_parameters_path= load_full_state_path= decoder_block=llama2
+steps=150001
 learning_rate=3e-5 lr_schedule_type=cosine learning_rate_final_fraction=0.1 cosine_learning_rate_final_fraction=0.1
 wsd_decay_steps_fraction=0.1 warmup_steps_fraction=0.1 learning_rate_schedule_steps=-1 wsd_decay_style=linear
 adam_eps_root=0 opt_type=adamw adam_b1=0.9 adam_b2=0.95 adam_eps=1e-8 adam_weight_decay=0.1 mu_dtype=
@@ -236,7 +237,7 @@ REFUSED: dict[str, str] = {
     ),
     "freezing parameters is not built; leave it out": "trainable_parameters_mask=[]",
     "weights are read from a Hugging Face folder or one of ours; use load_parameters_path": (
-        "load_full_state_path= lora_input_adapters_path= hf_lora_adapter_path= checkpoint_conversion_fn=none "
+        "lora_input_adapters_path= hf_lora_adapter_path= checkpoint_conversion_fn=none "
         "source_checkpoint_layout=orbax colocated_python_checkpointing=false"
     ),
     "checkpoints go to base_output_directory; use checkpoint_period and keep_last": (

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -54,7 +54,7 @@ class RunOutcome:
     code: int  # FINISHED, NOT_FINITE, INTERRUPTED or CANNOT_WRITE
     text: str
     folder: AnyPath
-    model: Decoder | None = None  # the trained model, if the run finished; process 0 has it
+    model: Decoder | None = field(default=None, repr=False)  # the trained one, if the run finished; process 0 has it
 
     @cached_property
     def metrics(self) -> RunRecord:
