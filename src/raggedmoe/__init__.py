@@ -7,6 +7,7 @@ from raggedmoe.kernels.attention.api import attention as attention
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases as ExpertBiases
 from raggedmoe.kernels.expert_ffn.api import expert_ffn as expert_ffn
 from raggedmoe.kernels.grouped_matmul.api import grouped_matmul as grouped_matmul
+from raggedmoe.kernels.qarray import QArray as QArray
 from raggedmoe.kernels.ragged_gather.api import ragged_gather as ragged_gather
 from raggedmoe.kernels.ragged_gather_reduce.api import ragged_gather_reduce as ragged_gather_reduce
 from raggedmoe.kernels.registry import Directions as Directions
@@ -63,3 +64,8 @@ def __getattr__(name: str) -> object:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'raggedmoe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the parts that are not imported yet, too."""
+    return sorted({*globals(), *_LAZY, *_LAZY_PACKAGES})

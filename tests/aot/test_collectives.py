@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from raggedmoe import KernelChoice, MoEConfig, MoEExecution, RouterConfig
 from raggedmoe.aot.collectives import Step, layer_collectives, least_sent
 from raggedmoe.aot.compiled import compile_for
+from raggedmoe.aot.program_text import counts_of
 from raggedmoe.aot.topology import find_topology
 from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.sharding.plan import Plan
@@ -86,6 +87,26 @@ def test_a_tpu_sends_what_the_plan_says(strategy, degrees):
     execution, plan = MoEExecution(strategy=strategy, kernels=KERNELS), Plan(**degrees)
     found = collectives(compiled(CONFIG, execution, plan, find_topology("v6e:2x2")))
     assert found == planned(CONFIG, execution, plan)
+
+
+@NEEDS_LIBTPU[0]
+@NEEDS_LIBTPU[1]
+@pytest.mark.parametrize(
+    "degrees",
+    [{"data": 2, "expert": 2}, pytest.param({"fsdp": 2, "expert": 2}, marks=pytest.mark.slow)],
+    ids=["data-expert", "fsdp-expert"],
+)
+def test_a_tpu_sends_to_another_slice_what_the_plan_says(degrees):
+    """The plan's bytes, but that a tile of registers is sent of the few numbers of losses and load."""
+    execution, plan = MoEExecution(strategy="all_to_all", kernels=KERNELS), Plan(slices=2, **degrees)
+    traffic = counts_of(compiled(CONFIG, execution, plan, find_topology("v5e:2x2", 2))).collectives
+    assert [kind for kind in traffic if "slices" in kind] == ["all-reduce across slices"]
+    step, planned = Step(num_tokens=NUM_TOKENS, dtype="bfloat16", ragged=True), 0.0
+    for each in layer_collectives(CONFIG, execution, plan, step):
+        if each.num_slices > 1:
+            # Of two slices, each sends its sums to the other: as many bytes as there are.
+            planned += 2 * 128 * 4 if each.what == "losses and load" else each.sent_across_slices
+    assert traffic["all-reduce across slices"].num_bytes == planned
 
 
 @pytest.mark.parametrize("strategy", ["all_to_all", "ring", "capacity"])

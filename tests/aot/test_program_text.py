@@ -56,6 +56,25 @@ ENTRY %main (x: f32[8,16], w: f32[16,4], r: bf16[32]) -> f32[8,4] {
 """
 
 
+ACROSS_SLICES = """HloModule jit_f
+
+ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
+  %x.1 = bf16[4,8]{1,0} parameter(0)
+  %send = (bf16[4,8]{1,0}, u32[], token[]) send(%x.1, %a), attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %to_host = (bf16[4,8]{1,0}, u32[], token[]) send(%x.1, %a), is_host_transfer=true
+  %sum = f32[8]{0} all-reduce(%y), replica_groups=mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}, to_apply=%add
+  ROOT %y = bf16[4,8]{1,0} copy(%x.1)
+}
+"""
+
+
+def test_what_hosts_send_to_other_slices_is_counted_apart():
+    assert counts_of(ACROSS_SLICES).collectives == {
+        "all-reduce across slices": Traffic(number=1, num_bytes=64),
+        "all-reduce": Traffic(number=1, num_bytes=32),
+    }
+
+
 def test_loops_of_known_length_count_as_often_as_they_run():
     found = counts_of(PROGRAM)
     assert (found.written, found.executed) == (1, 5)

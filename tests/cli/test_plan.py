@@ -71,6 +71,28 @@ def test_the_room_for_rows_is_printed_beside_an_even_share(words, room, even, ca
     assert text.endswith(f"evenly shared it gets {even}")
 
 
+def test_what_crosses_slices_is_told_apart_from_what_stays_in_one(capsys):
+    words = ("olmoe-tiny", "dcn_data_parallelism=2", "fsdp_parallelism=2", "gradient_accumulation_steps=3")
+    assert plan(words) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "olmoe-tiny on 2 slices of 2 devices (cpu): data 2 × fsdp 2 × expert 1 × tensor 1 = 4 devices" in text
+    assert "gradients: experts all-reduce data 2 393 kB 393 kB" in text  # half of 2 · 3 · 16 · 32 · 64
+    assert "to other slices, 1.59 MB in a step of 3 micro-batches" in text
+    assert plan(words, json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    across = {each["what"]: each for each in found["across_slices"]}
+    assert across["head"]["num_bytes"] == across["head"]["sent_bytes"] == 256 * 64 * 4 // 2
+    assert (found["slices"], found["micro_batches"]) == (2, 3)
+    gradient = next(each for each in found["collectives"] if (each["what"], each["kind"]) == ("wo", "all-reduce"))
+    assert (gradient["num_slices"], gradient["sent_bytes"]) == (2, 0)
+
+
+def test_a_topology_is_that_of_each_slice(capsys):
+    assert plan(("olmoe-1b-7b", "dcn_data_parallelism=4", "fsdp_parallelism=-1"), topology="v5e:4x4") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "4 slices of v5e:4x4: data 4 × fsdp 16 × expert 1 × tensor 1 = 64 devices" in text
+
+
 def test_one_device_sends_nothing(capsys):
     assert plan(("mixtral-tiny",)) == 0
     assert "an MoE layer sends nothing" in capsys.readouterr().out

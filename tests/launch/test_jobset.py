@@ -222,6 +222,10 @@ def test_a_topology_that_is_not_offered_is_refused(name):
             r"expert=256 is not divisible by expert_parallelism=512",
         ),
         (
+            (*RENDER, "--slices", "2", *TRAIN, "dcn_data_parallelism=1"),
+            "dcn_data_parallelism=1, but the devices are of 2 slices; use dcn_data_parallelism=2",
+        ),
+        (
             ("launch", "--processes", "2", "--devices-per-process", "0", "--", "train"),
             "devices-per-process >= 1, got 0",
         ),

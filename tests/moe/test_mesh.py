@@ -32,6 +32,7 @@ from tests.moe.examples import (
     random_tokens,
 )
 from tests.moe.on_mesh import gradients_on_mesh, mesh_of, placed, plan_of, run_on_mesh
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.both_ends
 
@@ -75,21 +76,9 @@ def cases():
 CUTS = {"tensor_split", "token_chunks", "width_chunks"}
 
 
-def pairs_of(case):
-    """The pairs of values that must meet: of the strategy with all others, and of what cuts the work."""
-    pairs = itertools.combinations(case.items(), 2)
-    return {(one, other) for one, other in pairs if one[0] == "strategy" or {one[0], other[0]} <= CUTS}
-
-
-def pairwise(found):
-    """Few cases that have every such pair that any case has: always the one with most that are new."""
-    found, chosen = list(found), []
-    missing = set().union(*map(pairs_of, found))
-    while missing:
-        best = max(found, key=lambda case: len(pairs_of(case) & missing))
-        chosen.append(best)
-        missing -= pairs_of(best)
-    return chosen
+def must_meet(one, other):
+    """Whether two values are of the strategy and anything else, or of what cuts the work."""
+    return one[0] == "strategy" or {one[0], other[0]} <= CUTS
 
 
 ALL = list(cases())
@@ -101,7 +90,9 @@ def is_small(case):
     return case["expert"] <= 4 and other_degrees <= 2 and case["token_chunks"] <= 2
 
 
-SOME = pairwise(case for case in ALL if is_small(case) and (case["expert"] > 1 or case["strategy"] == "local"))
+SOME = pairwise(
+    (case for case in ALL if is_small(case) and (case["expert"] > 1 or case["strategy"] == "local")), must_meet
+)
 
 
 def name_of(case):

@@ -4,10 +4,12 @@ import jax
 import numpy as np
 import pytest
 
+from raggedmoe.aot.topology import find_topology
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.models.presets import model_preset
 from raggedmoe.sharding.axes import AXES
-from raggedmoe.sharding.plan import Plan
+from raggedmoe.sharding.plan import Plan, count_slices
+from tests.aot.marks import NEEDS_LIBTPU
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,13 @@ def test_what_is_left_goes_to_the_open_degree(degrees, num_devices, expected):
             8,
             "expert_parallelism=16 = 16 devices, but there are 8; use degrees whose product is at most 8",
         ),
+        ({"slices": 0}, 8, "expected dcn_data_parallelism >= 1, or -1 for all slices, got 0"),
+        (
+            {"slices": 3, "fsdp": -1},
+            8,
+            r"8 devices cannot be divided by dcn_data_parallelism=3 = 3, so fsdp_parallelism=-1 has no whole number",
+        ),
+        ({"slices": 2, "fsdp": 8}, 8, "dcn_data_parallelism=2 × fsdp_parallelism=8 = 16 devices, but there are 8"),
         (
             {"expert": 3, "data": -1},
             8,
@@ -50,6 +59,33 @@ def test_a_mesh_has_the_axes_in_their_order_and_the_first_devices():
     assert mesh.axis_names == AXES
     assert mesh.devices.shape == (1, 1, 2, 2)
     assert mesh.devices.reshape(-1).tolist() == jax.devices()[:4]
+
+
+def test_slices_are_the_major_part_of_the_data_axis():
+    plan = Plan(slices=2, data=2, fsdp=-1).resolve(8)
+    assert plan.sizes == {"data": 4, "fsdp": 2, "expert": 1, "tensor": 1}
+    slices = plan.mesh().devices.reshape(2, -1)
+    assert slices.tolist() == [jax.devices()[:4], jax.devices()[4:]]
+    assert Plan(slices=-1, fsdp=-1).resolve(8).sizes == Plan(fsdp=8).sizes
+
+
+def test_devices_that_say_of_how_many_slices_they_are_fill_in_that_degree_or_refuse_another():
+    plan = Plan(slices=-1, fsdp=-1).resolve(16, num_slices=4)
+    assert (plan.slices, plan.sizes["data"], plan.fsdp) == (4, 4, 4)
+    with pytest.raises(ValueError, match=r"dcn_data_parallelism=2, but the devices are of 4 slices; use dcn_data_par"):
+        Plan(slices=2, fsdp=-1).resolve(16, num_slices=4)
+
+
+@NEEDS_LIBTPU[0]
+@NEEDS_LIBTPU[1]
+def test_on_tpus_only_the_data_axis_crosses_slices_whatever_order_devices_come_in():
+    devices = find_topology("v5e:2x2", 2).devices
+    assert count_slices(devices) == 2
+    mesh = Plan(slices=2, data=2, expert=2).mesh(devices[::-1])
+    slices = [[device.slice_index for device in part.reshape(-1)] for part in mesh.devices.reshape(2, 4)]
+    assert slices == [[0] * 4, [1] * 4]
+    with pytest.raises(ValueError, match="a plan for all 8 devices of 2 slices, got 8 of 1; use slices=2"):
+        Plan(fsdp=8).mesh(devices)
 
 
 def test_an_unknown_split_is_refused():

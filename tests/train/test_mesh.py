@@ -37,7 +37,7 @@ from tests.train.step.small_step import (
 STEPS = 10
 MODEL = dataclasses.replace(small_model(aux_loss="sequence", aux_loss_weight=0.1, z_loss_weight=0.03), mtp_layers=0)
 PARTS = dataclasses.replace(with_losses(WHOLE, gradient_accumulation_steps=2), model=MODEL)
-SPLIT = train_sharding(Plan(data=2, fsdp=2, tensor=2))
+SPLIT = train_sharding(Plan(slices=2, fsdp=2, tensor=2))
 
 
 def placed(state, sharding, config=PARTS):

@@ -37,9 +37,11 @@ def trained_by(num_processes, cache, *words):
     return said
 
 
-def test_two_processes_have_the_curve_of_one_and_their_run_goes_on_on_one(tmp_path):
+@pytest.mark.parametrize("degree", ["expert_parallelism=2", "dcn_data_parallelism=2"])
+def test_two_processes_have_the_curve_of_one_and_their_run_goes_on_on_one(tmp_path, degree):
+    """Split by experts over both processes; or each process a slice, over which the state is split."""
     cache, folder = tmp_path / "cache", f"base_output_directory={tmp_path}"
-    split = ("expert_parallelism=2", "fsdp_parallelism=2", "per_device_batch_size=2", "gradient_accumulation_steps=2")
+    split = (degree, "fsdp_parallelism=2", "per_device_batch_size=2", "gradient_accumulation_steps=2")
     (first, _), (second, _) = trained_by(2, cache, *WORDS, "steps=5", folder, "run_name=run", *split)
     assert "finished" in first
     assert "step" not in second, "only the first process talks"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from raggedmoe.models.parameters import is_trained, param_specs
 from raggedmoe.moe.config import MoEConfig, is_expert_choice, strategy_name
 from raggedmoe.moe.dispatch.strategy import buffer_rows
 from raggedmoe.moe.execution import MoEExecution
@@ -18,6 +19,7 @@ from raggedmoe.params import ParamSpec
 from raggedmoe.sharding.axes import DATA, EXPERT, FSDP, TENSOR, TOKEN_AXES, axes_of
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.rules import is_routed
+from raggedmoe.train.settings.step import StepConfig
 
 FORWARD, BACKWARD = "forward", "backward"
 WIDE = 4  # bytes of the router's numbers, and of counts
@@ -43,11 +45,17 @@ class Collective:
     axes: tuple[str, ...]
     num_devices: int  # that take part together
     num_bytes: int  # of what is gathered, scattered, summed or exchanged, on one device
+    num_slices: int = 1  # that those devices are of
 
     @property
     def sent_bytes(self) -> float:
-        """What one device sends, by the usual algorithms; of a ragged exchange one row in n stays, on average."""
-        return SENT[self.kind](self.num_devices) * self.num_bytes
+        """What one device sends in its slice, by the usual algorithms; of a ragged exchange one row in n stays."""
+        return SENT[self.kind](self.num_devices // self.num_slices) * self.num_bytes
+
+    @property
+    def sent_across_slices(self) -> float:
+        """What one device sends to other slices: each of a slice's devices has its part of the sums to exchange."""
+        return SENT[self.kind](self.num_slices) * self.num_bytes / (self.num_devices // self.num_slices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +72,42 @@ def layer_collectives(config: MoEConfig, execution: MoEExecution, plan: Plan, st
     """List all that a training step of one layer communicates; nothing over axes of one device."""
     collectives = [*_of_router(config, plan), *_of_weights(config, plan, step)]
     collectives += _of_rows(config, execution, plan, step)
+    return _on_mesh(collectives, plan)
+
+
+def collectives_across_slices(run: StepConfig, plan: Plan, step: Step) -> list[Collective]:
+    """All of a model that crosses slices in a micro-batch: sums of gradients, and what routers sum forward.
+
+    Of a gradient it is the part that a device stores. Those of routed experts have the type of activations, as they are
+    multiplied, and all others are float32. A table of the vocabulary has a gradient for each use: modules of
+    multi-token prediction use both, a tied one is also the head. The few numbers of the loss itself are not counted.
+    """
+    model, modules = run.model, run.mtp_layers
+    layers = len(model.moe_layers) + modules
+    crossing = [
+        replace(collective, num_bytes=layers * collective.num_bytes)
+        for collective in layer_collectives(model.moe, run.execution.moe, plan, step)
+        if collective.direction == FORWARD
+    ]
+    for name, spec in param_specs(model).items():
+        if not is_trained(name) or (name.startswith("mtp.") and not modules):
+            continue
+        size = np.dtype(model.dtype).itemsize if is_routed(name, spec) else WIDE
+        uses = 1 if "vocab" not in spec.axes else (2 if model.tied_embeddings else 1) * (1 + modules)
+        num_bytes = uses * plan.device_elements(name, spec) * size
+        crossing += _on_mesh([_collective(REDUCE, name, BACKWARD, _summed_over(plan, name, spec), num_bytes)], plan)
+    return [collective for collective in crossing if collective.num_slices > 1 and collective.num_bytes]
+
+
+def _on_mesh(collectives: list[Collective], plan: Plan) -> list[Collective]:
+    """Give collectives the number of devices that take part on the plan's mesh, and leave out those of one alone."""
     sizes = plan.sizes
     sized = [
-        replace(collective, num_devices=math.prod(sizes[axis] for axis in collective.axes))
+        replace(
+            collective,
+            num_devices=math.prod(sizes[axis] for axis in collective.axes),
+            num_slices=plan.slices if DATA in collective.axes else 1,
+        )
         for collective in collectives
     ]
     return [collective for collective in sized if collective.num_devices > 1 and collective.num_bytes]
@@ -117,6 +158,17 @@ def _split_axes(plan: Plan, name: str, spec: ParamSpec) -> tuple[str, ...]:
     return tuple(axis for entry in plan.spec(name, spec) for axis in axes_of(entry))
 
 
+def _summed_over(plan: Plan, name: str, spec: ParamSpec) -> tuple[str, ...]:
+    """The mesh axes over which the gradient of the part that a device stores is summed."""
+    split = _split_axes(plan, name, spec)
+    if not is_routed(name, spec):
+        return tuple(axis for axis in TOKEN_AXES if axis not in split)
+    # The biases after the up projections are added where the tensor ranks agree already, if they split D.
+    is_up_bias = name.rpartition(".")[2].startswith("bias_wi")
+    agreed = (TENSOR,) if is_up_bias and plan.tensor_split == "model_dim" else ()
+    return tuple(axis for axis in (DATA, FSDP, TENSOR) if axis not in (*split, *agreed))
+
+
 def columns_here(config: MoEConfig, plan: Plan) -> int:
     """Count the columns of a token that one device moves."""
     return config.model_dim // (plan.tensor if plan.tensor_split == "model_dim" else 1)
@@ -133,7 +185,7 @@ def _of_router(config: MoEConfig, plan: Plan) -> Iterator[Collective]:
         yield _collective(GATHER, name, FORWARD, split, num_bytes)
         yield _collective(SCATTER, name, BACKWARD, split, num_bytes)
         here = num_bytes // math.prod(sizes[axis] for axis in split)
-        yield _collective(REDUCE, name, BACKWARD, tuple(axis for axis in TOKEN_AXES if axis not in split), here)
+        yield _collective(REDUCE, name, BACKWARD, _summed_over(plan, name, spec), here)
     if config.router.selection == "balanced":
         yield _collective(GATHER, "tokens before", FORWARD, TOKEN_AXES, plan.num_token_shards * WIDE)
 
@@ -160,10 +212,7 @@ def _of_weights(config: MoEConfig, plan: Plan, step: Step) -> Iterator[Collectiv
             yield _collective(GATHER, name, FORWARD, (FSDP,), here)
             yield _collective(SCATTER, name, BACKWARD, (FSDP,), here)
             here //= sizes[FSDP]
-        # The biases after the up projections are added where the tensor ranks agree already, if they split D.
-        agreed = (TENSOR,) if name.startswith("bias_wi") and plan.tensor_split == "model_dim" else ()
-        reduced_over = tuple(axis for axis in (DATA, FSDP, TENSOR) if axis not in (*split, *agreed))
-        yield _collective(REDUCE, name, BACKWARD, reduced_over, here)
+        yield _collective(REDUCE, name, BACKWARD, _summed_over(plan, name, spec), here)
 
 
 def _of_rows(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> Iterator[Collective]:

@@ -131,13 +131,22 @@ def _how_often(computations: dict[str, list[_Line]], entry: str) -> dict[str, in
 def _traffic(lines_and_times: list[tuple[_Line, int]]) -> dict[str, Traffic]:
     total: dict[str, Traffic] = {}
     for line, times in lines_and_times:
+        across = re.search(r'_xla_megascale_transfer_type="(\w+)"', line.rest) if line.operation == "send" else None
+        if across is not None:  # by the hosts: its type has the array, a number and a token
+            what, (bits, shape) = f"{across[1].lower().replace('_', '-')} across slices", next(_arrays(line.result))
+            total[what] = _added(total.get(what), times, bits * math.prod(shape) // 8)
         kind = next((kind for kind in COLLECTIVES if line.operation in (kind, f"{kind}-start")), None)
         size = 1 if kind is None else _group_size(line.rest)
         if kind is not None and size > 1:
             moved = _moved_bytes(line, kind) * (size if kind == "reduce-scatter" else 1)
-            old = total.get(kind, Traffic())
-            total[kind] = replace(old, number=old.number + times, num_bytes=old.num_bytes + times * moved)
+            total[kind] = _added(total.get(kind), times, moved)
     return total
+
+
+def _added(traffic: Traffic | None, times: int, num_bytes: int) -> Traffic:
+    """Count a collective that is run so often, with these bytes each time."""
+    old = traffic or Traffic()
+    return replace(old, number=old.number + times, num_bytes=old.num_bytes + times * num_bytes)
 
 
 def _moved_bytes(line: _Line, kind: str) -> int:
@@ -154,7 +163,7 @@ def _moved_bytes(line: _Line, kind: str) -> int:
 
 def _group_size(rest: str) -> int:
     """Read how many devices take part in a collective together; for a permutation, any number above one."""
-    groups = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]|mesh\[(.*?)\] \{(.*?)\})", rest)
+    groups = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]|mesh\[([^\]]*)\][^{]*\{(.*?)\})", rest)
     if groups is None:
         return 2 if "source_target_pairs" in rest else 1
     listed, size, mesh, axes = groups.groups()

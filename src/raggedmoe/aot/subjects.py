@@ -150,8 +150,13 @@ class MoELayerOnMesh:
 
     def program(self) -> JitProgram:
         """Make the layer's program on the topology's devices."""
-        devices = jax.devices()[:1] if self.topology is None else find_topology(self.topology).devices
+        devices = jax.devices()[:1] if self.topology is None else _devices(self.config, self.topology)
         return layer_on_devices(self.config, devices, tokens=self.tokens, dtype=self.dtype, forward=self.forward)
+
+
+def _devices(config: TrainConfig, topology: str) -> tuple[Any, ...]:
+    """Look up the devices of a topology, of as many slices as the degrees say."""
+    return find_topology(topology, config.mesh.plan.least_slices).devices
 
 
 def layer_on_devices(
@@ -257,7 +262,7 @@ def _describe_run(config: TrainConfig, num_layers: int | None, topology: str | N
         from raggedmoe.train.step.programs import state_template
     except ImportError as error:
         raise ValueError(f"a whole model needs more packages ({error}): pip install 'raggedmoe[train]'") from None
-    devices = None if topology is None else find_topology(topology).devices
+    devices = None if topology is None else _devices(config, topology)
     made = resolve(config, target_hardware(), 1 if devices is None else len(devices))
     sharding, step = train_sharding(made.plan, devices), made.step
     if num_layers is not None:

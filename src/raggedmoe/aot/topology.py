@@ -96,19 +96,22 @@ def _wanted_libtpu() -> str:
     return ""
 
 
-def find_topology(name: str) -> Topology:
-    """Look a topology up, which loads the compiler into this process; `raggedmoe.aot.worker` uses another."""
+def find_topology(name: str, num_slices: int = 1) -> Topology:
+    """Look up a topology, or so many slices of it.
+
+    That loads the compiler into this process; `raggedmoe.aot.worker` uses another.
+    """
     check_topology_name(name)
     check_compiler()
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     try:
-        description = topologies.get_topology_desc(platform="tpu", topology_name=name)
+        description = topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=num_slices)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"topology {name!r}: {error}; known are {', '.join(EXAMPLES)}, and larger ones") from None
     devices: tuple[Any, ...] = tuple(description.devices)
     hardware = hardware_of_device(devices[0].platform, devices[0].device_kind)
-    num_chips = math.prod(int(size) for size in name.partition(":")[2].split("x"))
+    num_chips = num_slices * math.prod(int(size) for size in name.partition(":")[2].split("x"))
     return Topology(name=name, hardware=hardware, devices=devices, num_chips=num_chips)
 
 

@@ -108,8 +108,9 @@ def compile_(
 
     Args:
         subject: what to compile, see above.
-        topology: chips and their layout, such as v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1 or tpu7x:4x8x8; or cpu: the
-            program is lowered on this machine, its matrix products are counted, and with --hlo it is compiled for
+        topology: chips and their layout, such as v5e:2x2, v5p:2x2x1, v6e:2x2, tpu7x:2x2x1 or tpu7x:4x8x8, of which
+            dcn_data_parallelism=N among the settings takes N slices; or cpu: the program is lowered on this machine,
+            its matrix products are counted, and with --hlo it is compiled for
             this machine's CPU; that needs no TPU compiler.
         dtype: type of activations and weights: bf16 or f32.
         shape: of an operation: the name of an example call, or sizes (docs/compile.md lists the letters). By default
@@ -351,8 +352,12 @@ def _compile(cases: list[CompileCase], timeout: float, json: bool) -> int:
         print(dumps([outcome_to_json(outcome) for outcome in outcomes], indent=1))
         return 1 if failed else 0
     subject, topology = cases[0].subject, cases[0].topology
-    where = "its devices as the degrees say" if isinstance(subject, SplitOverDevices) else "one device of it"
-    console.print(f"{topology}, {where}; JAX {compat.JAX_VERSION}, libtpu {libtpu_version()}; compiled, not run")
+    where, slices = "one device of it", 1
+    if isinstance(subject, SplitOverDevices):
+        where, slices = "its devices as the degrees say", subject.config.mesh.plan.least_slices
+    slices_of = f"{slices} slices of " if slices > 1 else ""
+    versions = f"JAX {compat.JAX_VERSION}, libtpu {libtpu_version()}"
+    console.print(f"{slices_of}{topology}, {where}; {versions}; compiled, not run")
     lines = [*outcome_lines(outcomes)]
     if any(outcome.schedule is not None for outcome in outcomes):
         lines += ["", *schedule_table(outcomes), *schedule_lines(outcomes)]

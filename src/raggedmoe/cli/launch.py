@@ -140,19 +140,19 @@ def _devices_each(words: tuple[str, ...], num_processes: int) -> int | None:
     plan = read_words(words).mesh.plan
     if plan.open or num_processes < 1:
         return None
-    if plan.num_devices % num_processes:
+    if plan.least_devices % num_processes:
         raise ValueError(
-            f"the degrees use {plan.num_devices} devices, which {num_processes} processes cannot share evenly; "
+            f"the degrees use {plan.least_devices} devices, which {num_processes} processes cannot share evenly; "
             "use degrees whose product is a multiple of --processes"
         )
-    return plan.num_devices // num_processes
+    return plan.least_devices // num_processes
 
 
 def _check_cluster_run(run: ClusterRun) -> list[str]:
     """Refuse settings that cannot run on these slices, as the pods would. Return notes for the user."""
     config = read_words(run.command[1:])
     num_devices = run.slice.num_devices * run.num_slices
-    plan = resolve(config, HARDWARE[run.slice.chip], num_devices).plan
+    plan = resolve(config, HARDWARE[run.slice.chip], num_devices, run.num_slices).plan
     if plan.num_devices != num_devices:
         raise ValueError(
             f"the degrees use {plan.num_devices} devices, but {run.num_slices} × {run.slice.name} has "

@@ -1,7 +1,7 @@
 """`raggedmoe plan`: how a run is split over devices, before there are any."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from json import dumps
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ from rich.table import Table
 from raggedmoe.aot.collectives import (
     Collective,
     Step,
+    collectives_across_slices,
     columns_here,
     layer_collectives,
     least_sent,
@@ -51,7 +52,8 @@ def plan(
     Args:
         words: a model, and settings as `raggedmoe train` takes them.
         devices: how many there are; by default as many as the degrees ask for.
-        topology: TPU chips, such as v6e:4x4 or tpu7x:4x8x8, instead of a number.
+        topology: TPU chips, such as v6e:4x4 or tpu7x:4x8x8, instead of a number; with dcn_data_parallelism=N, so many
+            slices of them.
         json: print JSON instead of tables.
     """
     asked = read_words(words)
@@ -69,9 +71,10 @@ def plan(
         ragged=chip.platform != "cpu",
     )
     collectives = layer_collectives(model.moe, execution.moe, made, step)
+    across = collectives_across_slices(config.step, made, step)
     state = state_bytes(model, made, config.step.optimizer.mu_dtype)
     if json:
-        print(dumps(_as_json(config.step, made, step, collectives, state, moe_layers), indent=1))
+        print(dumps(_as_json(config.step, made, step, collectives, across, state, moe_layers), indent=1))
         return 0
     console = Console(highlight=False)
     console.print(f"[bold]{asked.model}[/] on {_mesh_line(made, chip, topology)}")
@@ -89,17 +92,52 @@ def plan(
     if chip.hbm_bytes and total > _device_bytes(chip):
         console.print("[bold]it does not fit[/]: split it over more devices, fsdp_parallelism=-1 for example")
     console.print()
-    if not collectives:
+    if collectives:
+        _print_layer(console, config.step, made, step, collectives, moe_layers)
+    else:
         console.print("an MoE layer sends nothing: its experts, weights and tokens are all on one device")
-        return 0
+    if across:
+        console.print()
+        _print_across_slices(console, config.step, made, across)
+    return 0
+
+
+def _print_layer(
+    console: Console, run: StepConfig, made: Plan, step: Step, collectives: list[Collective], layers: int
+) -> None:
     console.print(
         "router and routed experts of each MoE layer, a micro-batch: bytes of a collective, and what a device sends of "
-        "them (what all tokens use, shared experts too, XLA moves as it sees fit)"
+        f"them{' in its slice' if made.slices > 1 else ''} (what all tokens use, shared experts too, XLA moves as "
+        "it sees fit)"
     )
     console.print(_collective_table(collectives, made.sizes))
-    for line in _volume_lines(config.step, made, step, collectives, moe_layers):
+    for line in _volume_lines(run, made, step, collectives, layers):
         console.print(line)
-    return 0
+
+
+def _print_across_slices(console: Console, run: StepConfig, made: Plan, collectives: list[Collective]) -> None:
+    """Print what crosses slices in a whole step: sums of gradients and a few numbers, all by the data axis."""
+    console.print(
+        f"across {made.slices} slices, a micro-batch of the whole model: the sums of all gradients, each of the part "
+        "that a device stores, and of losses and load"
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("what", "collective", "over", "bytes", "sent across"):
+        table.add_column(title, justify="right" if title in ("bytes", "sent across") else "left")
+    specs = param_specs(run.model)
+    groups: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0])
+    for collective in collectives:
+        what = collective.what
+        kind = f"gradients: {_kind(what, specs[what])}" if what in specs else what
+        entry = groups[kind, collective.kind, _over(collective.axes, made.sizes)]
+        entry[0] += collective.num_bytes
+        entry[1] += collective.sent_across_slices
+    for names, (num_bytes, sent) in sorted(groups.items(), key=lambda item: -item[1][1]):
+        table.add_row(*names, _size(num_bytes), _size(sent))
+    console.print(table)
+    sent, times = sum(collective.sent_across_slices for collective in collectives), run.micro_batches
+    whole = f", {_size(times * sent)} in a step of {times} micro-batches" if times > 1 else ""
+    console.print(f"a device sends {_size(sent)} to other slices{whole}")
 
 
 def _devices(plan: Plan, devices: int | None, topology: str | None) -> tuple[Hardware, int]:
@@ -110,13 +148,13 @@ def _devices(plan: Plan, devices: int | None, topology: str | None) -> tuple[Har
         from raggedmoe.aot.topology import find_chip
 
         chip = find_chip(topology)
-        return chip, parse_slice(topology).num_devices
+        return chip, plan.least_slices * parse_slice(topology).num_devices
     if devices is None:
         if plan.open:
             raise ValueError(
                 "a degree of -1 takes the devices that are left: say how many with --devices or --topology"
             )
-        devices = plan.num_devices
+        devices = plan.least_devices
     if devices < 1:
         raise ValueError(f"expected --devices >= 1, got {devices}")
     return hardware_by_name("cpu"), devices
@@ -124,7 +162,8 @@ def _devices(plan: Plan, devices: int | None, topology: str | None) -> tuple[Har
 
 def _mesh_line(made: Plan, chip: Hardware, topology: str | None) -> str:
     sizes = " × ".join(f"{axis} {size}" for axis, size in made.sizes.items())
-    where = topology or f"{made.num_devices} devices ({chip.name})"
+    slices = f"{made.slices} slices of " if made.slices > 1 else ""
+    where = slices + (topology or f"{made.num_devices // made.slices} devices ({chip.name})")
     return f"{where}: {sizes} = {made.num_devices} devices"
 
 
@@ -177,17 +216,20 @@ def _collective_table(collectives: list[Collective], sizes: Mapping[str, int]) -
     for collective in sorted(
         collectives, key=lambda collective: (collective.direction != "forward", -collective.sent_bytes)
     ):
-        over = " × ".join(f"{axis} {sizes[axis]}" for axis in collective.axes if sizes[axis] > 1)
         cells = (
             collective.direction,
             collective.what,
             collective.kind,
-            over,
+            _over(collective.axes, sizes),
             _size(collective.num_bytes),
             _size(collective.sent_bytes),
         )
         table.add_row(*cells)
     return table
+
+
+def _over(axes: Sequence[str], sizes: Mapping[str, int]) -> str:
+    return " × ".join(f"{axis} {sizes[axis]}" for axis in axes if sizes[axis] > 1)
 
 
 def _volume_lines(run: StepConfig, made: Plan, step: Step, collectives: list[Collective], layers: int) -> Iterator[str]:
@@ -223,11 +265,18 @@ def _buffer_line(config: MoEConfig, execution: MoEExecution, made: Plan, step: S
 
 
 def _as_json(
-    run: StepConfig, made: Plan, step: Step, collectives: list[Collective], state: Any, moe_layers: int
+    run: StepConfig,
+    made: Plan,
+    step: Step,
+    collectives: list[Collective],
+    across: list[Collective],
+    state: Any,
+    moe_layers: int,
 ) -> dict[str, Any]:
     model, execution = run.model, run.execution
     return {
         "mesh": made.sizes,
+        "slices": made.slices,
         "strategy": strategy_name(model.moe, execution.moe),
         "tokens_per_device": step.num_tokens,
         "state_bytes": state.total,
@@ -240,6 +289,8 @@ def _as_json(
             for name, spec in param_specs(model).items()
         },
         "collectives": [{**vars(collective), "sent_bytes": collective.sent_bytes} for collective in collectives],
+        "across_slices": [{**vars(each), "sent_bytes": each.sent_across_slices} for each in across],
+        "micro_batches": run.micro_batches,
         "moe_layers": moe_layers,
         "sent_again_bytes": sent_again(collectives),
         "least_sent_bytes": least_sent(model.moe, execution.moe, made, step),

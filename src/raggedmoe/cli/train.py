@@ -48,15 +48,16 @@ the run (`raggedmoe launch`) has ended."""
 
 
 def print_help() -> None:
-    """Print the introduction, and every setting with its default."""
+    """Print the introduction, and every setting with its default and the type of its values."""
     console = Console(highlight=False)
     console.print(INTRODUCTION, markup=False)
     for title, settings in help_sections().items():
         table = Table.grid(padding=(0, 2), pad_edge=True)
         table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True, style="dim")
         table.add_column(overflow="fold")
         for setting in settings:
-            table.add_row(Text(_assignment(setting)), Text(_help_text(setting)))
+            table.add_row(Text(_assignment(setting)), Text(_type_text(setting)), Text(_help_text(setting)))
         console.print(f"\n[bold]{title}[/]")
         console.print(table)
     for model, defaults in RECIPES.items():
@@ -75,6 +76,10 @@ def help_sections() -> dict[str, list[Setting]]:
 def _assignment(setting: Setting) -> str:
     default = ",".join(setting.default) if isinstance(setting.default, tuple) else setting.default
     return f"{setting.name}={'none' if default in (None, '') else str(default).lower()}"
+
+
+def _type_text(setting: Setting) -> str:
+    return "choice" if setting.choices else setting.type.name
 
 
 def _help_text(setting: Setting) -> str:

@@ -157,6 +157,11 @@ SHAPE_KEYS = (
 )
 NAMES_OF_A_SHAPE = (*SHAPE_KEYS, "base_num_decoder_layers", "mtp_num_layers", "global_parameter_scale")
 
+
+def _full_state(text: str) -> Translation:
+    return Translation(settings={} if text == "" else {"init_from": text, "init_state": "all"})
+
+
 TRANSLATED: dict[str, Translator] = {
     # the model
     "model_name": _unless("model_name", "default", None),
@@ -169,6 +174,7 @@ TRANSLATED: dict[str, Translator] = {
     **{name: _rename(name) for name in SHAPE_KEYS},
     **{name: _rename(name) for name in ("dtype", "weight_dtype", "scan_layers", "sparse_matmul")},
     **{name: _unless(name, "", None) for name in ("load_parameters_path", "tokenizer_path")},
+    "load_full_state_path": _full_state,
     # the experts
     "use_random_routing": _switch(
         "use_random_routing",
@@ -244,6 +250,7 @@ TRANSLATED: dict[str, Translator] = {
         )
     },
     # parallelism: theirs within a slice (ici) and between slices (dcn)
+    "dcn_data_parallelism": _rename("dcn_data_parallelism"),
     **{f"ici_{axis}_parallelism": _rename(f"{axis}_parallelism") for axis in AXES},
     # words of jax-gpt
     "moe_use_kernel_agent_ffn": _switch("moe_use_kernel_agent_ffn", on={"moe_backend": "expert_ffn"}),

@@ -6,7 +6,8 @@ of its topic; `raggedmoe.interop.maxtext` translates the others.
 
 # Settings that `raggedmoe.interop.maxtext` translates, and their defaults in MaxText.
 COUNTERPARTS = """
-run_name= model_name=default base_output_directory= load_parameters_path= decoder_block=llama2 steps=150001
+run_name= model_name=default base_output_directory= load_parameters_path= load_full_state_path= decoder_block=llama2
+steps=150001
 learning_rate=3e-5 lr_schedule_type=cosine learning_rate_final_fraction=0.1 cosine_learning_rate_final_fraction=0.1
 wsd_decay_steps_fraction=0.1 warmup_steps_fraction=0.1 learning_rate_schedule_steps=-1 wsd_decay_style=linear
 adam_eps_root=0 opt_type=adamw adam_b1=0.9 adam_b2=0.95 adam_eps=1e-8 adam_weight_decay=0.1 mu_dtype=
@@ -29,7 +30,7 @@ ragged_gather_reduce_fallback=false remat_policy=full decoder_layer_input=device
 mlpwi_0=remat mlpwi_1=remat mlpwo=remat moe_mlpwi_0=remat moe_mlpwi_1=remat moe_mlpwo=remat query_proj=remat
 key_proj=remat value_proj=remat kv_proj=remat qkv_proj=remat out_proj=remat query_wa_proj=remat kv_wa_proj=remat
 mla_q=remat mla_kv=remat attention_out=remat ici_data_parallelism=1 ici_fsdp_parallelism=-1 ici_tensor_parallelism=1
-ici_expert_parallelism=1
+ici_expert_parallelism=1 dcn_data_parallelism=-1
 """
 
 # Settings that change no number, and why each has no effect here; the reason is shown to those who set another value.
@@ -175,8 +176,9 @@ REFUSED: dict[str, str] = {
     "a schedule of half batches is not built; num_moe_token_chunks overlaps parts of a layer": (
         "use_batch_split_schedule=false batch_split_factor=1"
     ),
-    "there is one mesh; say ici_ for all of an axis": (
-        "dcn_data_parallelism=-1|1 dcn_fsdp_parallelism=1|-1 dcn_tensor_parallelism=1|-1 dcn_expert_parallelism=1|-1"
+    "only the data axis crosses slices, as the others would send weights or tokens of every layer over a data centre's "
+    "network; use dcn_data_parallelism": (
+        "dcn_fsdp_parallelism=1|-1 dcn_tensor_parallelism=1|-1 dcn_expert_parallelism=1|-1"
     ),
     "there is no such axis here; use fsdp, expert or tensor parallelism": " ".join(
         f"{where}_{axis}_parallelism=1|-1"
@@ -235,7 +237,7 @@ REFUSED: dict[str, str] = {
     ),
     "freezing parameters is not built; leave it out": "trainable_parameters_mask=[]",
     "weights are read from a Hugging Face folder or one of ours; use load_parameters_path": (
-        "load_full_state_path= lora_input_adapters_path= hf_lora_adapter_path= checkpoint_conversion_fn=none "
+        "lora_input_adapters_path= hf_lora_adapter_path= checkpoint_conversion_fn=none "
         "source_checkpoint_layout=orbax colocated_python_checkpointing=false"
     ),
     "checkpoints go to base_output_directory; use checkpoint_period and keep_last": (

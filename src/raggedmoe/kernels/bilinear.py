@@ -1,12 +1,15 @@
 """Operations that are linear in each of two arrays: their gradients, of any order, are calls of themselves.
 
-``second`` is None for an operation that is linear in ``first`` alone. ``rest`` are indices and sizes.
+``second`` is None for an operation that is linear in ``first`` alone. ``rest`` are indices and sizes. An array may be a
+tree of which some leaves have no gradient, as a quantised one is values and scales: the gradient has None there.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from raggedmoe.kernels.gradient import with_gradient
 from raggedmoe.kernels.registry import Kernels
@@ -65,13 +68,24 @@ def _gradients_forward(kernels: BilinearKernels, first: Any, second: Any, rest: 
 def _gradients_backward(kernels: BilinearKernels, kept: Any, cotangents: Any) -> tuple[Any, ...]:
     first, second, rest, cotangent = kept
     of_first, of_second = cotangents
-    dcotangent = product(kernels, of_first, second, rest)
     if second is None:
-        return None, None, None, dcotangent.astype(cotangent.dtype)
-    dcotangent = dcotangent + product(kernels, first, of_second, rest)
-    dfirst, _ = gradients(kernels, first, of_second, rest, cotangent)
-    _, dsecond = gradients(kernels, of_first, second, rest, cotangent)
-    return dfirst, dsecond, None, dcotangent.astype(cotangent.dtype)
+        return None, None, None, product(kernels, of_first, second, rest).astype(cotangent.dtype)
+    dfirst = dsecond = None
+    parts = []
+    if jax.tree.leaves(of_first):
+        of_first = _with_constants(first, of_first)
+        parts.append(product(kernels, of_first, second, rest))
+        _, dsecond = gradients(kernels, of_first, second, rest, cotangent)
+    if jax.tree.leaves(of_second):
+        of_second = _with_constants(second, of_second)
+        parts.append(product(kernels, first, of_second, rest))
+        dfirst, _ = gradients(kernels, first, of_second, rest, cotangent)
+    return dfirst, dsecond, None, (functools.reduce(jnp.add, parts).astype(cotangent.dtype) if parts else None)
+
+
+def _with_constants(array: Any, gradient: Any) -> Any:
+    """Put the leaves of ``array`` that have no gradient in their places in ``gradient``, in which it is linear."""
+    return jax.tree.map(lambda of, leaf: leaf if of is None else of, gradient, array, is_leaf=lambda of: of is None)
 
 
 # The value of a call, and its gradients, which are linear in the cotangent and in the other array.

@@ -34,11 +34,13 @@ class Call:
     direction: str = FORWARD
     arrays: Mapping[str, jax.ShapeDtypeStruct]
     options: Mapping[str, Any] = field(default_factory=dict)
+    formats: Mapping[str, str] = field(default_factory=dict)  # of the quantised arrays, whose scales are arrays as well
 
     @property
     def shapes(self) -> str:
-        """The arrays by name and shape, as text: ``lhs[8,16] rhs[4,16,32]``."""
-        return " ".join(f"{name}[{','.join(map(str, array.shape))}]" for name, array in self.arrays.items())
+        """The arrays by name and shape, as text: ``lhs[8,16] rhs:int8[4,16,32] rhs_scale[4,1,32]``."""
+        names = {name: f"{name}:{self.formats[name]}" if name in self.formats else name for name in self.arrays}
+        return " ".join(f"{names[name]}[{','.join(map(str, a.shape))}]" for name, a in self.arrays.items())
 
 
 class CannotRunError(NotImplementedError):
@@ -47,6 +49,11 @@ class CannotRunError(NotImplementedError):
 
 def _no_reason(call: Call, hardware: Hardware) -> None:
     return None
+
+
+# What an implementation does with quantised operands.
+EMULATED = "emulated: dequantised a part at a time inside the kernel, and multiplied in the type of sums"
+WIDENED = "widened: a dequantised copy of each quantised operand is made in memory, in the type of sums"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +72,7 @@ class Implementation:
     note: Callable[[Call, Hardware], str | None] = _no_reason  # what a user should know of its cost there
     # Like forward, but also returns what it computed on its way that the operation's backward passes can use.
     forward_keeping: Callable[..., Any] | None = None
+    quantized: str | None = None  # what it does with quantised operands; None: it takes none
     takes_hardware: bool = False  # its functions have a keyword `hardware`, the chip that they are compiled for
 
     @property
@@ -196,7 +204,11 @@ def _assess(
     auto: bool,
 ) -> Candidate:
     level, shown_by = level_on(implementation.full_name, implementation.proofs, hardware, jax_version, certificates)
-    reason = compat.version_why_not(implementation.full_name, jax_version) or implementation.why_not(call, hardware)
+    reason = (
+        compat.version_why_not(implementation.full_name, jax_version)
+        or _quantized_why_not(implementation, call)
+        or implementation.why_not(call, hardware)
+    )
     absent = implementation.why_absent() if reason is None else None
     reason = reason or absent
     if reason is None and auto and hardware.platform not in implementation.rank:
@@ -205,6 +217,9 @@ def _assess(
         what = f"only {level.name.lower()}" if level else f"unproven ({shown_by})"
         reason = f"{what} on {hardware.name}; name it, or run `raggedmoe verify` on such a chip"
     preference = implementation.auto_why_not(call, hardware) if reason is None and auto else None
+    # An implementation that takes no quantised operands cannot say what such a call costs.
+    takes = not call.formats or implementation.quantized is not None
+    notes = (implementation.quantized if call.formats else None, implementation.note(call, hardware) if takes else None)
     return Candidate(
         implementation=implementation,
         reason=reason or preference,
@@ -212,8 +227,16 @@ def _assess(
         absent=absent is not None,
         level=level,
         shown_by=shown_by,
-        note=implementation.note(call, hardware),
+        note="; ".join(filter(None, notes)) or None,
     )
+
+
+def _quantized_why_not(implementation: Implementation, call: Call) -> str | None:
+    """Say that an implementation takes no quantised operands, where a call has some."""
+    if not call.formats or implementation.quantized is not None:
+        return None
+    operands = ", ".join(f"{name} ({qtype})" for name, qtype in call.formats.items())
+    return f"it takes no quantised operands, such as {operands}"
 
 
 def candidates(
@@ -290,10 +313,15 @@ def select_kernels(
     *,
     arrays: Mapping[str, jax.ShapeDtypeStruct],
     options: Mapping[str, Any],
+    formats: Mapping[str, str] | None = None,
 ) -> Kernels:
     """Select for both directions of a call: before anything is traced, so that either one's error comes then."""
     forward, backward = (
-        select(Call(operation=operation, arrays=arrays, options=options, direction=direction), choice, hardware)
+        select(
+            Call(operation=operation, arrays=arrays, options=options, formats=formats or {}, direction=direction),
+            choice,
+            hardware,
+        )
         for direction in (FORWARD, BACKWARD)
     )
     return Kernels(forward.function, backward.function, forward.function_keeping)

@@ -4,6 +4,11 @@ The bound is ``eps(result) · |result| + SUM_ROUNDINGS · eps(accumulator) · Σ
 to its type, and the roundings of the sum, whose error grows like ``eps · sqrt(n) · |partial sums|``, about
 ``eps · Σ|terms|``. ``Σ|terms|`` is the reference itself on the absolute values of the inputs, so no length or scale is
 guessed.
+
+A quantised operand adds ``DEQUANTIZE_ROUNDINGS · eps(accumulator) · Σ|terms|``: its values are exact in the type of
+sums, and a value times its scale is rounded once, by half of eps, in each of the two results; where an implementation
+scales a sum instead of its terms, that is one rounding as well. The gradient of a scale is a sum of products of values,
+which are exact, with the gradient of the array, which errs as above, so the two sums' roundings add up.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,6 +23,7 @@ from raggedmoe.kernels.example import Example
 from raggedmoe.kernels.value_and_gradients import jitted_value_and_gradients
 
 SUM_ROUNDINGS = 4
+DEQUANTIZE_ROUNDINGS = 1
 
 
 def sum_error_bounds(

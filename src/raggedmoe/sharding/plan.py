@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from raggedmoe.names import unknown
 from raggedmoe.params import ParamSpec, Specs, divisors
-from raggedmoe.sharding.axes import AXES, SPLITS, TOKEN_AXES, LogicalMesh, axes_of
+from raggedmoe.sharding.axes import AXES, DATA, SPLITS, TOKEN_AXES, LogicalMesh, axes_of
 from raggedmoe.sharding.rules import param_shardings, partition
+
+SLICES = "dcn_data_parallelism"  # the setting: slices, which a data centre's network connects
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,7 @@ class Plan:
     {'data': 1, 'fsdp': 2, 'expert': 4, 'tensor': 1}
     """
 
+    slices: int = 1  # Slices, each with all that follows; the data axis crosses them. -1: all that there are.
     data: int = 1  # Degrees of parallelism; -1, for one of them, takes the devices that are left.
     fsdp: int = 1
     expert: int = 1
@@ -33,27 +37,43 @@ class Plan:
     def __post_init__(self) -> None:
         if self.tensor_split not in SPLITS:
             raise unknown("tensor_split", self.tensor_split, SPLITS)
-        for name, size in self.sizes.items():
+        for name, size in self._degrees.items():
             if size < 1 and size != -1:
-                raise ValueError(f"expected {name}_parallelism >= 1, or -1 for the devices that are left, got {size}")
+                left = "all slices" if name == SLICES else "the devices that are left"
+                raise ValueError(f"expected {name} >= 1, or -1 for {left}, got {size}")
         if len(self.open) > 1:
             names = " and ".join(f"{name}_parallelism" for name in self.open)
             raise ValueError(f"expected one degree of -1 at most, got {names}; give all but one a number")
 
     @property
+    def _degrees(self) -> dict[str, int]:
+        """The degrees by their settings' names: slices, and devices along each axis in a slice."""
+        return {SLICES: self.slices, **{f"{name}_parallelism": getattr(self, name) for name in AXES}}
+
+    @property
     def sizes(self) -> dict[str, int]:
-        """Devices along each axis, in the mesh's order."""
-        return {name: getattr(self, name) for name in AXES}
+        """Devices along each axis, in the mesh's order; the data axis has those of all slices."""
+        assert -1 not in self._degrees.values(), f"{self._degrees} are not all known"
+        return {name: getattr(self, name) * (self.slices if name == DATA else 1) for name in AXES}
 
     @property
     def open(self) -> tuple[str, ...]:
         """The axis that takes the devices that are left, if there is one."""
-        return tuple(name for name, size in self.sizes.items() if size == -1)
+        return tuple(name for name in AXES if getattr(self, name) == -1)
+
+    @property
+    def least_slices(self) -> int:
+        """The slices that the plan asks for; all that there are count as one."""
+        return max(self.slices, 1)
+
+    @property
+    def least_devices(self) -> int:
+        """The devices of the degrees that are known."""
+        return math.prod(max(size, 1) for size in self._degrees.values())
 
     @property
     def num_devices(self) -> int:
         """The number of devices of the mesh; all degrees must be known."""
-        assert not self.open, f"{self.open} are open"
         return math.prod(self.sizes.values())
 
     @property
@@ -61,31 +81,54 @@ class Plan:
         """Parts that the tokens of a batch are split into."""
         return math.prod(self.sizes[name] for name in TOKEN_AXES)
 
-    def resolve(self, num_devices: int) -> "Plan":
-        """The plan with -1 filled in, required to use so many devices at most."""
-        known = {name: size for name, size in self.sizes.items() if size != -1}
-        used = math.prod(known.values())
-        text = " × ".join(f"{name}_parallelism={size}" for name, size in known.items() if size > 1) or "all degrees 1"
-        if self.open:
+    def resolve(self, num_devices: int, num_slices: int | None = None) -> "Plan":
+        """The plan with -1 filled in, required to use so many devices at most.
+
+        ``num_slices`` that the devices are of, if they say so: a host's devices may stand for any number of slices.
+        """
+        slices = (num_slices or 1) if self.slices == -1 else self.slices
+        if num_slices not in (None, slices):
+            raise ValueError(
+                f"{SLICES}={slices}, but the devices are of {num_slices} slices; use {SLICES}={num_slices}, or leave "
+                "it out for all of them"
+            )
+        plan = replace(self, slices=slices)
+        used, shown = plan.least_devices, {name: size for name, size in plan._degrees.items() if size > 1}
+        text = " × ".join(f"{name}={size}" for name, size in shown.items()) or "all degrees 1"
+        if plan.open:
             if num_devices % used:
                 raise ValueError(
-                    f"{num_devices} devices cannot be divided by {text} = {used}, so {self.open[0]}_parallelism=-1 has "
+                    f"{num_devices} devices cannot be divided by {text} = {used}, so {plan.open[0]}_parallelism=-1 has "
                     f"no whole number; use degrees whose product is one of {divisors(num_devices)}"
                 )
-            return replace(self, **{self.open[0]: num_devices // used})  # type: ignore[arg-type]
+            return replace(plan, **{plan.open[0]: num_devices // used})  # type: ignore[arg-type]
         if used > num_devices:
             raise ValueError(
                 f"{text} = {used} devices, but there are {num_devices}; use degrees whose product is at most "
                 f"{num_devices}"
             )
-        return self
+        return plan
 
     def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
-        """The mesh, of these devices or of the first of all that there are."""
-        devices = list(jax.devices() if devices is None else devices)[: self.num_devices]
+        """The mesh, of these devices or of the first of all that there are. Only its data axis crosses slices."""
+        devices = list(jax.devices() if devices is None else devices)
         if len(devices) < self.num_devices:
             raise ValueError(f"the plan needs {self.num_devices} devices, found {len(devices)}")
-        grid = np.array(devices).reshape(tuple(self.sizes.values()))
+        num_slices = count_slices(devices)
+        if (num_slices or 1) == 1:
+            grid = np.array(devices[: self.num_devices]).reshape(tuple(self.sizes.values()))
+        elif (num_slices, len(devices)) != (self.slices, self.num_devices):
+            raise ValueError(
+                f"expected a plan for all {len(devices)} devices of {num_slices} slices, got {self.num_devices} of "
+                f"{self.slices}; use slices={num_slices}, and degrees that take all devices of a slice"
+            )
+        else:
+            grid = mesh_utils.create_hybrid_device_mesh(
+                [getattr(self, name) for name in AXES],
+                [self.slices if name == DATA else 1 for name in AXES],
+                devices,
+                allow_split_physical_axes=True,
+            )
         return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def spec(self, name: str, spec: ParamSpec) -> PartitionSpec:
@@ -101,3 +144,10 @@ class Plan:
         """Elements of a parameter on one device."""
         axes = [axis for entry in self.spec(name, spec) for axis in axes_of(entry)]
         return spec.num_elements // math.prod(self.sizes[axis] for axis in axes)
+
+
+def count_slices(devices: Sequence[jax.Device]) -> int | None:
+    """The number of TPU slices that devices are of; None: they are no TPUs."""
+    if any(device.platform != "tpu" for device in devices):
+        return None
+    return len({device.slice_index for device in devices})

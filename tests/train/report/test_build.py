@@ -391,7 +391,7 @@ def test_durations(seconds, text):
 def test_the_command_prints_the_path_and_opens_the_browser_when_asked(tmp_path, capsys, monkeypatch):
     opened = []
     monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or True)
-    assert report(minimal_run(tmp_path / "small"), open=True) == 0
+    assert report((str(minimal_run(tmp_path / "small")),), open=True) == 0
     path = tmp_path / "small" / "report.html"
     assert capsys.readouterr().out == f"{path.resolve()}\n"
     assert opened == [path.resolve().as_uri()]

@@ -1,10 +1,13 @@
 """The words of `raggedmoe train`: every bad one is a clear error, every good one does what it says."""
 
+import ast
 import dataclasses
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
+import raggedmoe
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.interop.maxtext import GROUPS, TRANSLATED, defaults
 from raggedmoe.kernels.registry import Directions
@@ -15,6 +18,7 @@ from raggedmoe.train.settings.config import SETTINGS, list_changes
 from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.settings.sections import RECIPES
 from raggedmoe.train.settings.words import read_words
+from tests.train.settings.resume_table import with_table
 
 CPU = HARDWARE["cpu"]
 
@@ -461,6 +465,36 @@ def test_a_setting_that_changes_nothing_says_so(name):
     settings = read_words([f"{name}=2"])
     assert len(settings.source.notes) == 1
     assert settings.source.notes[0].startswith(f"{name}=2: ignored: ")
+
+
+# Keys of other tables that have the name of a setting: what run.json says of the model, a step's figures, programs.
+READERS = {"get", "pop", "is_given", "is_typed", "shown"}
+OTHER_TABLES = {"model", "run.model", "fetched", "lowered", "compiled", "plain", "each", "tokenizer_config"}
+
+
+def test_no_setting_is_read_by_a_string_outside_settings():
+    """They are attributes of `TrainConfig`'s sections everywhere else."""
+    sources = Path(raggedmoe.__file__).parent
+    read = []
+    for folder in ("train", "cli", "launch", "aot", "bench", "verify"):
+        for path in (sources / folder).rglob("*.py"):
+            if "settings" in path.parts:
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                table, key = None, None
+                if isinstance(node, ast.Subscript):
+                    table, key = node.value, node.slice
+                elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+                    table, key = (node.func.value, node.args[0]) if node.func.attr in READERS else (None, None)
+                if isinstance(key, ast.Constant) and key.value in SETTINGS and ast.unparse(table) not in OTHER_TABLES:
+                    read.append(f"{path.relative_to(sources)}: {ast.unparse(node)}")
+    assert read == []
+
+
+def test_the_docs_list_what_a_resumed_run_may_change():
+    """`python -m tests.train.settings.resume_table --write docs/train.md` makes the table."""
+    page = (Path(__file__).parents[3] / "docs" / "train.md").read_text()
+    assert page == with_table(page), "run python -m tests.train.settings.resume_table --write docs/train.md"
 
 
 def test_only_what_matters_to_the_steps_done_counts_as_changed():

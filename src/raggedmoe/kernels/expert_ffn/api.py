@@ -9,12 +9,22 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
 from raggedmoe.hardware import Hardware, target_hardware
-from raggedmoe.kernels.arrays import check_array, check_size, check_sizes_fit, structs
+from raggedmoe.kernels.arrays import check_array, check_size, check_sizes_fit
+from raggedmoe.kernels.dequantize import operand_gradient
 from raggedmoe.kernels.expert_ffn import reference
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.gradient import refuse_forward_mode, with_gradient
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
 from raggedmoe.kernels.placement import placement, pvary_alike
+from raggedmoe.kernels.qarray import (
+    LHS_FORMATS,
+    QArray,
+    Quantized,
+    check_operand,
+    check_scale_values,
+    has_group,
+    operand_structs,
+)
 from raggedmoe.kernels.registry import Call, Choice, Kernels, candidates, select_kernels
 from raggedmoe.names import check_known
 
@@ -35,9 +45,9 @@ class ExpertBiases(NamedTuple):
 class ExpertWeights(NamedTuple):
     """The differentiable arguments but the rows; gradients come back in the same shape."""
 
-    wi_0: Float[Array, "G F D"]
-    wi_1: Float[Array, "G F D"] | None
-    wo: Float[Array, "G F D"]
+    wi_0: Float[Array, "G F D"] | QArray
+    wi_1: Float[Array, "G F D"] | QArray | None
+    wo: Float[Array, "G F D"] | QArray
     biases: ExpertBiases | None
 
 
@@ -57,10 +67,10 @@ class _StaticPart:
 
 
 def expert_ffn(
-    rows: Float[Array, "R D"],
-    wi_0: Float[Array, "G F D"],
-    wi_1: Float[Array, "G F D"] | None,
-    wo: Float[Array, "G F D"],
+    rows: Float[Array, "R D"] | Quantized,
+    wi_0: Float[Array, "G F D"] | Quantized,
+    wi_1: Float[Array, "G F D"] | Quantized | None,
+    wo: Float[Array, "G F D"] | Quantized,
     group_sizes: Integer[Array, " G"],
     *,
     biases: ExpertBiases | None = None,
@@ -73,7 +83,8 @@ def expert_ffn(
     Args:
       rows: rows, ordered by group. What stands past the last group is never used, NaN included.
       wi_0, wi_1, wo: the weights, all ``[G F D]``. ``wi_1`` is None for ungated experts. What an expert's weights hold,
-        NaN and infinity included, reaches its own group's rows and gradients only.
+        NaN and infinity included, reaches its own group's rows and gradients only. The rows and each of the weights may
+        be quantised, as by `grouped_matmul`; the type of quantised rows is that of their scales.
       group_sizes: the rows of each group. An empty group's gradients are zero. Traced sizes that are negative or run
         past the last row are taken as by `grouped_matmul`.
       biases: added after the projections, to the valid rows.
@@ -88,24 +99,31 @@ def expert_ffn(
     Array([[4., 4.],
            [0., 0.]], dtype=float32)
     """
+    rows = check_operand(NAME, "rows", rows, "R D", LHS_FORMATS)
+    wi_0, wo = check_operand(NAME, "wi_0", wi_0, "G F D"), check_operand(NAME, "wo", wo, "G F D")
+    wi_1 = None if wi_1 is None else check_operand(NAME, "wi_1", wi_1, "G F D")
     weights = ExpertWeights(wi_0, wi_1, wo, biases)
     _check(rows, weights, group_sizes, activation)
     refuse_forward_mode(NAME, rows, weights)
     if 0 in rows.shape or 0 in wi_0.shape:
         return jnp.zeros(rows.shape, rows.dtype)
-    target = target_hardware(hardware, (rows, wi_0))
-    arrays = structs(rows=rows, wi_0=wi_0, wi_1=wi_1, wo=wo, group_sizes=group_sizes)
-    options = {"activation": activation, "biases": biases is not None, **placement(rows, wi_0, group_sizes)}
-    kernels = select_kernels(NAME, implementation, target, arrays=arrays, options=options)
+    leaves = jax.tree.leaves((rows, weights.wi_0))
+    target = target_hardware(hardware, leaves)
+    arrays, formats = operand_structs(rows=rows, wi_0=wi_0, wi_1=wi_1, wo=wo, group_sizes=group_sizes)
+    options = {"activation": activation, "biases": biases is not None, **placement(*leaves, group_sizes)}
+    kernels = select_kernels(NAME, implementation, target, arrays=arrays, options=options, formats=formats)
     static = _StaticPart(kernels, activation)
     bounds = group_bounds(group_sizes, wi_0.shape[0], rows.shape[0])
+    check_scale_values(NAME, "rows", rows, "R D", bounds)
+    for name in ("wi_0", "wi_1", "wo"):
+        check_scale_values(NAME, name, getattr(weights, name), "G F D", bounds)
     return _expert_ffn(static, *pvary_alike(rows, weights, bounds))
 
 
 def is_faster_than_split(rows: Any, wi_0: Any, activation: str, biases: bool, hardware: Hardware) -> bool:
     """Say whether `auto` would take an implementation that is faster than grouped matmuls and an activation."""
-    arrays, options = structs(rows=rows, wi_0=wi_0), {"activation": activation, "biases": biases}
-    considered = candidates(Call(operation=NAME, arrays=arrays, options=options), "auto", hardware)
+    (arrays, formats), options = operand_structs(rows=rows, wi_0=wi_0), {"activation": activation, "biases": biases}
+    considered = candidates(Call(operation=NAME, arrays=arrays, options=options, formats=formats), "auto", hardware)
     return next(c.implementation.name for c in considered if c.reason is None) in FASTER_THAN_SPLIT
 
 
@@ -116,9 +134,7 @@ def check_activation(name: str) -> None:
 
 def _check(rows: Any, weights: ExpertWeights, group_sizes: Any, activation: str) -> None:
     check_activation(activation)
-    check_array(NAME, "rows", rows, "R D")
     check_array(NAME, "group_sizes", group_sizes, "G", integer=True)
-    check_array(NAME, "wi_0", weights.wi_0, "G F D")
     num_groups, num_hidden, width = weights.wi_0.shape
     if num_hidden == 0:
         raise ValueError(f"{NAME}: expected F >= 1, got wi_0 [G F D] = {list(weights.wi_0.shape)}")
@@ -127,16 +143,14 @@ def _check(rows: Any, weights: ExpertWeights, group_sizes: Any, activation: str)
         array = getattr(weights, name)
         if array is None and name == "wi_1":
             continue
-        check_array(NAME, name, array, "G F D")
         if array.shape != weights.wi_0.shape:
             raise ValueError(
                 f"{NAME}: expected {name} [G F D] = {list(weights.wi_0.shape)} like wi_0, got {list(array.shape)}; "
                 "all three are stored with D last, the down projection too"
             )
-        if array.dtype != rows.dtype:
+    for name, array in zip(weights._fields[:3], weights[:3]):
+        if array is not None and not isinstance(array, QArray) and array.dtype != rows.dtype:
             raise TypeError(f"{NAME}: expected {name} of the rows' type {rows.dtype}, got {array.dtype}; cast it")
-    if weights.wi_0.dtype != rows.dtype:
-        raise TypeError(f"{NAME}: expected wi_0 of the rows' type {rows.dtype}, got {weights.wi_0.dtype}; cast it")
     check_size(NAME, "len(group_sizes)", num_groups, group_sizes.shape[0], "give one size for each expert held here")
     check_sizes_fit(NAME, group_sizes, rows.shape[0])
     if weights.biases is not None:
@@ -179,7 +193,15 @@ def _backward_keeping(static, residuals, cotangents):
 
 def _gradients_value(static, rows, weights, bounds, kept, cotangent):
     options = {} if kept is None else {"kept": kept}
-    return static.kernels.backward(rows, weights, bounds, cotangent, activation=static.activation, **options)
+    gradients = static.kernels.backward(rows, weights, bounds, cotangent, activation=static.activation, **options)
+    return _of_operands(rows, weights, bounds, *gradients)
+
+
+def _of_operands(rows, weights, bounds, drows, dweights):
+    """Turn the gradients of what quantised operands stand for into those of their scales."""
+    wi_0, wi_1, wo = (operand_gradient(w, dw, bounds[1:] > bounds[:-1]) for w, dw in zip(weights[:3], dweights[:3]))
+    drows = operand_gradient(rows, drows, has_group(bounds, rows.shape[0]))
+    return drows, ExpertWeights(wi_0, wi_1, wo, dweights.biases)
 
 
 def _gradients_forward(static, rows, weights, bounds, kept, cotangent):
@@ -191,7 +213,8 @@ def _gradients_backward(static, residuals, cotangents):
     rows, weights, bounds, kept, cotangent = residuals
 
     def gradients(rows, weights, cotangent):
-        return reference.backward(rows, weights, bounds, cotangent, activation=static.activation)
+        gradients = reference.backward(rows, weights, bounds, cotangent, activation=static.activation)
+        return _of_operands(rows, weights, bounds, *gradients)
 
     drows, dweights, dcotangent = jax.vjp(gradients, rows, weights, cotangent)[1](cotangents)
     return drows, dweights, None, jax.tree.map(jnp.zeros_like, kept), dcotangent

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from raggedmoe.kernels.arrays import accumulator, pvary_like
 from raggedmoe.kernels.expert_ffn import matmuls
@@ -15,26 +14,29 @@ from raggedmoe.kernels.grouped_matmul.cpu import (
     for_each_group,
     for_each_tile,
     from_bits,
+    matrix_of_group,
+    rows_of_tile,
     to_bits,
     to_sliceable,
     write_rows,
 )
 from raggedmoe.kernels.proof import PLAIN_XLA
-from raggedmoe.kernels.registry import Implementation
+from raggedmoe.kernels.qarray import QArray
+from raggedmoe.kernels.registry import EMULATED, Implementation
 
 
 def forward(rows, weights, bounds, *, activation):
     wide = accumulator(rows.dtype)
-    row_bits, weight_bits = to_sliceable(rows), jax.tree.map(to_sliceable, weights)
+    row_bits, weight_bits = jax.tree.map(to_sliceable, (rows, weights))
 
     def one_group(group, first, last, out_bits):
-        def of_this_group(bits, weight):
-            return from_bits(lax.dynamic_index_in_dim(bits, group, 0, keepdims=False), weight.dtype, wide)
+        def of_this_group(weight, bits):
+            return matrix_of_group(bits, weight, group, wide)
 
-        expert = jax.tree.map(of_this_group, weight_bits, weights)
+        expert = jax.tree.map(of_this_group, weights, weight_bits, is_leaf=lambda part: isinstance(part, QArray))
 
         def one_tile(position, size, new, out_bits):
-            tile = from_bits(lax.dynamic_slice_in_dim(row_bits, position, size), rows.dtype, wide)
+            tile = rows_of_tile(row_bits, rows, position, size, wide)
             gate = dot(tile, expert.wi_0, 1, 1)
             up = None if expert.wi_1 is None else dot(tile, expert.wi_1, 1, 1)
             if expert.biases is not None:
@@ -48,7 +50,7 @@ def forward(rows, weights, bounds, *, activation):
 
         return for_each_tile(first, last, rows.shape[0], grouped_matmul.TILE_SIZES, one_tile, out_bits)
 
-    out = pvary_like(jnp.zeros(rows.shape, rows.dtype), rows, bounds, *jax.tree.leaves(weights))
+    out = pvary_like(jnp.zeros(rows.shape, rows.dtype), *jax.tree.leaves((rows, bounds, weights)))
     out = for_each_group(bounds, one_group, to_bits(out))
     return from_bits(out, rows.dtype, rows.dtype)
 
@@ -61,4 +63,5 @@ IMPLEMENTATION = Implementation(
     backward=functools.partial(matmuls.backward, grouped_matmul),
     rank={"cpu": 10},
     proofs=PLAIN_XLA,
+    quantized=EMULATED,
 )

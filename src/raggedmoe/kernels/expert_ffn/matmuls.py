@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from raggedmoe.kernels.arrays import accumulator
+from raggedmoe.kernels.dequantize import gradient_type
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases, ExpertWeights, KeptSums
 from raggedmoe.kernels.grouped_matmul.api import group_of_row
+from raggedmoe.kernels.qarray import QArray
 
 
 def add_bias(rows, bias, bounds):
@@ -73,10 +75,15 @@ def backward(matmul, rows, weights, bounds, cotangent, activation, kept=None):
             wi_1=None if dup is None else group_sums(matmul, dup, bounds, weights.biases.wi_1),
             wo=group_sums(matmul, cotangent, bounds, weights.biases.wo),
         )
-    return drows.astype(dtype), ExpertWeights(
-        wi_0=matmul.transposed_matmul(dgate, rows, bounds),
-        wi_1=None if dup is None else matmul.transposed_matmul(dup, rows, bounds),
-        wo=matmul.transposed_matmul(hidden.astype(dtype), cotangent, bounds),
+
+    def dweight(first, second, weight):
+        wide = {"out_dtype": gradient_type(weight)} if isinstance(weight, QArray) else {}
+        return matmul.transposed_matmul(first, second, bounds, **wide)
+
+    return drows.astype(gradient_type(rows)), ExpertWeights(
+        wi_0=dweight(dgate, rows, weights.wi_0),
+        wi_1=None if dup is None else dweight(dup, rows, weights.wi_1),
+        wo=dweight(hidden.astype(dtype), cotangent, weights.wo),
         biases=dbiases,
     )
 

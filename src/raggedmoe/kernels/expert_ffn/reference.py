@@ -5,9 +5,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from raggedmoe.kernels.arrays import accumulator
+from raggedmoe.kernels.dequantize import dequantize, gradient_type
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.proof import PLAIN_XLA
-from raggedmoe.kernels.registry import Implementation
+from raggedmoe.kernels.qarray import QArray
+from raggedmoe.kernels.registry import WIDENED, Implementation
 
 
 def forward(rows, weights, bounds, *, activation):
@@ -15,7 +17,8 @@ def forward(rows, weights, bounds, *, activation):
 
 
 def forward_with(function, rows, weights, bounds):
-    wide = accumulator(rows.dtype)
+    wide, dtype = accumulator(rows.dtype), rows.dtype
+    rows, weights = jax.tree.map(lambda operand: dequantize(operand, wide), (rows, weights), is_leaf=_is_quantized)
     row = jnp.arange(rows.shape[0])[:, None]
     out = jnp.zeros(rows.shape, wide)
     for g in range(weights.wi_0.shape[0]):
@@ -33,7 +36,7 @@ def forward_with(function, rows, weights, bounds):
         if one.biases is not None:
             y = y + one.biases.wo[None]
         out = out + jnp.where(mine, y, 0)
-    return out.astype(rows.dtype)
+    return out.astype(dtype)
 
 
 def backward(rows, weights, bounds, cotangent, *, activation, kept=None):
@@ -42,12 +45,19 @@ def backward(rows, weights, bounds, cotangent, *, activation, kept=None):
     def whole(rows, weights):
         return forward(rows, weights, bounds, activation=activation)
 
-    wide_inputs = jax.tree.map(lambda array: array.astype(wide), (rows, weights))
+    types = jax.tree.map(gradient_type, (rows, weights), is_leaf=_is_quantized)
+    wide_inputs = jax.tree.map(
+        lambda operand: dequantize(operand, wide).astype(wide), (rows, weights), is_leaf=_is_quantized
+    )
     row = jnp.arange(rows.shape[0])[:, None]
     here = (row >= bounds[0]) & (row < bounds[-1])
     _, vjp = jax.vjp(whole, *wide_inputs)
     gradients = vjp(jnp.where(here, cotangent, 0).astype(wide))
-    return jax.tree.map(lambda gradient, value: gradient.astype(value.dtype), gradients, (rows, weights))
+    return jax.tree.map(lambda gradient, dtype: gradient.astype(dtype), gradients, types)
+
+
+def _is_quantized(operand):
+    return isinstance(operand, QArray)
 
 
 IMPLEMENTATION = Implementation(
@@ -57,5 +67,6 @@ IMPLEMENTATION = Implementation(
     backward=backward,
     rank={"cpu": 90, "gpu": 90, "tpu": 90},
     proofs=PLAIN_XLA,
+    quantized=WIDENED,
     note=lambda call, hardware: "the oracle: slow by design",
 )

@@ -8,7 +8,7 @@ from raggedmoe.kernels.grouped_matmul import masked_dot
 from raggedmoe.kernels.grouped_matmul import xla as grouped_matmul
 from raggedmoe.kernels.grouped_matmul.xla import FINITE_COPY
 from raggedmoe.kernels.proof import COMPILED_XLA
-from raggedmoe.kernels.registry import Call, Implementation
+from raggedmoe.kernels.registry import WIDENED, Call, Implementation
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
@@ -27,4 +27,5 @@ IMPLEMENTATION = Implementation(
     proofs=COMPILED_XLA,
     why_not=masked_dot.why_not,
     note=note,
+    quantized=WIDENED,
 )

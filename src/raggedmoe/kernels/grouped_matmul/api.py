@@ -3,16 +3,27 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from raggedmoe.hardware import Hardware, target_hardware
-from raggedmoe.kernels.arrays import FLOATS, MOST, check_array, check_size, check_sizes_fit, int32, scalar, structs
+from raggedmoe.kernels.arrays import FLOATS, MOST, check_array, check_size, check_sizes_fit, int32, scalar
 from raggedmoe.kernels.bilinear import product
+from raggedmoe.kernels.dequantize import operand_gradient
 from raggedmoe.kernels.gradient import refuse_forward_mode
 from raggedmoe.kernels.placement import placement, pvary_alike
+from raggedmoe.kernels.qarray import (
+    LHS_FORMATS,
+    QArray,
+    Quantized,
+    check_operand,
+    check_scale_values,
+    has_group,
+    operand_structs,
+)
 from raggedmoe.kernels.registry import Choice, Kernels, select_kernels
 
 NAME = "grouped_matmul"
@@ -30,12 +41,15 @@ class _StaticPart:
         return self.kernels.forward(lhs, rhs, bounds, transpose_rhs=self.transpose_rhs, out_dtype=self.out_dtype)
 
     def gradients(self, lhs, rhs, bounds, cotangent):
-        return self.kernels.backward(lhs, rhs, bounds, cotangent.astype(lhs.dtype), transpose_rhs=self.transpose_rhs)
+        cotangent = cotangent.astype(lhs.dtype)
+        dlhs, drhs = self.kernels.backward(lhs, rhs, bounds, cotangent, transpose_rhs=self.transpose_rhs)
+        dlhs = operand_gradient(lhs, dlhs, has_group(bounds, lhs.shape[0]))
+        return dlhs, operand_gradient(rhs, drhs, bounds[1:] > bounds[:-1])
 
 
 def grouped_matmul(
-    lhs: Float[Array, "R I"],
-    rhs: Float[Array, "G I O"] | Float[Array, "G O I"],
+    lhs: Float[Array, "R I"] | Quantized,
+    rhs: Float[Array, "G I O"] | Float[Array, "G O I"] | Quantized,
     group_sizes: Integer[Array, " E"],
     *,
     transpose_rhs: bool = False,
@@ -49,14 +63,16 @@ def grouped_matmul(
     Args:
       lhs: rows, ordered by group. What stands past the last group is never used, NaN included.
       rhs: one matrix for each group held here, ``[G I O]``, or ``[G O I]`` with ``transpose_rhs``. What a matrix holds,
-        NaN and infinity included, reaches its own group's rows and gradients only.
+        NaN and infinity included, reaches its own group's rows and gradients only. Both operands may be quantised, as
+        `raggedmoe.QArray` or qwix's: see docs/quantised.md for formats, scales and gradients.
       group_sizes: the rows in each of the model's groups. An empty group costs and contributes nothing, and its
         matrix's gradient is zero. Sizes that are negative or run past the end of ``lhs`` are
         refused where they are known; where they are traced, a negative one is none and groups are cut at the end.
       group_offset: None, and G == E; or the number of the group that ``rhs[0]`` is, whose rows start at
         ``sum(group_sizes[:group_offset])``.
       preferred_element_type: type of the result, by default that of ``lhs``. Sums are float32 at least in any case.
-        The cotangent is rounded to the type of ``lhs`` before the gradients' own matmuls.
+        The cotangent is rounded to the type of ``lhs`` before the gradients' own matmuls. The type of a quantised array
+        is that of its scales.
       implementation: "auto", a name, a tuple of names in order of preference, or `Directions`.
       hardware: the chip to choose for; by default that of the mesh in use, or of the arrays.
 
@@ -65,6 +81,8 @@ def grouped_matmul(
     >>> grouped_matmul(lhs, rhs, jnp.array([1, 1]))[:, 0]
     Array([ 2., 10.,  0.], dtype=float32)
     """
+    lhs = check_operand(NAME, "lhs", lhs, "R I", LHS_FORMATS)
+    rhs = check_operand(NAME, "rhs", rhs, "G O I" if transpose_rhs else "G I O")
     _check(lhs, rhs, group_sizes, transpose_rhs, group_offset)
     refuse_forward_mode(NAME, lhs, rhs)
     out_dtype = jnp.dtype(lhs.dtype if preferred_element_type is None else preferred_element_type)
@@ -73,13 +91,15 @@ def grouped_matmul(
     out_dim = rhs.shape[1] if transpose_rhs else rhs.shape[2]
     if 0 in lhs.shape or 0 in rhs.shape:
         return jnp.zeros((lhs.shape[0], out_dim), out_dtype)
-    target = target_hardware(hardware, (lhs, rhs))
-    arrays = structs(lhs=lhs, rhs=rhs, group_sizes=group_sizes)
+    target = target_hardware(hardware, jax.tree.leaves((lhs, rhs)))
+    arrays, formats = operand_structs(lhs=lhs, rhs=rhs, group_sizes=group_sizes)
     options = {"transpose_rhs": transpose_rhs, "group_offset": group_offset is not None, "out_dtype": str(out_dtype)}
-    options |= placement(lhs, rhs, group_sizes)
-    kernels = select_kernels(NAME, implementation, target, arrays=arrays, options=options)
+    options |= placement(*jax.tree.leaves((lhs, rhs)), group_sizes)
+    kernels = select_kernels(NAME, implementation, target, arrays=arrays, options=options, formats=formats)
     static = _StaticPart(kernels, transpose_rhs, out_dtype)
     bounds = group_bounds(group_sizes, rhs.shape[0], lhs.shape[0], group_offset)
+    check_scale_values(NAME, "lhs", lhs, "R I", bounds)
+    check_scale_values(NAME, "rhs", rhs, "G O I" if transpose_rhs else "G I O", bounds)
     return product(static, *pvary_alike(lhs, rhs, bounds))
 
 
@@ -110,8 +130,6 @@ def group_of_row(bounds: Int[Array, " N"], num_rows: int) -> tuple[Int[Array, " 
 
 
 def _check(lhs: Any, rhs: Any, group_sizes: Any, transpose_rhs: bool, group_offset: Any) -> None:
-    check_array(NAME, "lhs", lhs, "R I")
-    check_array(NAME, "rhs", rhs, "G O I" if transpose_rhs else "G I O")
     check_array(NAME, "group_sizes", group_sizes, "E", integer=True)
     inner = rhs.shape[2] if transpose_rhs else rhs.shape[1]
     layout = "[G O I]" if transpose_rhs else "[G I O]"
@@ -122,7 +140,7 @@ def _check(lhs: Any, rhs: Any, group_sizes: Any, transpose_rhs: bool, group_offs
             f"{NAME}: expected rhs {layout} with I = {lhs.shape[1]} as in lhs, got {list(rhs.shape)} "
             f"with transpose_rhs={transpose_rhs}; {remedy}"
         )
-    if lhs.dtype != rhs.dtype:
+    if not isinstance(rhs, QArray) and lhs.dtype != rhs.dtype:
         raise TypeError(f"{NAME}: expected lhs and rhs of one type, got {lhs.dtype} and {rhs.dtype}; cast one of them")
     if group_offset is None:
         remedy = "give one size for each matrix, or group_offset if rhs holds only some of the groups"

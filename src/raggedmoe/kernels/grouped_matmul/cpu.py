@@ -12,15 +12,19 @@ Measured with `raggedmoe bench grouped_matmul`; docs/log.md has the alternatives
 """
 
 import functools
+from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from raggedmoe import compat
 from raggedmoe.kernels.arrays import accumulator, pvary_like
+from raggedmoe.kernels.dequantize import dequantize
 from raggedmoe.kernels.grouped_matmul.gradients import matmul_gradients
 from raggedmoe.kernels.proof import PLAIN_XLA
-from raggedmoe.kernels.registry import Implementation
+from raggedmoe.kernels.qarray import QArray
+from raggedmoe.kernels.registry import EMULATED, Implementation
 
 # The gaps between them are what a group's last tile may waste: by halves alone, E=256 took 9 % longer (docs/log.md).
 TILE_SIZES = (256, 208, 160, 128, 104, 80, 64, 48, 32, 16, 8)
@@ -31,14 +35,14 @@ TRANSPOSED_TILE_SIZES = (512, 448, 384, 320, 256, 192, 128, 64, 32, 16)
 def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
     wide = accumulator(lhs.dtype)
     out = jnp.zeros((lhs.shape[0], rhs.shape[1] if transpose_rhs else rhs.shape[2]), out_dtype)
-    out = pvary_like(out, lhs, rhs, bounds)
-    lhs_bits, rhs_bits = to_sliceable(lhs), to_sliceable(rhs)
+    out = pvary_like(out, *jax.tree.leaves((lhs, rhs, bounds)))
+    lhs_bits, rhs_bits = jax.tree.map(to_sliceable, (lhs, rhs))
 
     def one_group(group, first, last, out_bits):
-        matrix = from_bits(lax.dynamic_index_in_dim(rhs_bits, group, 0, keepdims=False), rhs.dtype, wide)
+        matrix = matrix_of_group(rhs_bits, rhs, group, wide)
 
         def one_tile(position, size, new, out_bits):
-            rows = from_bits(lax.dynamic_slice_in_dim(lhs_bits, position, size), lhs.dtype, wide)
+            rows = rows_of_tile(lhs_bits, lhs, position, size, wide)
             product = dot(rows, matrix, 1, 1 if transpose_rhs else 0)
             return write_rows(out_bits, to_bits(product.astype(out_dtype)), position, new)
 
@@ -47,24 +51,50 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
     return from_bits(for_each_group(bounds, one_group, to_bits(out)), out_dtype, out_dtype)
 
 
-def transposed_matmul(lhs, rhs, bounds):
+def transposed_matmul(lhs, rhs, bounds, out_dtype=None):
     """Compute ``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
-    wide = accumulator(lhs.dtype)
+    wide, leaves = accumulator(lhs.dtype), jax.tree.leaves((lhs, rhs, bounds))
+    out_dtype = lhs.dtype if out_dtype is None else out_dtype
     shape = (lhs.shape[1], rhs.shape[1])
-    out = to_bits(pvary_like(jnp.zeros((bounds.shape[0] - 1, *shape), lhs.dtype), lhs, rhs, bounds))
-    lhs_bits, rhs_bits = to_sliceable(lhs), to_sliceable(rhs)
+    out = to_bits(pvary_like(jnp.zeros((bounds.shape[0] - 1, *shape), out_dtype), *leaves))
+    lhs_bits, rhs_bits = jax.tree.map(to_sliceable, (lhs, rhs))
 
     def one_group(group, first, last, out):
         def one_tile(position, size, new, total):
-            a = from_bits(lax.dynamic_slice_in_dim(lhs_bits, position, size), lhs.dtype, wide)
-            b = from_bits(lax.dynamic_slice_in_dim(rhs_bits, position, size), rhs.dtype, wide)
+            a = rows_of_tile(lhs_bits, lhs, position, size, wide)
+            b = rows_of_tile(rhs_bits, rhs, position, size, wide)
             return total + dot(jnp.where(new, a, 0), jnp.where(new, b, 0), 0, 0)
 
-        start = pvary_like(jnp.zeros(shape, wide), lhs, rhs, bounds)
+        start = pvary_like(jnp.zeros(shape, wide), *leaves)
         total = for_each_tile(first, last, lhs.shape[0], TRANSPOSED_TILE_SIZES, one_tile, start)
-        return lax.dynamic_update_index_in_dim(out, to_bits(total.astype(lhs.dtype)), group, 0)
+        return lax.dynamic_update_index_in_dim(out, to_bits(total.astype(out_dtype)), group, 0)
 
-    return from_bits(for_each_group(bounds, one_group, out), lhs.dtype, lhs.dtype)
+    return from_bits(for_each_group(bounds, one_group, out), out_dtype, out_dtype)
+
+
+def matrix_of_group(bits, operand, group, wide):
+    """Take a group's matrix out of an operand that `to_sliceable` was applied to, widened or dequantised."""
+
+    def take(array):  # of scales there may be one for all groups
+        return lax.dynamic_index_in_dim(array, group if array.shape[0] > 1 else 0, 0, keepdims=False)
+
+    return _widen(jax.tree.map(take, bits), operand, wide)
+
+
+def rows_of_tile(bits, operand, position, size, wide):
+    """Take the rows of a tile, likewise."""
+
+    def take(array):
+        return lax.dynamic_slice_in_dim(array, position, size) if array.shape[0] > 1 else array[:1]
+
+    return _widen(jax.tree.map(take, bits), operand, wide)
+
+
+def _widen(part, operand, wide):
+    if not isinstance(operand, QArray):
+        return from_bits(part, operand.dtype, wide)
+    scale = part.scale if operand.scale.dtype == jnp.uint8 else from_bits(part.scale, operand.scale.dtype, wide)
+    return dequantize(replace(part, scale=scale), wide)
 
 
 def for_each_group(bounds, one_group, carry):
@@ -134,4 +164,5 @@ IMPLEMENTATION = Implementation(
     backward=functools.partial(matmul_gradients, forward, transposed_matmul),
     rank={"cpu": 10},
     proofs=PLAIN_XLA,
+    quantized=EMULATED,
 )

@@ -7,6 +7,7 @@ On a CPU the work is the same.
 """
 
 from raggedmoe.hardware import GIB, Hardware
+from raggedmoe.kernels.arrays import accumulator
 from raggedmoe.kernels.registry import BACKWARD, Call
 
 
@@ -23,7 +24,8 @@ def copied_bytes(call: Call) -> int:
         width = rows.shape[1]
     if call.direction == BACKWARD:
         width = sum(widths)
-    return rows.shape[0] * groups * width * rows.dtype.itemsize
+    size = accumulator().itemsize if call.formats else rows.dtype.itemsize  # quantised operands are widened
+    return rows.shape[0] * groups * width * size
 
 
 def note(call: Call, hardware: Hardware) -> str | None:

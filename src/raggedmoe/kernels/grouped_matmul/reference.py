@@ -5,12 +5,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from raggedmoe.kernels.arrays import accumulator
+from raggedmoe.kernels.dequantize import dequantize, gradient_type
 from raggedmoe.kernels.proof import PLAIN_XLA
-from raggedmoe.kernels.registry import Implementation
+from raggedmoe.kernels.registry import WIDENED, Implementation
 
 
 def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
     wide = accumulator(lhs.dtype)
+    lhs, rhs = dequantize(lhs, wide), dequantize(rhs, wide)
     row = jnp.arange(lhs.shape[0])[:, None]
     out = jnp.zeros((lhs.shape[0], rhs.shape[1] if transpose_rhs else rhs.shape[2]), wide)
     for g in range(rhs.shape[0]):
@@ -24,6 +26,8 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
 
 def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs):
     wide = accumulator(lhs.dtype)
+    types = gradient_type(lhs), gradient_type(rhs)
+    lhs, rhs = dequantize(lhs, wide), dequantize(rhs, wide)
     row = jnp.arange(lhs.shape[0])[:, None]
     here = (row >= bounds[0]) & (row < bounds[-1])
 
@@ -32,7 +36,7 @@ def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs):
 
     _, vjp = jax.vjp(product, lhs.astype(wide), rhs.astype(wide))
     dlhs, drhs = vjp(jnp.where(here, cotangent, 0).astype(wide))
-    return dlhs.astype(lhs.dtype), drhs.astype(rhs.dtype)
+    return dlhs.astype(types[0]), drhs.astype(types[1])
 
 
 IMPLEMENTATION = Implementation(
@@ -42,5 +46,6 @@ IMPLEMENTATION = Implementation(
     backward=backward,
     rank={"cpu": 90, "gpu": 90, "tpu": 90},
     proofs=PLAIN_XLA,
+    quantized=WIDENED,
     note=lambda call, hardware: "the oracle: slow by design",
 )

@@ -14,16 +14,19 @@ from jax.sharding import PartitionSpec as P
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.arrays import accumulator, matmul_precision, pvary_like
+from raggedmoe.kernels.dequantize import dequantize
 from raggedmoe.kernels.grouped_matmul import masked_dot
 from raggedmoe.kernels.grouped_matmul.api import group_of_row
 from raggedmoe.kernels.grouped_matmul.gradients import matmul_gradients
 from raggedmoe.kernels.proof import COMPILED_XLA
-from raggedmoe.kernels.registry import Call, Implementation
+from raggedmoe.kernels.qarray import QArray
+from raggedmoe.kernels.registry import WIDENED, Call, Implementation
 
 FINITE_COPY = "a pass over the weights copies what is finite in them: NaN in one group's must not reach another's rows"
 
 
 def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
+    lhs, rhs = _arrays(lhs, rhs)
     here = _row_is_here(lhs, bounds)
     numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2 if transpose_rhs else 1,)), ((), ())),
@@ -38,8 +41,10 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
     return jnp.where(here, out, 0).astype(out_dtype)
 
 
-def transposed_matmul(lhs, rhs, bounds):
+def transposed_matmul(lhs, rhs, bounds, out_dtype=None):
     """Compute ``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
+    out_dtype = lhs.dtype if out_dtype is None else out_dtype
+    lhs, rhs = _arrays(lhs, rhs)
     here = _row_is_here(lhs, bounds)
     numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -49,7 +54,15 @@ def transposed_matmul(lhs, rhs, bounds):
     out = _ragged_dot(_finite(lhs), _finite(rhs), bounds, numbers)
     group = group_of_row(bounds - bounds[0], lhs.shape[0])[0]
     of_lhs, of_rhs = (_spoilt_columns(array, group, out.shape[0]) for array in (lhs, rhs))  # [G I], [G O]
-    return jnp.where(of_lhs[:, :, None] | of_rhs[:, None, :], jnp.nan, out).astype(lhs.dtype)
+    return jnp.where(of_lhs[:, :, None] | of_rhs[:, None, :], jnp.nan, out).astype(out_dtype)
+
+
+def _arrays(*operands):
+    """Dequantise operands of which some are quantised, to one type, the one of sums."""
+    if not any(isinstance(operand, QArray) for operand in operands):
+        return operands
+    wide = accumulator(operands[0].dtype)
+    return tuple(dequantize(operand, wide).astype(wide) for operand in operands)
 
 
 def _finite(array):
@@ -106,4 +119,5 @@ IMPLEMENTATION = Implementation(
     proofs=COMPILED_XLA,
     why_not=masked_dot.why_not,
     note=note,
+    quantized=WIDENED,
 )

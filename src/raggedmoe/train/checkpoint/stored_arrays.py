@@ -95,7 +95,8 @@ def read_state(
 ) -> Any:
     """Read the stored arrays into a tree like the template. Raise an error that lists those that differ from it.
 
-    Of another run's state the template may be a part, with other floating-point types, to which the arrays are cast.
+    Of another run's state the template may be a part, such as all parameters, with other floating-point types, to which
+    the arrays are cast.
     """
     leaves = leaves_by_name(template)
     _check_same_leaves(folder, leaves, stored_leaves, of_another_run)
@@ -160,10 +161,12 @@ def _check_same_leaves(
 ) -> None:
     """Refuse a state of other arrays, which is no damage but another model, and say how it differs."""
     lines = []
-    for name in sorted(template.keys() if of_another_run else template.keys() | stored.keys()):
+    parts = {name.partition("/")[0] for name in template}  # of another run perhaps the parameters alone
+    compared = {name for name in stored if not of_another_run or name.partition("/")[0] in parts}
+    for name in sorted(template.keys() | compared):
         expected = f"{template[name].dtype}{list(template[name].shape)}" if name in template else "nothing"
         actual = f"{stored[name].dtype}{list(stored[name].shape)}" if name in stored else "nothing"
-        if expected != actual and not (of_another_run and _can_be_cast(template[name], stored.get(name))):
+        if expected != actual and not (of_another_run and _can_be_cast(template.get(name), stored.get(name))):
             lines.append(f"{name}: expected {expected}, found {actual}")
     if not lines:
         return
@@ -179,6 +182,6 @@ def _check_same_leaves(
 
 def _can_be_cast(leaf: Any, stored: StoredLeaf | None) -> bool:
     """Tell whether a stored array differs from the wanted one by its floating-point type alone."""
-    if stored is None or stored.key_impl is not None or _is_key(leaf) or stored.shape != tuple(leaf.shape):
+    if leaf is None or stored is None or stored.key_impl is not None or stored.shape != tuple(leaf.shape):
         return False
     return all(jnp.issubdtype(jnp.dtype(dtype), jnp.floating) for dtype in (stored.dtype, leaf.dtype))

@@ -116,10 +116,10 @@ class TextTokenizer:
 
     def _minimal_config(self) -> dict[str, Any]:
         """Make a tokenizer_config.json that has transformers take the tokenizer.json as it is."""
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         if self.end is not None:
-            settings["eos_token"] = END_TEXT if self.library is None else self.library.id_to_token(self.end)
-        return settings
+            tokenizer_config["eos_token"] = END_TEXT if self.library is None else self.library.id_to_token(self.end)
+        return tokenizer_config
 
     def _tokenize(self, texts: Sequence[str]) -> list[np.ndarray]:
         dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
@@ -213,8 +213,8 @@ def load_tokenizer(path: AnyPath, vocab_size: int) -> TextTokenizer:
 def _find_end(path: AnyPath, tokenizer: Any) -> int | None:
     """Find the token that ends a text, in the files beside a tokenizer.json or by its usual names."""
     for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
-        settings = read_json_object(path.parent / name) if (path.parent / name).is_file() else {}
-        token = settings.get("eos_token")
+        tokenizer_config = read_json_object(path.parent / name) if (path.parent / name).is_file() else {}
+        token = tokenizer_config.get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str) and tokenizer.token_to_id(text) is not None:
             return tokenizer.token_to_id(text)

@@ -26,6 +26,7 @@ from raggedmoe.train.loop.screen import Screen
 from raggedmoe.train.loop.start import Start, branched_start, resumed_start
 from raggedmoe.train.settings.config import TrainConfig, list_changes
 from raggedmoe.train.settings.resolve import ResolvedConfig, run_folder_of
+from raggedmoe.train.settings.words import read_values
 from raggedmoe.train.step.programs import state_from_loaded, state_template
 
 
@@ -97,9 +98,10 @@ def check_resumable(config: ResolvedConfig, data: Data, earlier: Mapping[str, An
 
 def _batch_size_changes(config: ResolvedConfig, earlier: Mapping[str, Any]) -> list[str]:
     """Say if the micro-batch changed. A run may resume on another mesh, with as many sequences in a micro-batch."""
-    old = earlier.get("settings", {}).get("per_device_batch_size", 0) * earlier.get("devices", 1)
+    settings = read_values(earlier.get("settings", {}), run_folder.RUN)
+    old = settings.data.sequences_per_device * earlier.get("devices", 1)
     new, num = config.micro_batch_size, config.plan.num_devices
-    if old in (0, new):
+    if old == new:
         return []
     use = f"per_device_batch_size={old // num}" if old % num == 0 else f"a number of devices that divides {old}"
     return [f"per_device_batch_size × devices={old} is now {new}: on {num} use {use}"]

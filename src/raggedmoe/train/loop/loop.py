@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from raggedmoe.launch.host_devices import make_cpu_devices
 from raggedmoe.launch.processes import CANNOT_WRITE, agree_to_stop, broadcast_from_first, process_count, wait_for_all
 from raggedmoe.models.flops import train_flops
 from raggedmoe.models.module import Decoder
+from raggedmoe.sharding.plan import count_slices
 from raggedmoe.sharding.training import check_all_take_part, train_sharding
 from raggedmoe.storage import AnyPath
 from raggedmoe.train.data.batches import open_data
@@ -53,7 +54,7 @@ class RunOutcome:
     code: int  # FINISHED, NOT_FINITE, INTERRUPTED or CANNOT_WRITE
     text: str
     folder: AnyPath
-    model: Decoder | None = None  # the trained model, if the run finished; process 0 has it
+    model: Decoder | None = field(default=None, repr=False)  # the trained one, if the run finished; process 0 has it
 
     @cached_property
     def metrics(self) -> RunRecord:
@@ -69,7 +70,7 @@ def train(config: TrainConfig, *, callbacks: Sequence[Callback] = (), quiet: boo
     num_made = make_cpu_devices(config.mesh.num_devices, process_count())
     hardware = target_hardware()
     config = keep_earlier_defaults(config, settings_to_resume(config))
-    resolved = resolve(config, hardware, jax.device_count())
+    resolved = resolve(config, hardware, jax.device_count(), count_slices(jax.devices()))
     check_data(resolved.asked, resolved.step.model)
     run, plan, model = resolved.run, resolved.plan, resolved.step.model
     silent = quiet or jax.process_index() != 0  # only process 0 prints

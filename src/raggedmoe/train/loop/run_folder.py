@@ -27,6 +27,7 @@ from raggedmoe.storage.lease import Lease
 from raggedmoe.storage.trees import copy, file_size, list_files, make_folder, move, remove, replace_file
 from raggedmoe.train.loop.metrics import LOAD, METRICS, TENSORBOARD, last_step
 from raggedmoe.train.loop.record import REPORT, RUN
+from raggedmoe.train.settings.words import read_values
 
 MODEL, PROFILE, CHECKPOINTS = "model", "profile", "checkpoints"
 COMPANIONS = "companions"  # the tokenizer, and all else that the trained model has beside its weights
@@ -119,7 +120,7 @@ def set_aside_finished(folder: AnyPath, step: int) -> AnyPath | None:
     if not (folder / MODEL).exists() or not (folder / METRICS).exists():
         return None
     earlier, last = read_description(folder) or {}, last_step(folder / METRICS)
-    if last <= step or last != earlier.get("settings", {}).get("steps"):
+    if last <= step or last != read_values(earlier.get("settings", {}), RUN).run.steps:
         return None
     aside = _new_folder_aside(folder)
     for path in (folder / name for name in (RUN, LOAD, METRICS)):

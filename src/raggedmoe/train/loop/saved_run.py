@@ -19,7 +19,7 @@ from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.config_json import from_json
 from raggedmoe.models.module import Decoder
 from raggedmoe.models.parameters import param_specs
-from raggedmoe.storage import ObjectPath, as_path
+from raggedmoe.storage import AnyPath, ObjectPath, as_path
 from raggedmoe.train.checkpoint.folder import STEP
 from raggedmoe.train.loop.run_folder import CHECKPOINTS, COMPANIONS, MODEL, RUN
 from raggedmoe.train.settings.resolve import make_model
@@ -36,7 +36,7 @@ FORMS = "the folder of a run (RUN), or one of its checkpoints (RUN@STEP, RUN/che
 class SavedRun:
     """The folder of a run, and the step of a checkpoint if one was named."""
 
-    folder: Any  # a path of a disk or an object store
+    folder: AnyPath
     step: int | None = None
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ def find_run(place: str | os.PathLike[str] | ObjectPath) -> SavedRun | None:
 class SavedModel:
     """A model's folder, or the checkpoint of a run that has its parameters."""
 
-    folder: Any  # the path of a disk or an object store, with the tokenizer and other files that go with the model
+    folder: AnyPath  # has the tokenizer, and other files that go with the model
     run: SavedRun | None = None  # whose checkpoint it is; None: the folder has the model too
 
     def load(
@@ -100,7 +100,7 @@ def find_model(place: str | os.PathLike[str] | ObjectPath) -> SavedModel:
 
 
 def _load_checkpoint(
-    stored: "StoredCheckpoint", companions: Any, dtype: DTypeLike | None, param_dtype: DTypeLike | None
+    stored: "StoredCheckpoint", companions: AnyPath, dtype: DTypeLike | None, param_dtype: DTypeLike | None
 ) -> Decoder:
     config = stored_model(stored.manifest.extra, str(stored.path))
     param_dtype = jnp.dtype(param_dtype or config.param_dtype)

@@ -1,6 +1,5 @@
 """What a run begins with: the state of its own checkpoint or of another run's, or only parameters."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,9 @@ from raggedmoe.train.checkpoint.stored import StoredCheckpoint
 from raggedmoe.train.data.batches import Data
 from raggedmoe.train.loop.record import RUN
 from raggedmoe.train.loop.saved_run import FORMS, SavedRun, find_run
+from raggedmoe.train.settings.config import TrainConfig
 from raggedmoe.train.settings.resolve import ResolvedConfig
+from raggedmoe.train.settings.words import read_values
 from raggedmoe.train.step.optimizer import learning_rate_schedule
 from raggedmoe.train.step.programs import state_from_loaded, state_template
 from raggedmoe.train.step.state import TrainState
@@ -35,7 +36,8 @@ class Start:
 def resumed_start(config: ResolvedConfig, restored: RestoredCheckpoint) -> Start:
     """Return the start of a run that goes on from its own checkpoint."""
     skipped = int(jax.device_get(restored.state.skipped))
-    change = schedule_change(config, restored.extra.get("settings", {}), restored.step, skipped)
+    earlier = read_values(restored.extra["settings"], str(restored.path))
+    change = schedule_change(config, earlier, restored.step, skipped)
     return Start(
         state=restored.state,
         step=restored.step,
@@ -48,9 +50,9 @@ def resumed_start(config: ResolvedConfig, restored: RestoredCheckpoint) -> Start
     )
 
 
-def schedule_change(config: ResolvedConfig, earlier: Mapping[str, Any], step: int, skipped: int = 0) -> str | None:
-    """Say what another number of steps than that of ``earlier`` settings does to the schedule; None: it is the same."""
-    steps, before = config.run.steps, earlier.get("steps", config.run.steps)
+def schedule_change(config: ResolvedConfig, earlier: TrainConfig, step: int, skipped: int = 0) -> str | None:
+    """Say what another number of steps than ``earlier`` does to the schedule; None: it is the same."""
+    steps, before = config.run.steps, earlier.run.steps
     if steps == before:
         return None
     asked = config.asked.optimizer

@@ -1,6 +1,7 @@
 """Builds the page that compares runs: results side by side, curves in one picture, the settings that differ."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from html import escape
@@ -52,23 +53,24 @@ def _names(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _results(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """Make the table of what came of each run."""
-    heads = ("Run", "Begins with", "Held-out loss", "Best", "Training loss", "Steps", "Tokens", "Tokens/s", "Time")
-    rows = []
-    for run, name in zip(runs, names):
-        held_out = series(run.held_out, "loss")
-        figures = (
-            number(held_out.last),
-            number(held_out.known.min()) if held_out.known.size else NOTHING,
-            number(run.series("loss").mean_of_last(smoothing_window(run))),
-            whole(run.train[-1]["step"]) if run.train else NOTHING,
-            compact(run.total("tokens")),
-            whole(run.series("tokens_per_second").median),
-            duration(run.total("seconds")),
-        )
-        cells = (f'<td class="number">{escape(figure)}</td>' for figure in figures)
-        rows.append((f"<strong>{escape(name)}</strong>", escape(_origin(run)), *cells))
-    return html.section("Results", html.table(heads, rows, name="results", stacked=True))
+    """Make the table of what came of each run, a column each."""
+    window = _window(runs)
+    figures: tuple[tuple[str, Callable[[RunRecord], str]], ...] = (
+        ("Begins with", _origin),
+        ("Held-out loss", lambda run: number(_held_out(run).last)),
+        ("Best held-out loss", lambda run: number(_held_out(run).known.min(initial=math.inf))),
+        ("Training loss", lambda run: number(run.series("loss").mean_of_last(window))),
+        ("Steps", lambda run: whole(run.train[-1]["step"]) if run.train else NOTHING),
+        ("Tokens", lambda run: compact(run.total("tokens"))),
+        ("Tokens per second, median", lambda run: whole(run.series("tokens_per_second").median)),
+        ("Seconds of all steps", lambda run: duration(run.total("seconds"))),
+        ("Dropped slots", lambda run: whole(run.total("dropped"))),
+        ("Skipped steps", lambda run: whole(len(run.skipped_steps))),
+    )
+    rows = [
+        (f'<td class="key">{escape(title)}</td>', *(escape(figure(run)) for run in runs)) for title, figure in figures
+    ]
+    return html.section("Results", html.table(("", *names), rows, name="results beside"))
 
 
 def _origin(run: RunRecord) -> str:
@@ -80,25 +82,31 @@ def _origin(run: RunRecord) -> str:
     return f"{what} step {parent.get('step')} of {parent.get('run')}"
 
 
-Values = Callable[[RunRecord], Series]
-
-
-def _values(name: str) -> Values:
-    return lambda run: run.series(name)
-
-
-def _smooth(name: str) -> Values:
-    return lambda run: run.series(name).smooth(smoothing_window(run))
+def _window(runs: Sequence[RunRecord]) -> int:
+    """Return over how many steps the curves of all runs are averaged, so that none looks rougher than another."""
+    return max(smoothing_window(run) for run in runs)
 
 
 def _held_out(run: RunRecord) -> Series:
     return series(run.held_out, "loss")
 
 
+Values = Callable[[RunRecord, int], Series]  # of a run, averaged over so many steps
+
+
+def _values(name: str) -> Values:
+    return lambda run, window: run.series(name)
+
+
+def _smooth(name: str) -> Values:
+    return lambda run, window: run.series(name).smooth(window)
+
+
+HELD_OUT = "Held-out loss (nats per token)"
 # The pictures of a section: heading, values of a run, and whether the axis begins at 0.
 LOSSES: tuple[tuple[str, Values, bool], ...] = (
     ("Training loss (nats per token), smoothed", _smooth("loss"), False),
-    ("Held-out loss (nats per token)", _held_out, False),
+    (HELD_OUT, lambda run, window: _held_out(run), False),
     ("Learning rate", _values("learning_rate"), True),
     ("Gradient norm, smoothed", _smooth("grad_norm"), False),
 )
@@ -113,14 +121,14 @@ def _figures(
     heading: str, runs: Sequence[RunRecord], names: Sequence[str], pictures: tuple[tuple[str, Values, bool], ...]
 ) -> str:
     """Draw each value of all runs in one picture, over the steps."""
-    marks, figures = _branch_marks(runs), []
+    marks, window, figures = _branch_marks(runs), _window(runs), []
     for title, values, from_zero in pictures:
         curves = []
         for number_of_run, (run, name) in enumerate(zip(runs, names)):
-            one = values(run)
+            one = values(run, window)
             if one.known.size:
                 colour, dashed = RUN_COLOURS[number_of_run % len(RUN_COLOURS)], number_of_run >= len(RUN_COLOURS)
-                style = "points" if values is _held_out else "line"
+                style = "points" if title == HELD_OUT else "line"
                 curves.append(Curve(series=one, label=name, colour=colour, style=style, dashed=dashed))
         if curves:
             logarithmic = not from_zero and any(spikes(curve.series) for curve in curves)
@@ -155,5 +163,5 @@ def _differences(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
         (f'<td class="key">{html.code(name)}</td>', *(html.code(of_run.get(name, NOTHING)) for of_run in settings))
         for name in different
     ]
-    table = html.table(("Setting", *names), rows, name="differences", stacked=False)
+    table = html.table(("Setting", *names), rows, name="differences beside")
     return html.section("Settings", html.paragraph("Those that are not the same in all runs."), table)

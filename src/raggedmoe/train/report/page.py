@@ -42,6 +42,8 @@ tr:last-child > td { border-bottom: 0; }
 th { color: var(--muted); font-weight: 600; white-space: nowrap; }
 td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.key { white-space: nowrap; color: var(--muted); }
+.beside td { min-width: 6.5em; }
+.beside td.key { white-space: normal; min-width: 7em; }
 .pairs td { padding-top: 4px; padding-bottom: 4px; }
 code { font: .86em/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 .badge { display: inline-block; font-size: .75rem; line-height: 1.5; padding: 0 7px; border-radius: 9px;

@@ -44,10 +44,14 @@ def with_model_defaults(config: TrainConfig, model: ModelConfig) -> TrainConfig:
         values["per_device_batch_size"] = data.sequences_per_device
     values["tokenizer_path"] = _tokenizer_path(config)
     if optimizer.learning_rate is None:
-        loaded = config.parameters_folder is not None or config.run.init_from is not None
-        rate = peak_learning_rate(model, loaded=loaded)
+        rate = peak_learning_rate(model, loaded=config.parameters_folder is not None or _begins_with_weights(config))
         optimizer = with_values(optimizer, {"learning_rate": rate})
     return with_values(config, {"data": with_values(data, values), "optimizer": optimizer})
+
+
+def _begins_with_weights(config: TrainConfig) -> bool:
+    """Tell whether a run begins with the weights of another, and its schedule anew."""
+    return config.run.init_from is not None and config.run.init_state == "weights"
 
 
 def _tokenizer_path(config: TrainConfig) -> str | None:

@@ -60,9 +60,11 @@ class ResolvedConfig:
         return self.micro_batch_size * self.step.micro_batches
 
 
-def resolve(config: TrainConfig, hardware: Hardware, num_devices: int = 1) -> ResolvedConfig:
-    """Make what runs on that hardware, of which there are so many devices."""
-    plan = config.mesh.plan.resolve(num_devices)
+def resolve(
+    config: TrainConfig, hardware: Hardware, num_devices: int = 1, num_slices: int | None = None
+) -> ResolvedConfig:
+    """Make what runs on that hardware, of which there are so many devices, of so many slices if they say so."""
+    plan = config.mesh.plan.resolve(num_devices, num_slices)
     _check_places(config)
     model = make_model(config, hardware)
     config = with_model_defaults(config, model)

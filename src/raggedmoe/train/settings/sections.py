@@ -3,7 +3,6 @@
 A setting that MaxText has too has its name there; `raggedmoe.interop.maxtext` translates MaxText's other settings.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -206,6 +205,11 @@ class ExecutionSettings(Section):
 class MeshSettings(Section):
     """How many devices split what: the degrees of parallelism."""
 
+    dcn_data_parallelism: int = setting(
+        default=-1,
+        help="Slices, each with all of the degrees below, that split the batch and replicate the state; -1: all slices",
+        may_change=True,
+    )
     data_parallelism: int = setting(
         default=1, help=f"Devices that split the batch and replicate the state{LEFT}", may_change=True
     )
@@ -229,6 +233,7 @@ class MeshSettings(Section):
     def plan(self) -> Plan:
         """The mesh that the degrees ask for. A degree of -1 is open: `Plan.resolve` fills it in."""
         return Plan(
+            slices=self.dcn_data_parallelism,
             data=self.data_parallelism,
             fsdp=self.fsdp_parallelism,
             expert=self.expert_parallelism,
@@ -239,7 +244,7 @@ class MeshSettings(Section):
     @property
     def num_devices(self) -> int:
         """The devices that the degrees ask for, at least: those that are left over count as one."""
-        return math.prod(max(size, 1) for size in self.plan.sizes.values())
+        return self.plan.least_devices
 
     def on_all_devices(self) -> "MeshSettings":
         """Return the settings that split the state over all devices, unless a degree was given."""

@@ -1,0 +1,57 @@
+"""A run that Python starts: README's example, and the same run by command."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from raggedmoe.cli.train import run_training
+from tests.train.runs import curve, lines
+
+README = Path(__file__).parents[3] / "README.md"
+
+
+def example():
+    """README's example, and the command that is the same run."""
+    page = README.read_text()
+    (code,) = (text for text in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "raggedmoe.train(" in text)
+    (command,) = re.findall(r"^`raggedmoe train ([^`]*)` is the same run, bit for bit", page, re.M)
+    return code, command.split()
+
+
+def test_the_example_of_the_readme_is_ten_lines():
+    code, _ = example()
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("shared_programs")
+def test_the_example_of_the_readme_is_the_run_of_its_command(tmp_path, monkeypatch, capsys):
+    code, words = example()
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(compile(code, "README.md", "exec"), names)
+    outcome, said = names["outcome"], capsys.readouterr().out
+    assert outcome.code == 0
+    assert re.search(r"^after step 0: held-out loss \d\.\d{3}\nafter step 20: held-out loss \d", said)
+    assert said.splitlines()[-1].startswith("out/demo ")
+    assert run_training((*words, "run_name=by-command")).code == 0
+    by_python, by_command = Path("out/demo"), Path("out/by-command")
+    assert [line["step"] for line in curve(by_python) if line["kind"] == "train"] == list(range(1, 21))
+    assert curve(by_command) == curve(by_python)
+    assert lines(by_command / "load.jsonl") == lines(by_python / "load.jsonl")
+    for file in ("model.safetensors", "raggedmoe.json", "tokenizer.json"):
+        assert (by_command / "model" / file).read_bytes() == (by_python / "model" / file).read_bytes(), file
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("shared_programs")
+def test_a_callback_that_returns_true_ends_the_run_with_its_model(tmp_path, monkeypatch):
+    code, _ = example()
+    monkeypatch.chdir(tmp_path)
+    stops = code.replace("callbacks=[show]", "callbacks=[lambda line: line['kind'] == 'train' and line['step'] == 3]")
+    names = {}
+    exec(compile(stops, "README.md", "exec"), names)
+    assert names["outcome"].code == 0
+    assert len(names["outcome"].metrics.train) < 20
+    assert names["outcome"].model is not None
