@@ -23,30 +23,36 @@ class ModelOverrides(Section):
     """What changes the model from its preset: layers, types, sizes and the router."""
 
     num_layers: int | None = setting(
-        default=None, help="Number of layers: the model's first ones, or more of its last kind"
+        default=None, help="Number of layers: the model's first ones, or more of its last kind", at_least=1
     )
     mtp_layers: int | None = setting(
-        default=None, help="Number of multi-token-prediction modules; none: as the model has"
+        default=None, help="Number of multi-token-prediction modules; none: as the model has", at_least=0
     )
     dtype: str = setting(
         default="auto", help="Type of activations; auto: float32 on a CPU, else bfloat16", choices=("auto", *TYPES)
     )
     weight_dtype: str = setting(default="float32", help="Type of the master weights", choices=TYPES)
-    vocab_size: int | None = setting(default=None, help="Vocabulary size; none, here and below: as the model has")
-    base_emb_dim: int | None = setting(default=None, help="Embedding (model) width D")
-    base_num_query_heads: int | None = setting(default=None, help="Number of query heads")
-    base_num_kv_heads: int | None = setting(default=None, help="Number of key and value heads")
-    head_dim: int | None = setting(default=None, help="Width of an attention head")
-    base_mlp_dim: int | None = setting(default=None, help="Hidden width of a dense MLP")
-    num_experts: int | None = setting(default=None, help="Number of experts in an MoE layer, E")
-    num_experts_per_tok: int | None = setting(default=None, help="Number of experts that a token is routed to, K")
-    base_moe_mlp_dim: int | None = setting(default=None, help="Hidden width of an expert, F")
-    shared_experts: int | None = setting(default=None, help="Number of shared experts, which process every token")
+    vocab_size: int | None = setting(
+        default=None, help="Vocabulary size; none, here and below: as the model has", at_least=1
+    )
+    base_emb_dim: int | None = setting(default=None, help="Embedding (model) width D", at_least=1)
+    base_num_query_heads: int | None = setting(default=None, help="Number of query heads", at_least=1)
+    base_num_kv_heads: int | None = setting(default=None, help="Number of key and value heads", at_least=1)
+    head_dim: int | None = setting(default=None, help="Width of an attention head", at_least=1)
+    base_mlp_dim: int | None = setting(default=None, help="Hidden width of a dense MLP", at_least=1)
+    num_experts: int | None = setting(default=None, help="Number of experts in an MoE layer, E", at_least=1)
+    num_experts_per_tok: int | None = setting(
+        default=None, help="Number of experts that a token is routed to, K", at_least=1
+    )
+    base_moe_mlp_dim: int | None = setting(default=None, help="Hidden width of an expert, F", at_least=1)
+    shared_experts: int | None = setting(
+        default=None, help="Number of shared experts, which process every token", at_least=0
+    )
     first_num_dense_layers: int | None = setting(
         default=None, help="Number of first layers with a dense MLP instead of experts"
     )
     interleave_moe_layer_step: int | None = setting(
-        default=None, help="Every n-th layer has experts, the others a dense MLP"
+        default=None, help="Every n-th layer has experts, the others a dense MLP", at_least=1
     )
     mlp_bias: bool | None = setting(default=None, help="Whether experts have biases")
     routed_score_func: str | None = setting(
@@ -61,30 +67,34 @@ class ModelOverrides(Section):
     norm_topk_prob: bool | None = setting(
         default=None, help="Whether a token's routing weights are normalized to sum to one"
     )
-    n_routing_groups: int | None = setting(default=None, help="DeepSeek V3: number of groups of experts; -1: no groups")
+    n_routing_groups: int | None = setting(
+        default=None, help="DeepSeek V3: number of groups of experts; -1: no groups", at_least=-1
+    )
     topk_routing_group: int | None = setting(
-        default=None, help="DeepSeek V3: number of groups that a token may be routed to; -1: all"
+        default=None, help="DeepSeek V3: number of groups that a token may be routed to; -1: all", at_least=-1
     )
     q_lora_rank: int | None = setting(
-        default=None, help="Latent attention: rank of compressed queries; 0: not compressed"
+        default=None, help="Latent attention: rank of compressed queries; 0: not compressed", at_least=0
     )
-    kv_lora_rank: int | None = setting(default=None, help="Latent attention: rank of compressed keys and values")
+    kv_lora_rank: int | None = setting(
+        default=None, help="Latent attention: rank of compressed keys and values", at_least=1
+    )
     qk_nope_head_dim: int | None = setting(
-        default=None, help="Latent attention: width of a query and key head without rope"
+        default=None, help="Latent attention: width of a query and key head without rope", at_least=1
     )
     qk_rope_head_dim: int | None = setting(
-        default=None, help="Latent attention: width of a query and key head with rope"
+        default=None, help="Latent attention: width of a query and key head with rope", at_least=1
     )
-    v_head_dim: int | None = setting(default=None, help="Latent attention: width of a value head")
+    v_head_dim: int | None = setting(default=None, help="Latent attention: width of a value head", at_least=1)
     attention_bias: bool | None = setting(default=None, help="Whether the attention projections have biases")
     attention_sink: bool | None = setting(
         default=None, help="Whether each head has a sink, a learned logit in its softmax"
     )
     sliding_window_size: int | None = setting(
-        default=None, help="Keys that a query attends to, in layers with a sliding window"
+        default=None, help="Keys that a query attends to, in layers with a sliding window", at_least=0
     )
-    rope_max_timescale: float | None = setting(default=None, help="Rope theta, the base of its frequencies")
-    normalization_layer_epsilon: float | None = setting(default=None, help="Epsilon of RMSNorm")
+    rope_max_timescale: float | None = setting(default=None, help="Rope theta, the base of its frequencies", above=1)
+    normalization_layer_epsilon: float | None = setting(default=None, help="Epsilon of RMSNorm", above=0)
     logits_via_embedding: bool | None = setting(default=None, help="Whether the output head is the embedding (tied)")
     routing: str | None = setting(
         default=None, help="How experts are selected: learned, random, balanced, hash; none: as the model has"
@@ -93,6 +103,7 @@ class ModelOverrides(Section):
         default=None,
         help="Slots of each expert in each sequence, as a multiple of an even share; tokens beyond are dropped and "
         "counted; none: no token is dropped",
+        above=0,
     )
     load_balance_loss_weight: float | None = setting(
         default=None,
@@ -158,10 +169,10 @@ class ExecutionSettings(Section):
     expert_ffn_forward: tuple[str, ...] = _kernels_of("expert_ffn", FORWARD)
     expert_ffn_backward: tuple[str, ...] = _kernels_of("expert_ffn", BACKWARD)
     width_chunks: int = setting(
-        default=1, help="Chunks of the model width, one sent while another is computed", may_change=True
+        default=1, help="Chunks of the model width, one sent while another is computed", may_change=True, at_least=1
     )
     token_chunks: int = setting(
-        default=1, help="Chunks of a device's tokens, one sent while another is computed", may_change=True
+        default=1, help="Chunks of a device's tokens, one sent while another is computed", may_change=True, at_least=1
     )
     recompute_dispatch: bool = setting(
         default=False,
@@ -179,6 +190,7 @@ class ExecutionSettings(Section):
         help="Rows that a device can receive, as a multiple of an even share; rows beyond are dropped and counted; "
         "none: room for all that can come",
         may_change=True,
+        above=0,
     )
     rerun_on_overflow: bool = setting(
         default=False, help="Rerun a step that drops rows, with twice the buffer", may_change=True
