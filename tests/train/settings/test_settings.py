@@ -121,6 +121,10 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
         (["steps=0"], "expected steps >= 1, got 0"),
         (["steps=10", "warmup_steps=11"], "never reach its peak"),
         (["steps=10", "warmup_steps=6", "schedule=wsd", "decay_fraction=0.5"], "together are more than steps=10"),
+        (
+            ["schedule_steps=10", "warmup_fraction=0.9", "schedule=wsd"],
+            r"warmup_fraction=0.9 \(9 steps\) and decay_fraction=0.2 \(2 steps\) together are more than schedule_s",
+        ),
         (["learning_rate=-1"], "expected learning_rate > 0, got -1.0"),
         (["adam_b2=1"], "expected 0 <= adam_b2 < 1, got 1.0"),
         (["per_device_batch_size=0"], "expected per_device_batch_size >= 1, got 0"),

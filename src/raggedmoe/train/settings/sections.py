@@ -408,23 +408,35 @@ class OptimizerConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.schedule_steps is None:
-            return
-        steps, warmup = self.schedule_steps, self.num_warmup_steps
-        if warmup > steps:
-            raise ValueError(
-                f"expected 0 <= warmup_steps <= steps={steps}, got {warmup}: the learning rate would never reach its "
-                "peak; use fewer warm-up steps or more steps"
-            )
-        if self.schedule == "wsd" and warmup + self.decay_steps > steps:
-            raise ValueError(
-                f"warmup_steps={warmup} and decay_fraction={self.decay_fraction} ({self.decay_steps} steps) together "
-                f"are more than steps={steps}; use less of either"
-            )
+        if self.schedule_steps is not None:
+            self._check_fits(self.schedule_steps, "schedule_steps")
 
     def for_run(self, steps: int) -> "OptimizerConfig":
         """The configuration for a run of so many steps, which the schedule spans if it is not told otherwise."""
-        return self if self.schedule_steps is not None else replace(self, schedule_steps=steps)
+        if self.schedule_steps is not None:
+            return self
+        self._check_fits(steps, "steps")
+        return replace(self, schedule_steps=steps)
+
+    def _check_fits(self, steps: int, name: str) -> None:
+        """Refuse a warm-up and a decay that are longer than the schedule's steps, of which ``name`` is the setting."""
+        warmup, decay = self._warmup_steps_of(steps), int(self.decay_fraction * steps)
+        asked = f"warmup_steps={warmup}"
+        if self.warmup_steps is None:
+            asked = f"warmup_fraction={self.warmup_fraction} ({warmup} steps)"
+        if warmup > steps:
+            raise ValueError(
+                f"expected 0 <= warmup_steps <= {name}={steps}, got {warmup}: the learning rate would never reach its "
+                "peak; use fewer warm-up steps or more steps"
+            )
+        if self.schedule == "wsd" and warmup + decay > steps:
+            raise ValueError(
+                f"{asked} and decay_fraction={self.decay_fraction} ({decay} steps) together are more than "
+                f"{name}={steps}; use less of either"
+            )
+
+    def _warmup_steps_of(self, steps: int) -> int:
+        return int(self.warmup_fraction * steps) if self.warmup_steps is None else self.warmup_steps
 
     @property
     def peak_learning_rate(self) -> float:
@@ -441,7 +453,7 @@ class OptimizerConfig(Section):
     @property
     def num_warmup_steps(self) -> int:
         """Steps over which the learning rate rises."""
-        return int(self.warmup_fraction * self.num_steps) if self.warmup_steps is None else self.warmup_steps
+        return self._warmup_steps_of(self.num_steps)
 
     @property
     def decay_steps(self) -> int:
