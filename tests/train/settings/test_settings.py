@@ -299,6 +299,8 @@ def test_flags_for_sparse_kernels_beside_a_dense_matmul_change_nothing_and_say_s
         (["learning_rate_schedule_steps=-1"], {"schedule_steps": None}),
         (["learning_rate_schedule_steps=7"], {"schedule_steps": 7}),
         (["wsd_decay_style=cosine"], {"decay_style": "cosine"}),
+        (["load_full_state_path=runs/a@100"], {"init_from": "runs/a@100", "init_state": "all"}),
+        (["load_full_state_path="], {"init_from": None, "init_state": "weights"}),
         (["load_balance_loss_weight=0.02"], {"load_balance_loss_weight": 0.02, "aux_loss_weight": None}),
     ],
 )
