@@ -14,9 +14,9 @@ from raggedmoe.kernels.registry import Directions
 from raggedmoe.models.presets import model_preset
 from raggedmoe.moe.config import MoEConfig, strategy_name
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.train.settings.config import SETTINGS, list_changes
+from raggedmoe.train.settings.config import SETTINGS, TrainConfig, list_changes
 from raggedmoe.train.settings.resolve import resolve
-from raggedmoe.train.settings.sections import RECIPES
+from raggedmoe.train.settings.sections import RECIPES, MeshSettings, RunConfig
 from raggedmoe.train.settings.words import read_words
 from tests.train.settings.resume_table import with_table
 
@@ -54,6 +54,13 @@ def test_every_setting_has_help_and_a_default_that_it_would_accept(key):
         return
     shown = ",".join(key.default) if isinstance(key.default, tuple) else str(key.default)
     assert key.parse(shown) == key.default
+
+
+def test_a_configuration_is_shown_as_a_user_would_write_it():
+    config = TrainConfig(model="olmoe-tiny", run=RunConfig(steps=3), mesh=MeshSettings(fsdp_parallelism=2))
+    written = "TrainConfig(model='olmoe-tiny', mesh=MeshSettings(fsdp_parallelism=2), run=RunConfig(steps=3))"
+    assert repr(config) == written
+    assert eval(written) == config
 
 
 @pytest.mark.parametrize(
