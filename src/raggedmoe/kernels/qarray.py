@@ -171,7 +171,7 @@ def check_scale_values(operation: str, name: str, operand: Any, dims: str, bound
 
 
 def _used(dims: str, ends: np.ndarray, size: int) -> np.ndarray:
-    """Which groups have rows, or which rows belong to a group."""
+    """Mark the groups that have rows, or the rows that belong to a group."""
     if dims.startswith("R"):
         row = np.arange(size)
         return (row >= ends[0]) & (row < ends[-1])
