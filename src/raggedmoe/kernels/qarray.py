@@ -184,7 +184,7 @@ def operand_structs(**operands: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], d
     formats: dict[str, str] = {}
     for name, operand in operands.items():
         if isinstance(operand, QArray):
-            arrays[name] = jax.ShapeDtypeStruct(operand.shape, operand.qvalue.dtype)
+            arrays[name] = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
             arrays[f"{name}_scale"] = jax.ShapeDtypeStruct(operand.scale.shape, operand.scale.dtype)
             formats[name] = operand.qtype
         else:

@@ -23,6 +23,7 @@ from raggedmoe.names import unknown
 TARGETS = (  # exported by the library
     "raggedmoe_grouped_matmul",
     "raggedmoe_transposed_matmul",
+    "raggedmoe_quantized_matmul",
     "raggedmoe_expert_ffn",
     "raggedmoe_expert_ffn_gradients",
     "raggedmoe_attention",
