@@ -1,5 +1,6 @@
 """Requests to an object store: whole objects, conditions that are kept, and a server that is away, slow or refuses."""
 
+import sys
 import threading
 import time
 
@@ -158,3 +159,9 @@ def test_a_time_to_repeat_that_is_no_number_is_refused(bucket, monkeypatch):
     monkeypatch.setenv("RAGGEDMOE_STORAGE_SECONDS", "long")
     with pytest.raises(ValueError, match="expected a number of seconds, got 'long'"):
         (bucket / "a").read_bytes()
+
+
+def test_without_the_library_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(ValueError, match=r"needs the obstore package; pip install 'raggedmoe\[s3\]'"):
+        ObjectPath("bucket-that-nobody-opened", "x").read_bytes()

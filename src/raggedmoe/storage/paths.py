@@ -12,8 +12,8 @@ AnyPath: TypeAlias = Path | ObjectPath
 # kill, refuse and delay what is written there.
 REFUSED_SCHEMES = {
     "gs": "no server of Google Cloud Storage that the tests can start keeps the conditions of its writes "
-    "(x-goog-if-generation-match), on which it depends that two runs never write to one folder; mount the bucket with "
-    "Cloud Storage FUSE",
+    "(x-goog-if-generation-match), on which it depends that two runs never write to one folder; use s3://, or a disk "
+    "that all processes see",
     "az": "no tests start a server of it",
     "hdfs": "no tests start a server of it",
     "http": "nothing can be written there",

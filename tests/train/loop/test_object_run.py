@@ -89,13 +89,13 @@ def test_a_run_is_that_on_a_disk_and_touches_none(run, bucket, whole, tmp_path, 
     assert names == {path.name for path in whole.iterdir()} - {".lock"}
     out = capsys.readouterr().out
     assert f"the model is in {folder / 'model'}" in out
-    assert report(str(folder)) == 0
-    assert report(str(folder), out="page.html") == 0
+    assert report((str(folder),)) == 0
+    assert report((str(folder),), out="page.html") == 0
     page = Path("page.html").read_bytes()
     assert (folder / "report.html").read_bytes() == page
     assert b"Held-out loss" in page
     with pytest.raises(ValueError, match="expected a page on this machine to open"):
-        report(str(folder), open=True)
+        report((str(folder),), open=True)
     capsys.readouterr()
     assert generate(str(folder / "model"), "def ", max_new_tokens=8) == 0
     printed = capsys.readouterr().out
@@ -107,6 +107,7 @@ def test_a_run_is_that_on_a_disk_and_touches_none(run, bucket, whole, tmp_path, 
         export(str(folder / "model"), f"{bucket / 'out'}")
 
 
+@pytest.mark.ci
 def test_a_signal_saves_and_the_same_command_goes_on_exactly(run, bucket, whole, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         disturb(patch, 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -117,7 +118,7 @@ def test_a_signal_saves_and_the_same_command_goes_on_exactly(run, bucket, whole,
     check_is(bucket / "runs/run", whole)
 
 
-@pytest.mark.parametrize("kind", ["refuse", "mute"])
+@pytest.mark.parametrize("kind", [pytest.param("refuse", marks=pytest.mark.ci), "mute"])
 def test_cut_off_in_a_checkpoint_its_commit_and_the_model_it_goes_on_exactly(
     object_server, run, bucket, whole, monkeypatch, kind
 ):
@@ -158,7 +159,7 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(run, bucket, w
 def test_a_server_that_is_away_for_a_while_is_waited_for(object_server, run, bucket, whole, monkeypatch):
     back = []
     with monkeypatch.context() as patch:
-        disturb(patch, 6, lambda: back.append(object_server.away_for(2.0)))
+        disturb(patch, 6, lambda: back.append(object_server.away_for(1.0)))
         assert run() == 0
     back[0].join()
     check_is(bucket / "runs/run", whole)
@@ -209,6 +210,7 @@ def test_a_run_that_lost_its_folder_ends_and_writes_nothing_more(run, bucket, mo
     assert [list_files(folder)] == before
 
 
+@pytest.mark.ci
 def test_results_that_a_run_does_not_go_on_from_are_set_aside(run, bucket, capsys):
     folder = bucket / "runs/run"
     assert run() == 0
@@ -219,6 +221,7 @@ def test_results_that_a_run_does_not_go_on_from_are_set_aside(run, bucket, capsy
     assert list_files(folder / "earlier-1") == before
 
 
+@pytest.mark.ci
 def test_texts_a_tokenizer_and_parameters_are_read_from_the_store(run, bucket, whole, tmp_path):
     """And a run that was copied there goes on there."""
     (tmp_path / "tokenizer.json").write_text(byte_tokenizer_json())
@@ -234,6 +237,11 @@ def test_texts_a_tokenizer_and_parameters_are_read_from_the_store(run, bucket, w
     begun = (f"load_parameters_path={model}", f"tokenizer_path={tokenizer}", f"base_output_directory={tmp_path}")
     assert train(with_words(texts, *begun, "run_name=begun", "steps=1")) == 0
     assert curve(tmp_path / "begun")[0]["loss"] < curve(whole)[0]["loss"]
+    branch = (f"init_from={bucket / 'copied/run'}@12", f"base_output_directory={bucket / 'copied'}", "run_name=branch")
+    assert train(with_words(*branch, "steps=13")) == 0
+    assert generate(f"{bucket / 'copied/branch'}@13", "def ", max_new_tokens=1) == 0
+    assert report((str(bucket / "copied/run"), str(bucket / "copied/branch"))) == 0
+    assert (bucket / "copied/run/comparison.html").is_file()
 
 
 @pytest.mark.ci
