@@ -72,7 +72,7 @@ def plan(
     )
     collectives = layer_collectives(model.moe, execution.moe, made, step)
     across = collectives_across_slices(config.step, made, step)
-    state = state_bytes(model, made, config.step.optimizer.mu_dtype)
+    state = state_bytes(model, made, config.step.optimizer)
     if json:
         print(dumps(_as_json(config.step, made, step, collectives, across, state, moe_layers), indent=1))
         return 0
@@ -87,7 +87,7 @@ def plan(
     room = f" of {_size(_device_bytes(chip))}" if chip.hbm_bytes else ""
     console.print(
         f"training holds {_size(total)}{room} on each device, activations not counted (parameters "
-        f"{_size(state.params)}, gradients {_size(state.gradients)}, Adam's moments {_size(state.moments)})"
+        f"{_size(state.params)}, gradients {_size(state.gradients)}, the optimizer's moments {_size(state.moments)})"
     )
     if chip.hbm_bytes and total > _device_bytes(chip):
         console.print("[bold]it does not fit[/]: split it over more devices, fsdp_parallelism=-1 for example")

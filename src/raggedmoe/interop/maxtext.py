@@ -219,7 +219,9 @@ TRANSLATED: dict[str, Translator] = {
     "mu_dtype": _unless("mu_dtype", "", None),
     "grad_dtype": _rename("grad_dtype"),
     "opt_type": _one_of(
-        "opt_type", {"adamw": {}}, dict.fromkeys(("muon", "sgd", "adam_pax"), "only AdamW is built; use opt_type=adamw")
+        "opt_type",
+        {name: {"opt_type": name} for name in ("adamw", "muon")},
+        dict.fromkeys(("sgd", "adam_pax"), "only AdamW and Muon are built; use opt_type=adamw or muon"),
     ),
     **{
         name: _rename(name)
@@ -231,6 +233,7 @@ TRANSLATED: dict[str, Translator] = {
                 "adam_b2",
                 "adam_eps",
                 "adam_eps_root",
+                *("muon_beta", "muon_weight_decay", "muon_consistent_rms"),
                 "gradient_clipping_threshold",
             ),
             *("gradient_accumulation_steps", "per_device_batch_size", "max_target_length", "packing", "add_eos"),

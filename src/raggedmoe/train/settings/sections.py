@@ -356,8 +356,13 @@ class StepSettings(Section):
 
 @section
 class OptimizerConfig(Section):
-    """The settings of AdamW and its schedule."""
+    """The settings of the optimizer, AdamW or Muon, and of its schedule."""
 
+    opt_type: str = setting(
+        default="adamw",
+        help="Optimizer: adamw; muon trains matrices of the layers by Muon, and the rest by AdamW",
+        choices=("adamw", "muon"),
+    )
     learning_rate: float | None = setting(
         default=None,
         help="Peak learning rate; none: 3e-3, less for models wider than the demo, a tenth for loaded parameters",
@@ -394,14 +399,28 @@ class OptimizerConfig(Section):
     adam_b2: float = setting(default=0.95, help="Adam's beta2, decay of the second moment", at_least=0, below=1)
     adam_eps: float = setting(default=1e-8, help="Adam's epsilon, added outside the square root", above=0)
     adam_eps_root: float = setting(default=0.0, help="Adam's epsilon inside the square root", at_least=0)
-    weight_decay: float = setting(default=0.1, help="Weight decay of AdamW", at_least=0)
+    muon_beta: float = setting(default=0.95, help="Decay of Muon's momentum", at_least=0, below=1)
+    muon_consistent_rms: float | None = setting(
+        default=0.2,
+        help="Root mean square of Muon's updates before the learning rate, 0.2 being about AdamW's; none: each "
+        "singular value is about one, or the root of outputs/inputs where there are more outputs",
+        above=0,
+    )
+    muon_weight_decay: float | None = setting(
+        default=None, help="Weight decay of the parameters that Muon trains; none: weight_decay", at_least=0
+    )
+    weight_decay: float = setting(default=0.1, help="Weight decay", at_least=0)
     weight_decay_of: str = setting(
         default="matrices", help="Parameters that decay: matrices, or all", choices=("matrices", "all")
     )
     grad_dtype: str = setting(
         default="float32", help="Type that gradients are rounded to before clipping", choices=TYPES
     )
-    mu_dtype: str = setting(default="float32", help="Type of Adam's first moment; the second is float32", choices=TYPES)
+    mu_dtype: str = setting(
+        default="float32",
+        help="Type of Adam's first moment and of Muon's momentum; Adam's second is float32",
+        choices=TYPES,
+    )
     gradient_clipping_threshold: float = setting(
         default=1.0, help="Largest global norm of the gradients; 0: no clipping", at_least=0
     )
