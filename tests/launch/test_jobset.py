@@ -235,7 +235,7 @@ def test_a_topology_that_is_not_offered_is_refused(name):
             "base_output_directory=/tmp: expected a folder in /runs",
         ),
         (
-            (*RENDER, *TRAIN[:-1], "base_output_directory=gs://bucket/runs"),
+            (*RENDER, *DEEPSEEK, DATA, "base_output_directory=gs://bucket/runs"),
             "base_output_directory: gs://bucket/runs: expected s3://",
         ),
         ((*RENDER, *TRAIN), "expected --claim NAME:/PATH for the checkpoints of 64 hosts"),
@@ -261,7 +261,7 @@ def test_a_host_without_a_lasting_disk_is_told_what_that_means(monkeypatch, caps
 
 @pytest.mark.parametrize("option", ["--secret=runs-s3", "--service-account=trainer", None])
 def test_a_folder_in_an_object_store_needs_no_claim_but_credentials(monkeypatch, capsys, option):
-    words = (*TRAIN[:-1], "base_output_directory=s3://bucket/runs")
+    words = (*DEEPSEEK, DATA, "base_output_directory=s3://bucket/runs")
     options = () if option is None else (option,)
     code, out, error = raggedmoe(monkeypatch, capsys, *RENDER, *options, *words)
     assert code == 0
