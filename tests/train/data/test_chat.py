@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from raggedmoe.train.data.batches import open_data
 from raggedmoe.train.settings.sections import DataConfig
+from raggedmoe.train.settings.words import read_words
 
 PLAIN = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -212,3 +213,8 @@ def test_transformers_learns_the_same_tokens(folder):
         # Ours say which token is the target of the one before it.
         mask = np.asarray(expected["assistant_masks"], bool)
         assert (batch.weights[0][present][:-1] > 0).tolist() == mask[1:].tolist()
+
+
+def test_the_dataset_is_known_on_the_command_line(folder):
+    words = ("qwen3-tiny", "vocab_size=300", "dataset_type=chat", "dataset_path=a.jsonl", "tokenizer_path=t.json")
+    assert read_words(words).data.dataset_type == "chat"
