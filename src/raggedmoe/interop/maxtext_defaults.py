@@ -261,7 +261,7 @@ REFUSED: dict[str, str] = {
         "global_rampup_samples=500 tokenize_train_data=true tokenize_eval_data=true add_bos=true "
         "use_truncation=true"
     ),
-    "training is on the next token of plain text; leave it out": (
+    "conversations are dataset_type=chat, written by the tokenizer's own template; leave it out": (
         "use_dpo=false use_sft=false sft_train_on_completion_only=false use_chat_template=false chat_template_path= "
         "chat_template= training_objective=causal_lm block_diffusion_mask_id=-1 block_diffusion_min_noise=0.001 "
         "block_diffusion_logit_alignment=same_position block_diffusion_canvas_policy=all_masked distill_alpha=0.5 "

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from raggedmoe.storage import as_path
+from raggedmoe.train.data import chat
 from raggedmoe.train.data.corpus import Corpus, Document, read_standard_library, read_text_files
-from raggedmoe.train.data.rows import Batch, Rows, TokenRows, synthetic_rows, token_rows
+from raggedmoe.train.data.rows import Batch, Rows, TokenRows, synthetic_rows, token_rows, whole_document_rows
 from raggedmoe.train.data.tokenizer import BYTES, BYTES_THAT_END, NUM_BYTES, TextTokenizer, load_tokenizer
 from raggedmoe.train.settings import sections
 from raggedmoe.train.settings.sections import DataConfig
@@ -102,8 +103,12 @@ def open_data(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
     if config.dataset_type == "synthetic":
         return _open_synthetic(config, vocab_size, batch_size)
     tokenizer = _open_tokenizer(config, vocab_size)
+    corpus: Corpus
     if config.dataset_type == "stdlib":
         corpus = read_standard_library(tokenizer)
+    elif config.dataset_type == "chat":
+        suffixes = config.dataset_suffixes or chat.SUFFIXES
+        corpus = chat.read_chat_files(config.dataset_path, suffixes, tokenizer, config.sequence_length)
     else:
         corpus = read_text_files(config.dataset_path, config.dataset_suffixes or TEXT_SUFFIXES, tokenizer)
     train, held_out = split_documents(corpus.documents, share=config.held_out, seed=config.data_seed)
@@ -211,6 +216,9 @@ def _open_synthetic(config: DataConfig, vocab_size: int, batch_size: int) -> Dat
 
 def _make_rows(config: DataConfig, documents: Sequence[Document]) -> TokenRows:
     tokens = [document.tokens for document in documents]
+    learned = [document.learned for document in documents if document.learned is not None]
+    if learned:
+        return whole_document_rows(tokens, learned, sequence_length=config.sequence_length, packing=config.packing)
     return token_rows(tokens, sequence_length=config.sequence_length, packing=config.packing)
 
 
@@ -221,7 +229,7 @@ def _check_rows(config: DataConfig, batch_size: int, rows: TokenRows, unit: str)
             f"expected files of two {unit} or more, got {num_tokens} with one each: there is no next one to learn; "
             "join them, or give other paths"
         )
-    if config.sequence_length > num_tokens:
+    if config.sequence_length > num_tokens and rows.is_target is None:  # a row of conversations need not be full
         raise ValueError(
             f"max_target_length={config.sequence_length} is more than the {num_tokens} {unit} to train on; use at "
             f"most {num_tokens}, or give more data"
@@ -248,12 +256,15 @@ def _fingerprint(config: DataConfig, batch_size: int, corpus: Corpus) -> str:
     for document in corpus.documents:
         digest.update(json.dumps([document.name, len(document.tokens)]).encode())
         digest.update(document.tokens)
+        if document.learned is not None:
+            digest.update(document.learned)
     return digest.hexdigest()
 
 
 def _description(config: DataConfig, corpus: Corpus, train: Sequence[Document], held_out: Sequence[Document]) -> str:
     num, unit = len(corpus.documents), corpus.tokenizer.unit
-    read = f"{config.dataset_type}: {num:,} file{'s' * (num != 1)}, {_short(_num_tokens(corpus.documents))} {unit}"
+    size = f"{_short(_num_tokens(corpus.documents))} {unit}"
+    read = f"{config.dataset_type}: {num:,} {corpus.kind}{'s' * (num != 1)}, {size}{corpus.losses}"
     if not held_out:
         return f"{read}; all to train on"
     if len(train) == num:

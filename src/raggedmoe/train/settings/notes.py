@@ -7,7 +7,7 @@ from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.execution import ACROSS_RANKS
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.train.settings.config import TrainConfig
-from raggedmoe.train.settings.sections import BYTES
+from raggedmoe.train.settings.sections import BYTES, OF_FILES
 from raggedmoe.train.settings.step import StepConfig
 
 Condition = Callable[[TrainConfig, StepConfig], bool]
@@ -90,8 +90,8 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     ),
     "mtp_loss_weight": (lambda config, step: step.model.mtp_layers > 0, "it has no multi-token prediction"),
     "dataset_suffixes": (
-        lambda config, step: config.data.dataset_type == "text",
-        "it belongs to dataset_type=text",
+        lambda config, step: config.data.dataset_type in OF_FILES,
+        "it belongs to dataset_type=text and chat",
     ),
     **{
         name: (lambda config, step: config.data.dataset_type != "synthetic", "synthetic rows are no documents")

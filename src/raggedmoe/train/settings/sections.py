@@ -267,6 +267,7 @@ class MeshSettings(Section):
 BYTE_LENGTH, TOKENS_PER_DEVICE = 256, 4096  # of a sequence of bytes, and of a micro-batch
 PEAK_LEARNING_RATE = 3e-3  # the demo's
 BYTES = "bytes"  # the tokenizer_path that says so
+OF_FILES = ("text", "chat")  # the datasets that are read from dataset_path
 
 
 @section
@@ -274,16 +275,17 @@ class DataConfig(Section):
     """What to train on, and in which rows and order.
 
     The datasets: "stdlib" is the source code of the Python that runs, and needs no download. "text" is your own files.
-    Both are read as bytes or through a tokenizer. "synthetic" is random tokens with something to learn in them.
+    Both are read as bytes or through a tokenizer. "chat" is conversations, whose answers alone are learned. "synthetic"
+    is random tokens with something to learn in them.
     """
 
     dataset_type: str = setting(
         default="stdlib",
-        help="Training data: Python's own sources, text files, or random tokens",
-        choices=("stdlib", "text", "synthetic"),
+        help="Training data: Python's own sources, text files, conversations (jsonl), or random tokens",
+        choices=("stdlib", "text", "chat", "synthetic"),
     )
     dataset_path: tuple[str, ...] = setting(
-        default=(), help="Files or folders of text, separated by commas, for dataset_type=text"
+        default=(), help="Files or folders, separated by commas, for dataset_type=text and chat"
     )
     dataset_suffixes: tuple[str, ...] = setting(
         default=(), help="Suffixes of the files to read in folders; none: the usual ones"
@@ -314,14 +316,15 @@ class DataConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dataset_type == "text" and not self.dataset_path:
+        if self.dataset_type in OF_FILES and not self.dataset_path:
             raise ValueError(
-                "dataset_type=text: expected dataset_path with files or folders, got none; give at least one"
+                f"dataset_type={self.dataset_type}: expected dataset_path with files or folders, got none; give at "
+                "least one"
             )
         unread = f"dataset_path={','.join(self.dataset_path)}" if self.dataset_path else None
         if self.dataset_type == "synthetic" and self.tokenizer_path is not None:
             unread = f"tokenizer_path={self.tokenizer_path}"
-        if self.dataset_type != "text" and unread is not None:
+        if self.dataset_type not in OF_FILES and unread is not None:
             raise ValueError(
                 f"dataset_type={self.dataset_type} reads no {unread}; leave it out, or use dataset_type=text"
             )
