@@ -9,9 +9,7 @@
 
 #include "matmul_types.h"
 #include "parallel.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "xla_call.h"
 
 extern "C" const char* raggedmoe_isa();
 
@@ -175,16 +173,15 @@ ffi::Error quantized_matmul(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBu
   const auto call = wide_in    ? quantized<float, float>
                     : wide_out ? quantized<BFloat16, float>
                                : quantized<BFloat16, BFloat16>;
-  call(pool, lhs, values, scale, bounds.typed_data(), *out, transpose_rhs, static_cast<Format>(format));
-  return ffi::Error::Success();
+  return call_safely([&] {
+    call(pool, lhs, values, scale, bounds.typed_data(), *out, transpose_rhs, static_cast<Format>(format));
+  });
 }
 
 }  // namespace
-}  // namespace raggedmoe
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_quantized_matmul, raggedmoe::quantized_matmul,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
+XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_quantized_matmul, quantized_matmul,
+                              binding()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
@@ -192,3 +189,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_quantized_matmul, raggedmoe::quantized_m
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("transpose_rhs")
                                   .Attr<int64_t>("format"));
+
+}  // namespace raggedmoe
