@@ -108,6 +108,20 @@ def test_several_slices_are_several_jobs():
     assert spec["template"]["spec"]["parallelism"] == 16
 
 
+def test_pods_of_several_slices_find_the_others_by_what_jobset_writes_on_them():
+    found = manifest(cluster_run("v5p:4x4x4", num_slices=3))
+    assert found["spec"]["coordinator"] == {"replicatedJob": "slice", "jobIndex": 0, "podIndex": 0}
+    (container,) = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    assert 8080 in [port["containerPort"] for port in container["ports"]]
+    fields = {entry["name"]: entry.get("valueFrom", {}).get("fieldRef", {}) for entry in container["env"]}
+    assert {name: field["fieldPath"] for name, field in fields.items() if field} == {
+        "MEGASCALE_COORDINATOR_ADDRESS": "metadata.annotations['jobset.sigs.k8s.io/coordinator']",
+        "MEGASCALE_NUM_SLICES": "metadata.annotations['jobset.sigs.k8s.io/replicatedjob-replicas']",
+        "MEGASCALE_SLICE_ID": "metadata.annotations['jobset.sigs.k8s.io/job-index']",
+    }
+    assert "MEGASCALE" not in json.dumps(manifest(cluster_run("v5p:4x4x4")))
+
+
 @pytest.mark.parametrize(("layout", "hosts", "slices"), [("4x4x4", 16, 1), ("4x8x8", 64, 1), ("4x4x8", 32, 3)])
 def test_a_composed_slice_is_whole_blocks_of_chips_and_no_pool_of_nodes(layout, hosts, slices):
     found = manifest(cluster_run(f"tpu7x:{layout}", queue="research", composed=True, num_slices=slices))
