@@ -197,7 +197,7 @@ TRANSLATED: dict[str, Translator] = {
     # data and learning
     "dataset_type": _one_of(
         "dataset_type",
-        {name: {"dataset_type": name} for name in ("stdlib", "text", "chat", "synthetic")},
+        {name: {"dataset_type": name} for name in ("stdlib", "text", "chat", "tokens", "synthetic")},
         dict.fromkeys(
             ("tfds", "hf", "grain", "c4_mlperf", "olmo_grain"),
             "that pipeline is not built; use dataset_type=text or chat with dataset_path, or synthetic",

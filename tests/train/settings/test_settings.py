@@ -79,7 +79,7 @@ def test_a_configuration_is_shown_as_a_user_would_write_it():
         (["packing=maybe"], "packing: expected true or false, got 'maybe'"),
         (["schedule=linear"], "schedule: expected one of cosine, wsd, constant, got 'linear'"),
         (["dataset_type=hf"], "dataset_type=hf: that pipeline is not built; use dataset_type=text"),
-        (["dataset_type=csv"], "dataset_type: expected one of stdlib, text, synthetic, got 'csv'"),
+        (["dataset_type=csv"], "dataset_type: expected one of stdlib, text, chat, tokens, synthetic, got 'csv'"),
         (["steps=5", "steps=6"], "steps=5 and steps=6 contradict each other"),
         (["demo", "olmoe-tiny"], "expected one model and settings as key=value, got 'demo' and 'olmoe-tiny'"),
         (["demo", "model_name=olmoe-tiny"], "demo and model_name=olmoe-tiny contradict each other"),

@@ -13,7 +13,16 @@ import numpy as np
 from raggedmoe.storage import as_path
 from raggedmoe.train.data import chat
 from raggedmoe.train.data.corpus import Corpus, Document, read_standard_library, read_text_files
-from raggedmoe.train.data.rows import Batch, Rows, TokenRows, synthetic_rows, token_rows, whole_document_rows
+from raggedmoe.train.data.rows import (
+    Batch,
+    Rows,
+    TokenRows,
+    rows_between,
+    synthetic_rows,
+    token_rows,
+    whole_document_rows,
+)
+from raggedmoe.train.data.token_files import TokenFile, open_tokens
 from raggedmoe.train.data.tokenizer import BYTES, BYTES_THAT_END, NUM_BYTES, TextTokenizer, load_tokenizer
 from raggedmoe.train.settings import sections
 from raggedmoe.train.settings.sections import DataConfig
@@ -102,6 +111,8 @@ def open_data(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
     """
     if config.dataset_type == "synthetic":
         return _open_synthetic(config, vocab_size, batch_size)
+    if config.dataset_type == "tokens":
+        return _open_tokens(config, vocab_size, batch_size)
     tokenizer = _open_tokenizer(config, vocab_size)
     corpus: Corpus
     if config.dataset_type == "stdlib":
@@ -211,6 +222,34 @@ def _open_synthetic(config: DataConfig, vocab_size: int, batch_size: int) -> Dat
         fingerprint=_digest(settings).hexdigest(),
         description=f"synthetic: endless rows, a vocabulary of {vocab_size:,}",
         tokenizer=None,
+    )
+
+
+def _open_tokens(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
+    """Open the files of a folder of tokens, which were split when they were written."""
+    (place,) = config.dataset_path
+    folder = open_tokens(as_path(place), vocab_size)
+
+    def rows(part: TokenFile) -> TokenRows:
+        length, packing = config.sequence_length, config.packing
+        return rows_between(part.tokens, part.bounds, sequence_length=length, packing=packing)
+
+    train, held_out = rows(folder.train), folder.held_out if config.held_out else None
+    _check_rows(config, batch_size, train, folder.tokenizer.unit)
+    settings = [config.dataset_type, config.data_seed, config.sequence_length, batch_size, config.packing]
+    num, num_held_out = len(folder.train.bounds) - 1, 0 if held_out is None else len(held_out.bounds) - 1
+    return Data(
+        config=config,
+        batch_size=batch_size,
+        train=train,
+        held_out=None if held_out is None else rows(held_out),
+        vocab_size=folder.tokenizer.vocab_size,
+        num_tokens=len(train.tokens),
+        num_documents=num,
+        fingerprint=_digest([*settings, held_out is not None, folder.fingerprint]).hexdigest(),
+        description=f"tokens: {_short(len(train.tokens))} {folder.tokenizer.unit} of {num:,} documents to train on, "
+        f"{num_held_out:,} documents held out",
+        tokenizer=folder.tokenizer,
     )
 
 

@@ -72,6 +72,17 @@ def read_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[tuple[str,
     return _read_files([file for root in map(as_path, paths) for file in _find_files(root, suffixes)])
 
 
+def find_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[tuple[str, Path]]:
+    """List files, and all files below folders, by name in the order of the names; they must be on this machine."""
+    places = [as_path(path) for path in paths]
+    remote = [place for place in places if isinstance(place, ObjectPath)]
+    if remote:
+        raise ValueError(f"{remote[0]}: expected files on this machine, to read part by part; copy them here")
+    found = [file for place in places for file in _find_files(place, suffixes)]
+    local = {os.path.realpath(str(path)): (name, Path(str(path))) for name, path in reversed(found)}
+    return sorted(local.values())
+
+
 def _make_corpus(contents: Sequence[tuple[str, AnyPath, bytes]], tokenizer: TextTokenizer) -> Corpus:
     """Make a document of each file that has a token."""
     tokens = tokenizer.encode([(path, content) for _, path, content in contents])

@@ -89,6 +89,11 @@ def token_rows(documents: Sequence[np.ndarray], *, sequence_length: int, packing
     What a document ends with is its own last token: nothing is put between documents here.
     """
     bounds = np.cumsum([0, *map(len, documents)])
+    return rows_between(np.concatenate(documents), bounds, sequence_length=sequence_length, packing=packing)
+
+
+def rows_between(tokens: np.ndarray, bounds: np.ndarray, *, sequence_length: int, packing: bool) -> TokenRows:
+    """Cut an array of documents, whose bounds are given, into rows, as `token_rows` does. Its tokens are not read."""
     if packing:
         starts = np.arange(0, bounds[-1], sequence_length)
         ends = np.minimum(starts + sequence_length, bounds[-1])
@@ -101,7 +106,7 @@ def token_rows(documents: Sequence[np.ndarray], *, sequence_length: int, packing
     without_target = np.searchsorted(last_tokens, ends) - np.searchsorted(last_tokens, starts)
     has_target = ends - starts > without_target
     return TokenRows(
-        tokens=np.concatenate(documents),
+        tokens=tokens,
         bounds=bounds,
         starts=starts[has_target],
         lengths=(ends - starts)[has_target],

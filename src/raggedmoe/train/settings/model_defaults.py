@@ -6,7 +6,13 @@ from typing import Any
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.train.settings.config import SETTINGS, TrainConfig
 from raggedmoe.train.settings.fields import SomeSection, with_values
-from raggedmoe.train.settings.sections import BYTE_LENGTH, BYTES, PEAK_LEARNING_RATE, TOKENS_PER_DEVICE
+from raggedmoe.train.settings.sections import (
+    BYTE_LENGTH,
+    BYTES,
+    PEAK_LEARNING_RATE,
+    TOKENS_PER_DEVICE,
+    WITHOUT_TOKENIZER,
+)
 
 MOST_BYTES = 512  # entries of a vocabulary of bytes, at most: 256, and some special tokens
 MOST_LENGTH = 2048
@@ -57,7 +63,7 @@ def _begins_with_weights(config: TrainConfig) -> bool:
 def _tokenizer_path(config: TrainConfig) -> str | None:
     """Return the tokenizer to train with: the one that was named, or that of the model's folder, if it has one."""
     data, folder = config.data, config.model_folder
-    if data.tokenizer_path is None and folder is not None and data.dataset_type != "synthetic":
+    if data.tokenizer_path is None and folder is not None and data.dataset_type not in WITHOUT_TOKENIZER:
         return str(folder / TOKENIZER) if (folder / TOKENIZER).is_file() else None
     return data.tokenizer_path
 
@@ -77,7 +83,7 @@ def missing_data(config: TrainConfig, model: ModelConfig) -> str | None:
             f"{config.model} is no model of bytes: expected the data to train it on, got none; use dataset_type=text "
             "dataset_path=FILES_OR_FOLDERS, or dataset_type=synthetic, or dataset_type=stdlib for Python's own sources"
         )
-    if folder is None or data.dataset_type == "synthetic" or data.tokenizer_path is not None:
+    if folder is None or data.dataset_type in WITHOUT_TOKENIZER or data.tokenizer_path is not None:
         return None
     others = [name for name in OTHER_TOKENIZERS if (folder / name).is_file()]
     found, how = "none", "put it there"

@@ -267,7 +267,8 @@ class MeshSettings(Section):
 BYTE_LENGTH, TOKENS_PER_DEVICE = 256, 4096  # of a sequence of bytes, and of a micro-batch
 PEAK_LEARNING_RATE = 3e-3  # the demo's
 BYTES = "bytes"  # the tokenizer_path that says so
-OF_FILES = ("text", "chat")  # the datasets that are read from dataset_path
+OF_FILES = ("text", "chat", "tokens")  # the datasets that are read from dataset_path
+WITHOUT_TOKENIZER = ("tokens", "synthetic")  # the datasets that no tokenizer of the run makes
 
 
 @section
@@ -281,8 +282,9 @@ class DataConfig(Section):
 
     dataset_type: str = setting(
         default="stdlib",
-        help="Training data: Python's own sources, text files, conversations (jsonl), or random tokens",
-        choices=("stdlib", "text", "chat", "synthetic"),
+        help="Training data: Python's own sources, text files, conversations (jsonl), what `raggedmoe tokenize` wrote, "
+        "or random tokens",
+        choices=("stdlib", "text", "chat", "tokens", "synthetic"),
     )
     dataset_path: tuple[str, ...] = setting(
         default=(), help="Files or folders, separated by commas, for dataset_type=text and chat"
@@ -322,9 +324,11 @@ class DataConfig(Section):
                 "least one"
             )
         unread = f"dataset_path={','.join(self.dataset_path)}" if self.dataset_path else None
-        if self.dataset_type == "synthetic" and self.tokenizer_path is not None:
+        if self.dataset_type == "tokens" and len(self.dataset_path) != 1:
+            raise ValueError(f"dataset_type=tokens: expected one folder, got {','.join(self.dataset_path)}")
+        if self.dataset_type in WITHOUT_TOKENIZER and self.tokenizer_path is not None:
             unread = f"tokenizer_path={self.tokenizer_path}"
-        if self.dataset_type not in OF_FILES and unread is not None:
+        if unread is not None and (self.dataset_type not in OF_FILES or not unread.startswith("dataset_path")):
             raise ValueError(
                 f"dataset_type={self.dataset_type} reads no {unread}; leave it out, or use dataset_type=text"
             )
