@@ -11,6 +11,10 @@
 #include "parallel.h"
 #include "xla_call.h"
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
 extern "C" const char* raggedmoe_isa();
 
 namespace raggedmoe {
@@ -53,8 +57,16 @@ struct QuantizedPart {
   Scales scales;
   bool scaled;  // false: the rows were multiplied by the scales already
 
-  float scale(int64_t k_block, int64_t n) const {
-    return scaled ? scales.at(k_block * scale_k + n / block_n * scale_n) : 1.0f;
+  // The scales of all columns, for a block of the rows.
+  void scales_of_columns(int64_t k_block, float* out) const {
+    for (int64_t n = first, n_block = first / block_n; n < last; ++n_block) {
+      const float one = scale(k_block, n_block);
+      const int64_t end = std::min((n_block + 1) * block_n, last);
+      for (; n < end; ++n) out[n - first] = one;
+    }
+  }
+  float scale(int64_t k_block, int64_t n_block) const {
+    return scaled ? scales.at(k_block * scale_k + n_block * scale_n) : 1.0f;
   }
 };
 
@@ -74,11 +86,11 @@ namespace quantized_avx512 {
 }  // namespace quantized_avx512
 #ifdef __clang__
 #pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #endif
 namespace quantized_avx2 {
 #define RAGGEDMOE_LANES 8
@@ -101,7 +113,7 @@ Multiply multiply_here() {
 #ifdef __x86_64__
   const std::string isa = raggedmoe_isa();
   if (isa.rfind("avx512", 0) == 0) return quantized_avx512::multiply;
-  if (isa == "avx2") return quantized_avx2::multiply;
+  if (isa == "avx2" && __builtin_cpu_supports("f16c")) return quantized_avx2::multiply;
 #endif
   return quantized_baseline::multiply;
 }
@@ -156,8 +168,10 @@ void quantized(ffi::ThreadPool& pool, const ffi::AnyBuffer& lhs, const ffi::AnyB
       const int64_t some = std::min<int64_t>(QUANTIZED_ROWS, bounds[task.group + 1] - first);
       for (int64_t m = 0; m < some; ++m) {
         kernels<T>().widen(a + (first + m) * num_k, rows + m * num_k, num_k);
-        if (folded)
-          for (int64_t k = 0; k < num_k; ++k) rows[m * num_k + k] *= part.scales.at(k / (num_k / k_scales));
+        for (int64_t block = 0, k = 0; folded && block < k_scales; ++block) {
+          const float one = part.scales.at(block);
+          for (; k < (block + 1) * (num_k / k_scales); ++k) rows[m * num_k + k] *= one;
+        }
       }
       multiply(some, part, rows, products, num_cols, sums, column_scales);
       for (int64_t m = 0; m < some; ++m)
