@@ -91,6 +91,7 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix src tests
 	$(BIN)/ruff format src tests
+	$(BIN)/python -m raggedmoe.cli.known_names --write
 
 bench: $(READY) native
 	$(BIN)/raggedmoe bench grouped_matmul layer sweep train generate --json out/bench.json --plot out/bench.png --markdown out/bench.md

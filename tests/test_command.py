@@ -11,7 +11,8 @@ import raggedmoe_command as command
 from raggedmoe.cli import known_names
 from raggedmoe.cli import main as cli
 from raggedmoe.train.settings.config import SETTINGS
-from raggedmoe.train.settings.words import OTHER_NAMES, read_words
+from raggedmoe.train.settings.other_names import OTHER_NAMES
+from raggedmoe.train.settings.words import read_words
 from raggedmoe_command import answers, compilation_cache, large_pages
 from raggedmoe_command.answers import answer
 from raggedmoe_command.compilation_cache import machine_key, remove_old_programs, use_compilation_cache

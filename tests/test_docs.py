@@ -33,8 +33,8 @@ def blocks(page, *kinds):
 def test_every_code_block_is_of_a_kind_that_is_read_here(page):
     """Python without its word, an indented block or a block of another kind would be run by no test."""
     fences = re.findall(r"^ *```.*$", page.read_text(), flags=re.M)
-    assert set(fences) <= {"```", "```python", "```sh"}
-    assert len(fences) == 2 * len(blocks(page, "", "python", "sh"))
+    assert set(fences) <= {"```", "```python", "```sh", "```toml"}
+    assert len(fences) == 2 * len(blocks(page, "", "python", "sh", "toml"))
     assert not re.search(r"^(from raggedmoe|import |>>> )", "\n".join(blocks(page, "", "sh")), flags=re.M)
 
 
@@ -66,6 +66,14 @@ def test_python_examples_run(page, tmp_path, monkeypatch):
         if "raggedmoe.train(" in text:
             continue  # tests/train/loop/test_python_run.py runs it
         exec(compile(text, f"{page.name}, example {number}", "exec"), names)
+
+
+@pytest.mark.parametrize(
+    ("page", "text"), [pytest.param(page, text, id=page.name) for page in PAGES for text in blocks(page, "toml")]
+)
+def test_files_of_settings_make_a_run(page, text, tmp_path):
+    (tmp_path / "run.toml").write_text(text)
+    resolve(read_words([str(tmp_path / "run.toml")]), HARDWARE["cpu"])
 
 
 def commands(page):

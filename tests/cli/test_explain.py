@@ -50,6 +50,16 @@ def test_explain_chooses_the_cpu_kernels_on_a_cpu(capsys):
     assert "24" in printed
 
 
+@pytest.mark.parametrize(("qtype", "scale"), [("int8", "rhs_scale[8,64,1]"), ("mxfp4", "rhs_scale[8,64,1]")])
+def test_explain_says_what_becomes_of_quantised_experts(qtype, scale, capsys):
+    assert explain(shape="T=16,D=32,F=64,E=8,K=2", hardware="tpu7x", experts=qtype) == 0
+    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert f"rhs:{qtype}[8,64,32] {scale}" in said
+    assert "● xla" in said
+    assert "widened: a dequantised copy" in said
+    assert f"pallas_tpu it takes no quantised operands, such as rhs ({qtype})" in said
+
+
 def test_explain_for_an_old_jax_says_that_nothing_runs(capsys):
     explain(jax_version="0.4.30")
     assert "use JAX 0.10.2 or newer" in " ".join(capsys.readouterr().out.split())

@@ -9,6 +9,7 @@ import pytest
 
 from raggedmoe.cli.main import COMMANDS, main
 from raggedmoe.launch import processes
+from raggedmoe.train.settings.config import SETTINGS
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -97,3 +98,18 @@ def test_help_is_printed_and_is_no_failure(command, raggedmoe):
     code, out, _ = raggedmoe(command, "--help")
     assert code == 0
     assert "usage: raggedmoe" in out
+
+
+def test_help_of_train_has_the_default_the_type_and_the_help_of_every_setting(raggedmoe, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    code, out, _ = raggedmoe("train", "--help")
+    assert code == 0
+    lines = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()]
+    printed = {cells[0].partition("=")[0]: cells for cells in lines if len(cells) == 3}
+    for name, setting in SETTINGS.items():
+        assignment, kind, text = printed[name]
+        default = assignment.partition("=")[2]
+        read = setting.parse(default)
+        assert read == setting.default or (read is None and setting.default == ()), name
+        assert kind == ("choice" if setting.choices else setting.type.name), name
+        assert text.startswith(setting.help), name

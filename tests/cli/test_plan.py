@@ -54,6 +54,20 @@ def test_what_does_not_fit_and_devices_without_work_are_told(capsys):
     assert "1 of 4 devices used; fsdp_parallelism=-1 takes them all" in text
 
 
+def test_devices_are_of_the_chip_that_is_named(capsys):
+    assert plan(("deepseek-v3", "fsdp_parallelism=-1"), devices=256, hardware="h100") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "256 devices (h100)" in text
+    assert " of 80 GB on each device" in text
+
+
+def test_data_that_a_run_lacks_are_named(capsys):
+    assert plan(("olmoe-1b-7b",)) == 0
+    assert "olmoe-1b-7b is no model of bytes" in capsys.readouterr().out
+    assert plan(("olmoe-1b-7b", "dataset_type=synthetic")) == 0
+    assert "no model of bytes" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "room", "even"),
     [
@@ -104,6 +118,8 @@ def test_one_device_sends_nothing(capsys):
         (("mixtral-tiny", "fsdp_parallelism=-1"), {}, "say how many with --devices or --topology"),
         (("mixtral-tiny",), {"devices": 2, "topology": "v6e:2x2"}, "expected --devices or --topology, got both"),
         (("mixtral-tiny",), {"devices": 0}, "expected --devices >= 1, got 0"),
+        (("mixtral-tiny", "fsdp_parallelism=-1"), {"devices": 256}, "256 devices: expected the chip .* use --hardware"),
+        (("mixtral-tiny",), {"hardware": "v6e", "topology": "v6e:2x2"}, "expected --hardware or --topology, got both"),
         (("mixtral-tiny", "fsdp_parallelism=0"), {}, "expected fsdp_parallelism >= 1, or -1 for .*, got 0"),
         (("mixtral-tiny", "expert_parallelism=3"), {}, "its expert=8 is not divisible by expert_parallelism=3"),
         (("mixtral-tiny",), {"topology": "v6e:4x5"}, "topology 'v6e:4x5': expected chips in 2 directions"),

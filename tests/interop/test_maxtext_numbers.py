@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 from raggedmoe.hardware import HARDWARE
@@ -499,6 +500,32 @@ def test_adam_weight_decay_decays_every_parameter_as_maxtexts_optimizer_does():
         np.testing.assert_allclose(params[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+def test_the_numbers_of_muon_are_those_of_the_call_that_maxtext_makes():
+    words = ["opt_type=muon", "muon_beta=0.8", "muon_weight_decay=0.3", "muon_consistent_rms=0.1", "adam_eps=0.01"]
+    words += ["gradient_clipping_threshold=0", "learning_rate=0.1", "warmup_steps_fraction=0", "steps=4"]
+    config = configured("mixtral-tiny", *words).step.optimizer
+    theirs = optax.contrib.muon(
+        learning_rate_schedule(config),
+        beta=0.8,
+        eps=0.01,
+        weight_decay=0.3,
+        consistent_rms=0.1,
+        muon_weight_dimension_numbers={"matrix": optax.contrib.MuonDimensionNumbers(1, 0)},
+    )
+    specs = {"matrix": SPECS["matrix"]}
+    results = []
+    for optimizer in (make_optimizer(config, specs), theirs):
+        rng = np.random.default_rng(0)
+        params = {"matrix": jnp.asarray(rng.standard_normal(SPECS["matrix"].shape), jnp.float32)}
+        state = optimizer.init(params)
+        for _ in range(3):
+            gradients = {"matrix": jnp.asarray(rng.standard_normal(SPECS["matrix"].shape), jnp.float32)}
+            updates, state = optimizer.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+        results.append(params["matrix"])
+    np.testing.assert_allclose(*results, rtol=0, atol=1e-5)
+
+
 def test_grad_dtype_rounds_gradients_and_mu_dtype_the_mean():
     """One step of plain Adam on a gradient that bfloat16 cannot hold: 8 bits of precision, to nearest even."""
     words = ["grad_dtype=bfloat16", "mu_dtype=bfloat16", "learning_rate=0.1", "warmup_steps_fraction=0", "steps=4"]
@@ -553,6 +580,7 @@ CHECKED = {
     *("mtp_loss_scaling_factor", "warmup_steps_fraction", "wsd_decay_steps_fraction", "adam_weight_decay"),
     *("learning_rate_final_fraction", "cosine_learning_rate_final_fraction", "learning_rate", "adam_b1", "adam_b2"),
     *("adam_eps", "adam_eps_root", "gradient_clipping_threshold"),
+    *("muon_beta", "muon_weight_decay", "muon_consistent_rms"),
     *("routed_scaling_factor", "normalization_layer_epsilon", "rope_max_timescale"),
 }
 

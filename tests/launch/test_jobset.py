@@ -12,7 +12,9 @@ from raggedmoe.cli.main import main
 from raggedmoe.launch.jobset import ClusterRun, manifest
 from raggedmoe.launch.slices import parse_slice
 
-TRAIN = ("--", "train", "deepseek-v3", "expert_parallelism=4", "fsdp_parallelism=-1", "base_output_directory=/runs/x")
+DATA = "dataset_type=synthetic"
+DEEPSEEK = ("--", "train", "deepseek-v3", "expert_parallelism=4", "fsdp_parallelism=-1")
+TRAIN = (*DEEPSEEK, "base_output_directory=/runs/x", DATA)
 RENDER = ("launch", "--render", "jobset", "--topology", "tpu7x:4x8x8", "--image", "registry/raggedmoe:0.1")
 FULL = {
     "namespace": "ml",
@@ -104,6 +106,20 @@ def test_several_slices_are_several_jobs():
     spec = manifest(cluster_run("v5p:4x4x4", num_slices=3))["spec"]["replicatedJobs"][0]
     assert spec["replicas"] == 3
     assert spec["template"]["spec"]["parallelism"] == 16
+
+
+def test_pods_of_several_slices_find_the_others_by_what_jobset_writes_on_them():
+    found = manifest(cluster_run("v5p:4x4x4", num_slices=3))
+    assert found["spec"]["coordinator"] == {"replicatedJob": "slice", "jobIndex": 0, "podIndex": 0}
+    (container,) = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    assert 8080 in [port["containerPort"] for port in container["ports"]]
+    fields = {entry["name"]: entry.get("valueFrom", {}).get("fieldRef", {}) for entry in container["env"]}
+    assert {name: field["fieldPath"] for name, field in fields.items() if field} == {
+        "MEGASCALE_COORDINATOR_ADDRESS": "metadata.annotations['jobset.sigs.k8s.io/coordinator']",
+        "MEGASCALE_NUM_SLICES": "metadata.annotations['jobset.sigs.k8s.io/replicatedjob-replicas']",
+        "MEGASCALE_SLICE_ID": "metadata.annotations['jobset.sigs.k8s.io/job-index']",
+    }
+    assert "MEGASCALE" not in json.dumps(manifest(cluster_run("v5p:4x4x4")))
 
 
 @pytest.mark.parametrize(("layout", "hosts", "slices"), [("4x4x4", 16, 1), ("4x8x8", 64, 1), ("4x4x8", 32, 3)])
@@ -215,6 +231,7 @@ def test_a_topology_that_is_not_offered_is_refused(name):
         (("launch", "--render", "jobset", "--", "train"), "expected --topology, such as tpu7x:4x8x8, and --image"),
         ((*RENDER, "--processes", "2", "--", "train"), "expected no --processes"),
         ((*RENDER, "--", "train", "step=3"), "unknown setting 'step'"),
+        ((*RENDER, *TRAIN[:-1]), "deepseek-v3 is no model of bytes: expected the data"),
         ((*RENDER, "--", "train", "deepseek-v3"), "the degrees use 1 devices, but 1 × tpu7x:4x8x8 has 512"),
         ((*RENDER, "--", "train", "fsdp_parallelism=1024"), "fsdp_parallelism=1024 = 1024 devices, but there are 512"),
         (
@@ -232,11 +249,11 @@ def test_a_topology_that_is_not_offered_is_refused(name):
         ((*RENDER, *TRAIN, "steps=-3"), "steps"),
         ((*RENDER, *TRAIN, "learning_rate=-1"), "learning_rate"),
         (
-            (*RENDER, "--claim", "runs:/runs", *TRAIN[:-1], "base_output_directory=/runs/../tmp"),
+            (*RENDER, "--claim", "runs:/runs", *DEEPSEEK, DATA, "base_output_directory=/runs/../tmp"),
             "base_output_directory=/tmp: expected a folder in /runs",
         ),
         (
-            (*RENDER, *TRAIN[:-1], "base_output_directory=gs://bucket/runs"),
+            (*RENDER, *DEEPSEEK, DATA, "base_output_directory=gs://bucket/runs"),
             "base_output_directory: gs://bucket/runs: expected s3://",
         ),
         ((*RENDER, *TRAIN), "expected --claim NAME:/PATH for the checkpoints of 64 hosts"),
@@ -253,7 +270,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, monkeypatch, 
 
 def test_a_host_without_a_lasting_disk_is_told_what_that_means(monkeypatch, capsys):
     one_host = ("launch", "--render", "jobset", "--topology", "v6e:2x2", "--image", "registry/raggedmoe:0.1")
-    code, out, error = raggedmoe(monkeypatch, capsys, *one_host, "--", "train", "olmoe-1b-7b", "fsdp_parallelism=-1")
+    train = ("--", "train", "olmoe-1b-7b", "fsdp_parallelism=-1", DATA)
+    code, out, error = raggedmoe(monkeypatch, capsys, *one_host, *train)
     assert code == 0
     assert json.loads(out)["kind"] == "JobSet"
     assert "without --claim, pods write to disks of their own" in error
@@ -261,7 +279,7 @@ def test_a_host_without_a_lasting_disk_is_told_what_that_means(monkeypatch, caps
 
 @pytest.mark.parametrize("option", ["--secret=runs-s3", "--service-account=trainer", None])
 def test_a_folder_in_an_object_store_needs_no_claim_but_credentials(monkeypatch, capsys, option):
-    words = (*TRAIN[:-1], "base_output_directory=s3://bucket/runs")
+    words = (*DEEPSEEK, DATA, "base_output_directory=s3://bucket/runs")
     options = () if option is None else (option,)
     code, out, error = raggedmoe(monkeypatch, capsys, *RENDER, *options, *words)
     assert code == 0

@@ -1,5 +1,7 @@
 """Degrees, and the place of every parameter: who holds what."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -86,6 +88,12 @@ def test_on_tpus_only_the_data_axis_crosses_slices_whatever_order_devices_come_i
     assert slices == [[0] * 4, [1] * 4]
     with pytest.raises(ValueError, match="a plan for all 8 devices of 2 slices, got 8 of 1; use slices=2"):
         Plan(fsdp=8).mesh(devices)
+
+
+def test_devices_without_the_number_of_a_slice_are_one_slice_on_tpus_and_none_elsewhere():
+    described = [SimpleNamespace(platform="tpu")] * 4  # as a topology of one slice has them
+    assert count_slices(described) == 1
+    assert count_slices([SimpleNamespace(platform="cpu")]) is None
 
 
 def test_an_unknown_split_is_refused():

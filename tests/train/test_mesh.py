@@ -1,6 +1,7 @@
 """Training on a mesh: the same curve on every one, and a run that goes on on another."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -71,6 +72,58 @@ def test_ten_steps_on_a_mesh_have_the_losses_of_one_device_and_leave_the_state_i
     template = state_template(PARTS, SPLIT)
     for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(template), strict=True):
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+
+
+MUON = dataclasses.replace(PARTS, optimizer=dataclasses.replace(PARTS.optimizer, opt_type="muon"))
+
+
+@functools.cache
+def muon_alone():
+    """The programs of one device, and the losses and the state of four steps there."""
+    programs, state, losses = compile_programs(MUON, BATCH, None), copied(first_state(MUON)), []
+    for _ in range(4):
+        state, report = programs.step(state, BATCH)
+        losses.append(float(report.losses.loss))
+    return programs, losses, state
+
+
+def copied(state):
+    return jax.tree.map(jnp.copy, state)  # a step takes its state's memory
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(slices=2, fsdp=2, tensor=2),
+        pytest.param(Plan(fsdp=2, expert=2), marks=pytest.mark.slow),
+        pytest.param(Plan(expert=2), marks=pytest.mark.slow),
+    ],
+    ids=["8", "4", "2"],
+)
+def test_steps_of_muon_have_the_losses_of_one_device(plan):
+    sharding = train_sharding(plan)
+    programs, state = compile_programs(MUON, BATCH, None, sharding), placed(first_state(MUON), sharding, MUON)
+    _, losses, _ = muon_alone()
+    for expected in losses:
+        state, report = programs.step(state, BATCH)
+        np.testing.assert_allclose(report.losses.loss, expected, rtol=1e-4)
+    for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(state_template(MUON, sharding)), strict=True):
+        assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+
+
+@pytest.mark.ci
+def test_steps_of_muon_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
+    programs, _, whole = muon_alone()
+    state = copied(first_state(MUON))
+    for _ in range(2):
+        state, _ = programs.step(state, BATCH)
+    with Checkpoints(CheckpointConfig(folder=tmp_path, asynchronous=False)) as checkpoints:
+        checkpoints.save(2, state, {})
+        state = checkpoints.restore(state_template(MUON)).state
+    for _ in range(2):
+        state, _ = programs.step(state, BATCH)
+    assert_same_bits(state, whole)
 
 
 @pytest.mark.ci

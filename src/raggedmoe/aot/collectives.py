@@ -76,7 +76,7 @@ def layer_collectives(config: MoEConfig, execution: MoEExecution, plan: Plan, st
 
 
 def collectives_across_slices(run: StepConfig, plan: Plan, step: Step) -> list[Collective]:
-    """All of a model that crosses slices in a micro-batch: sums of gradients, and what routers sum forward.
+    """List all of a model that crosses slices in a micro-batch: sums of gradients, and what routers sum forward.
 
     Of a gradient it is the part that a device stores. Those of routed experts have the type of activations, as they are
     multiplied, and all others are float32. A table of the vocabulary has a gradient for each use: modules of
@@ -159,7 +159,7 @@ def _split_axes(plan: Plan, name: str, spec: ParamSpec) -> tuple[str, ...]:
 
 
 def _summed_over(plan: Plan, name: str, spec: ParamSpec) -> tuple[str, ...]:
-    """The mesh axes over which the gradient of the part that a device stores is summed."""
+    """Return the mesh axes over which the gradient of the part that a device stores is summed."""
     split = _split_axes(plan, name, spec)
     if not is_routed(name, spec):
         return tuple(axis for axis in TOKEN_AXES if axis not in split)

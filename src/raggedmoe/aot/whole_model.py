@@ -64,7 +64,8 @@ def whole_model(outcomes: Sequence[CompileOutcome]) -> WholeModel | None:
         return None
     config = resolve_on(steps[0].config, outcomes[0].case.topology)
     whole, cut = (
-        state_bytes(model, config.plan) for model in (config.step.model, with_layers(config.step.model, layers[0]))
+        state_bytes(model, config.plan, config.step.optimizer)
+        for model in (config.step.model, with_layers(config.step.model, layers[0]))
     )
     state = whole.params + whole.moments - cut.params - cut.moments
     rests = [compiled.memory.total - compiled.memory.arguments for compiled in (larger, smaller)]

@@ -18,8 +18,8 @@ OUR_ISA = "RAGGEDMOE_CPU_ISA"
 _AVX512 = (
     "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR X86_V4 "  # NumPy's names, old and new
 )
-# The first flag holds XLA's own code. Its matmuls by XNNPACK and YNNPACK look at the CPU itself, so nothing goes to
-# them; what is left are Eigen's, whose tiles are oneDNN's and obey ONEDNN_MAX_CPU_ISA, in XLA as in PyTorch.
+# XLA's own code obeys the first flag. Its matmuls by XNNPACK and YNNPACK look at the CPU itself, so nothing goes there;
+# what is left are Eigen's, whose tiles are oneDNN's and obey ONEDNN_MAX_CPU_ISA, in XLA as in PyTorch.
 _XLA_AVX2 = "--xla_cpu_max_isa=AVX2 --xla_cpu_experimental_xnn_fusion_type= --xla_cpu_experimental_ynn_fusion_type="
 ISAS: Mapping[str, Mapping[str, str]] = {
     "avx2": {

@@ -4,7 +4,7 @@ The weights are random, and written once as `raggedmoe export` would, so that tr
 """
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from raggedmoe.bench.case import Case
-from raggedmoe.bench.children import Children
-from raggedmoe.bench.contender import MODULES, contenders
-from raggedmoe.bench.run import Result, measure
+from raggedmoe.bench.run import Result, Session
 from raggedmoe.hardware import target_hardware
 from raggedmoe.models.config import GroupedQueryConfig, ModelConfig
 from raggedmoe.models.count import count_params
@@ -67,29 +65,19 @@ def model_case_name(subject: str) -> str:
     return f"{subject} {MODEL_NAMES[subject]} {DIRECTIONS[subject]}"
 
 
-def measure_models(
-    subjects: Iterable[str],
-    dtypes: Iterable[str],
-    children: Children,
-    rounds: int,
-    only: str = "",
-    say: Callable[[str], None] = lambda text: None,
-    modules: Iterable[str] = MODULES,
-    decoded: ModelConfig = DECODED,
-) -> Iterator[list[Result]]:
-    """Measure the subjects in each type, where the case's name holds the text ``only``."""
-    modules, dtypes = tuple(modules), tuple(dtypes)
+def measure_models(subjects: Iterable[str], session: Session, decoded: ModelConfig = DECODED) -> Iterator[list[Result]]:
+    """Measure the subjects in each type, where the session wants it."""
     for subject in subjects:
-        for dtype in dtypes:
-            if only not in f"{model_case_name(subject)} {dtype}":
+        for dtype in session.dtypes:
+            if not session.wants(model_case_name(subject), dtype):
                 continue
             with tempfile.TemporaryDirectory(prefix="raggedmoe-bench-") as folder:
-                say(f"writing {MODEL_NAMES[subject]}, {dtype}")
+                session.say(f"writing {MODEL_NAMES[subject]}, {dtype}")
                 if subject == "train":
                     case = write_train_case(Path(folder), dtype)
                 else:
                     case = write_generate_case(Path(folder), dtype, decoded)
-                yield measure(case, contenders(subject, modules), children, rounds, say)
+                yield session.measure(case)
 
 
 def write_train_case(folder: Path, dtype: str) -> Case:

@@ -10,7 +10,7 @@ from raggedmoe.bench.case import Case
 from raggedmoe.bench.child import write_case
 from raggedmoe.bench.children import ChildError, Children
 from raggedmoe.bench.compare import Digests, difference
-from raggedmoe.bench.contender import LIMIT, OURS, PEER, Contender
+from raggedmoe.bench.contender import LIMIT, MODULES, OURS, PEER, Contender, contenders
 from raggedmoe.bench.reference import reference_digests
 
 SETTLE = 0.03  # seconds between turns, after which threads that spin for work have gone to sleep
@@ -44,6 +44,26 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """Return the fields, for JSON."""
         return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What the cases of one run have in common: the processes, how often each takes its turn, and which are wanted."""
+
+    children: Children
+    rounds: int
+    dtypes: tuple[str, ...]
+    only: str = ""  # measures the cases whose name, with the type, holds this text
+    say: Callable[[str], None] = lambda text: None
+    modules: tuple[str, ...] = MODULES
+
+    def wants(self, name: str, dtype: str) -> bool:
+        """Whether a case of that name and type is to be measured."""
+        return self.only in f"{name} {dtype}"
+
+    def measure(self, case: Case) -> list[Result]:
+        """Measure a case with all contenders for its subject."""
+        return measure(case, contenders(case.subject, self.modules), self.children, self.rounds, self.say)
 
 
 def measure(

@@ -1,15 +1,13 @@
 """What `raggedmoe bench` measures with peers: the cases of each subject, on arrays drawn for them."""
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from raggedmoe.bench.case import DIRECTIONS, SHAPES, SWEEP, Case, Shape, shape_case
-from raggedmoe.bench.children import Children
-from raggedmoe.bench.contender import MODULES, contenders
 from raggedmoe.bench.problem import write_problem
-from raggedmoe.bench.run import Result, measure
+from raggedmoe.bench.run import Result, Session
 
 SHAPED = ("grouped_matmul", "layer", "sweep")
 SWEPT = (("grouped_matmul", "forward"), ("layer", "forward"))
@@ -25,32 +23,23 @@ def shaped_cases(subject: str) -> Iterator[tuple[Shape, list[tuple[str, str]]]]:
         yield shape, [(subject, direction) for direction in directions]
 
 
-def measure_shapes(
-    subjects: Iterable[str],
-    dtypes: Iterable[str],
-    children: Children,
-    rounds: int,
-    only: str = "",
-    say: Callable[[str], None] = lambda text: None,
-    modules: Iterable[str] = MODULES,
-) -> Iterator[list[Result]]:
-    """Measure every case whose name, with its type, holds the text ``only``; those of a shape share its arrays."""
-    modules, wanted = tuple(modules), dict[Shape, list[tuple[str, str]]]()
+def measure_shapes(subjects: Iterable[str], session: Session) -> Iterator[list[Result]]:
+    """Measure every case that the session wants; those of a shape share its arrays."""
+    wanted = dict[Shape, list[tuple[str, str]]]()
     for subject in subjects:
         for shape, cases in shaped_cases(subject):
             wanted.setdefault(shape, []).extend(cases)
     for shape, cases in wanted.items():
-        for dtype in dtypes:
-            named = [(subject, way) for subject, way in cases if only in f"{subject} {shape.name} {way} {dtype}"]
+        for dtype in session.dtypes:
+            named = [(subject, way) for subject, way in cases if session.wants(f"{subject} {shape.name} {way}", dtype)]
             if not named:
                 continue
             with tempfile.TemporaryDirectory(prefix="raggedmoe-bench-") as folder:
-                say(f"drawing {shape.name}, {dtype}")
+                session.say(f"drawing {shape.name}, {dtype}")
                 routing = write_problem(Path(folder), shape, dtype, for_torch=find_spec("torch") is not None)
                 active = int((routing.group_sizes > 0).sum())
                 for subject, way in named:
-                    case = shape_case(subject, shape, dtype, way, Path(folder), active)
-                    yield measure(case, contenders(subject, modules), children, rounds, say)
+                    yield session.measure(shape_case(subject, shape, dtype, way, Path(folder), active))
 
 
 def case_names(subject: str) -> list[str]:

@@ -22,7 +22,7 @@ from raggedmoe.bench.machine import ISAS, isa_environment, restricted, this_mach
 from raggedmoe.bench.model_cases import MODEL_SUBJECTS, measure_models, model_case_name
 from raggedmoe.bench.report import as_json, case_reasons, case_table, insert_markdown
 from raggedmoe.bench.report import markdown as as_markdown
-from raggedmoe.bench.run import Result
+from raggedmoe.bench.run import Result, Session
 from raggedmoe.bench.subjects import SHAPED, case_names, measure_shapes
 from raggedmoe.hardware import target_hardware
 from raggedmoe.interop.named_model import is_folder
@@ -295,9 +295,15 @@ def _measure(
     if "train" in peered and find_spec("grain") is None:
         raise ValueError("training needs more packages: pip install 'raggedmoe[train]'")
     with restricted(isa), Children(isa_environment(isa)) as children, console.status("") as status:
-        options: dict[str, Any] = {"rounds": rounds, "only": case, "say": lambda text: status.update(escape(text))}
-        yield from measure_shapes([s for s in peered if s in SHAPED], dtypes, children, **options)
-        yield from measure_models([s for s in peered if s in MODEL_SUBJECTS], dtypes, children, **options)
+        session = Session(
+            children=children,
+            rounds=rounds,
+            dtypes=dtypes,
+            only=case,
+            say=lambda text: status.update(escape(text)),
+        )
+        yield from measure_shapes([s for s in peered if s in SHAPED], session)
+        yield from measure_models([s for s in peered if s in MODEL_SUBJECTS], session)
     for subject in in_process:
         for dtype in dtypes:
             yield from results_in_process(subject, dtype, rounds, case)

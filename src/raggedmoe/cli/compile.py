@@ -201,11 +201,11 @@ def _cases(
         return [_layer(subject[1:], topology, dtype, moe_backend, tokens, forward)]
     if subject[0] == "model" or subject[0] in (*MODELS, *ALIASES) or is_folder(subject[0]):
         words = subject[1:] if subject[0] == "model" else subject
-        config = _config(words, topology, dtype, moe_backend)
+        config, name = _read_run(words, topology, dtype, moe_backend)
         fewer = []
         if layers is not None and topology != HOST and not forward:
             fewer = [layers - 1] if can_extrapolate(resolve_on(config, topology).step.model, layers) else []
-        return [_model(config, words, topology, num, forward) for num in (layers, *fewer)]
+        return [_model(config, name, topology, num, forward) for num in (layers, *fewer)]
     check_known("direction", direction, DIRECTIONS)
     return [
         case
@@ -238,24 +238,22 @@ def _with_backend(config: TrainConfig, moe_backend: str) -> TrainConfig:
     return dataclasses.replace(config, execution=execution)
 
 
-def _config(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str) -> TrainConfig:
-    """Read the words of a run that is compiled for a topology, all of whose devices it uses."""
+def _read_run(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str) -> tuple[TrainConfig, str]:
+    """Read the words of a run that is compiled for a topology, all of whose devices it uses, and what it is called."""
     if not words:
         raise ValueError("expected model PRESET, such as model deepseek-v3-tiny; `raggedmoe models` lists them")
     config = _with_backend(read_words(words), moe_backend)
     mesh = config.mesh if topology == HOST else config.mesh.on_all_devices()
-    return dataclasses.replace(config, mesh=mesh, overrides=with_defaults(config.overrides, {"dtype": dtype}))
+    name = " ".join(words if mesh == config.mesh else (*words, "fsdp_parallelism=-1"))
+    overrides = with_defaults(config.overrides, {"dtype": dtype})
+    return dataclasses.replace(config, mesh=mesh, overrides=overrides), name
 
 
-def _model(
-    config: TrainConfig, words: tuple[str, ...], topology: str, layers: int | None, forward: bool
-) -> CompileCase:
-    if config.mesh != read_words(words).mesh:
-        words = (*words, "fsdp_parallelism=-1")
+def _model(config: TrainConfig, name: str, topology: str, layers: int | None, forward: bool) -> CompileCase:
     subject = ModelForward if forward else TrainingStep
     chips = None if topology == HOST else topology
     return CompileCase(
-        title=f"{'forward pass' if forward else 'training step'} of {' '.join(words)}"
+        title=f"{'forward pass' if forward else 'training step'} of {name}"
         f"{'' if layers is None else f', {layers} layers'}",
         subject=subject(config=config, num_layers=layers, topology=chips),
         topology=topology,

@@ -16,6 +16,7 @@ from raggedmoe.hardware import Hardware, hardware_by_name, target_hardware
 from raggedmoe.interop.named_model import named_model
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.proof import read_certificates
+from raggedmoe.kernels.qarray import FORMATS, QArray
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Call, Candidate, KernelChoice, candidates, record_selections
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.decoder import decode
@@ -24,6 +25,7 @@ from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.config import MoEConfig, check_execution
 from raggedmoe.moe.execution import MoEExecution, canonical_backend
 from raggedmoe.moe.layer import moe_route_and_compute
+from raggedmoe.moe.quantized import EXPERT_MATRICES
 from raggedmoe.names import check_known
 from raggedmoe.train.settings.resolve import make_execution, make_model
 from raggedmoe.train.settings.words import read_words
@@ -36,6 +38,7 @@ def explain(
     hardware: str | None = None,
     jax_version: Annotated[str, tyro.conf.arg(name="jax")] = compat.JAX_VERSION,
     dtype: str = "bfloat16",
+    experts: str | None = None,
     moe_backend: str = "auto",
 ) -> int:
     """Print which kernel each operation of a layer would use, in each direction, and why the others would not.
@@ -52,9 +55,12 @@ def explain(
         hardware: the chip to choose for, such as tpu7x; this machine's by default.
         jax_version: the JAX version to choose for; the one installed by default.
         dtype: type of activations.
+        experts: the format of quantised expert weights, such as int8: with a scale for each channel, of mxfp4 for 32.
         moe_backend: the bundle of strategy and kernels to explain.
     """
     check_known("dtype", dtype, FLOATS)
+    if experts is not None:
+        check_known("format of experts", experts, FORMATS)
     moe_backend = canonical_backend(moe_backend)
     chip = target_hardware() if hardware is None else hardware_by_name(hardware)
     decoder: ModelConfig | None = None
@@ -75,11 +81,12 @@ def explain(
     execution = MoEExecution(moe_backend=moe_backend, kernels=kernels)
     check_execution(config, execution)
     choices = execution.kernel_choice
-    calls = layer_calls(config, num_tokens, dtype, _traced_backend(execution, chip))
+    calls = layer_calls(config, num_tokens, dtype, _traced_backend(execution, chip), experts)
     attention = attention_calls(decoder, num_tokens, dtype) if decoder is not None else []
     if not calls:
         console.print("\nIt calls no kernel of ours: every expert on every token, by einsum.")
-    fused = [call for call in layer_calls(config, num_tokens, dtype, "expert_ffn") if call.operation == "expert_ffn"]
+    fused = layer_calls(config, num_tokens, dtype, "expert_ffn", experts)
+    fused = [call for call in fused if call.operation == "expert_ffn"]
     instead = {} if any(call.operation == "expert_ffn" for call in calls) else _by_shapes(fused)
     for heading, directions in [*_by_shapes(attention).items(), *_by_shapes(calls).items(), *instead.items()]:
         if heading in instead:
@@ -117,10 +124,17 @@ def _traced_backend(execution: MoEExecution, chip: Hardware) -> str:
     return "auto" if fuses else "ragged_dot"
 
 
-def layer_calls(config: MoEConfig, num_tokens: int, dtype: str, moe_backend: str) -> list[Call]:
-    """List the distinct kernel calls that the layer makes, by tracing it with shapes alone."""
+def layer_calls(
+    config: MoEConfig, num_tokens: int, dtype: str, moe_backend: str, experts: str | None = None
+) -> list[Call]:
+    """List the distinct kernel calls that the layer makes, by tracing it with shapes alone.
+
+    ``experts``: the format of quantised expert weights.
+    """
     execution = MoEExecution(moe_backend=moe_backend)
-    params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in config.param_specs().items()}
+    params: dict[str, Any] = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in config.param_specs().items()}
+    if experts is not None:
+        params |= {name: _quantized(name, params[name].shape, experts) for name in EXPERT_MATRICES if name in params}
     x = jax.ShapeDtypeStruct((num_tokens, config.model_dim), jnp.dtype(dtype))
 
     def forward(x: Any, params: Any) -> Any:
@@ -129,6 +143,18 @@ def layer_calls(config: MoEConfig, num_tokens: int, dtype: str, moe_backend: str
     with record_selections() as selections:
         jax.eval_shape(forward, x, params)
     return list({str(selection.call): selection.call for selection in selections}.values())
+
+
+def _quantized(name: str, shape: tuple[int, ...], qtype: str) -> QArray:
+    """The shapes of quantised experts, whose scales are those of the dimension that is not summed over, or of 32."""
+    summed = 1 if name == "wo" else 2
+    scale = [size if dim != summed else 1 for dim, size in enumerate(shape)]
+    dtype = "uint8" if qtype == "mxfp4" else qtype
+    if qtype == "mxfp4":
+        scale[summed] = max(1, shape[summed] // 32)
+        shape = (*shape[:-1], shape[-1] // 2)
+    scales = jax.ShapeDtypeStruct(tuple(scale), jnp.dtype("uint8" if qtype == "mxfp4" else "float32"))
+    return QArray(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), scales, None, qtype)
 
 
 def attention_calls(config: ModelConfig, num_tokens: int, dtype: str) -> list[Call]:

@@ -25,6 +25,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     dtype: str | None = None,
+    keep_quantised: bool = False,
     ids: bool = False,
 ) -> int:
     """Generate text that continues a prompt, and print each token as it comes.
@@ -45,6 +46,7 @@ def generate(
         top_p: sample among the most likely tokens that together have this probability only.
         seed: seed of the sampling.
         dtype: type of activations; by default that of the weights.
+        keep_quantised: leave experts in the fp8 or mxfp4 that the folder has, instead of widening them.
         ids: the prompt and the output are token numbers, so no tokenizer is needed.
     """
     if dtype is not None and dtype not in FLOATS:
@@ -53,7 +55,7 @@ def generate(
     saved = find_model(path)
     tokenizer: Any = None if ids else _tokenizer(saved.folder)
     numbers = _numbers(prompt) if ids else tokenizer.encode(prompt).ids
-    model = saved.load(dtype=dtype, progress=True)
+    model = saved.load(dtype=dtype, keep_quantised=keep_quantised, progress=True)
     start = time.perf_counter()
     tokens = (
         token

@@ -15,6 +15,7 @@ from raggedmoe.launch.launcher import launch as launch_here
 from raggedmoe.launch.slices import parse_slice
 from raggedmoe.names import unknown
 from raggedmoe.storage import ObjectPath, as_path
+from raggedmoe.train.settings.model_defaults import check_data
 from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.settings.words import read_words
 
@@ -60,7 +61,8 @@ def launch(
 
       raggedmoe launch --render jobset --topology tpu7x:4x8x8 --image registry/raggedmoe:0.1 --queue research
         --claim runs:/runs -- train deepseek-v3 expert_parallelism=4 fsdp_parallelism=-1 base_output_directory=/runs
-        > job.json && kubectl apply -f job.json
+        dataset_type=text dataset_path=/runs/text tokenizer_path=/runs/tokenizer.json > job.json
+      kubectl apply -f job.json
 
     With base_output_directory=s3://bucket/folder no claim is needed, but credentials: --secret or --service-account.
 
@@ -152,12 +154,14 @@ def _check_cluster_run(run: ClusterRun) -> list[str]:
     """Refuse settings that cannot run on these slices, as the pods would. Return notes for the user."""
     config = read_words(run.command[1:])
     num_devices = run.slice.num_devices * run.num_slices
-    plan = resolve(config, HARDWARE[run.slice.chip], num_devices, run.num_slices).plan
+    resolved = resolve(config, HARDWARE[run.slice.chip], num_devices, run.num_slices)
+    plan = resolved.plan
     if plan.num_devices != num_devices:
         raise ValueError(
             f"the degrees use {plan.num_devices} devices, but {run.num_slices} × {run.slice.name} has "
             f"{num_devices}; expected all of them: set one degree to -1, or use a smaller topology"
         )
+    check_data(resolved.asked, resolved.step.model)
     if not config.checkpoints.enable_checkpointing:
         return ["enable_checkpointing=false: after a failure the run begins anew"]
     place = as_path(config.run.base_output_directory)

@@ -20,6 +20,7 @@ from raggedmoe.cli import (
     models,
     plan,
     report,
+    tokenize,
     train,
     tune,
     verify,
@@ -43,6 +44,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "bench": bench.bench,
     "compile": compile.compile_,
     "tune": tune.tune_,
+    "tokenize": tokenize.tokenize_,
 }
 
 
@@ -61,6 +63,7 @@ SUMMARIES = {
     "verify": "compare a kernel with its reference, and record the proof",
     "bench": "measure kernels, layers and models beside their peers",
     "compile": "compile for a TPU or CPU that is not here: does it fit, how fast",
+    "tokenize": "write the tokens of a corpus that is larger than memory",
     "tune": "find the tiles of a kernel with the compiler's schedule",
 }
 

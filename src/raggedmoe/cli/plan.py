@@ -21,7 +21,7 @@ from raggedmoe.aot.collectives import (
     sent_again,
     sent_for_rows,
 )
-from raggedmoe.hardware import Hardware, hardware_by_name
+from raggedmoe.hardware import HARDWARE, Hardware, hardware_by_name
 from raggedmoe.launch.slices import parse_slice
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.parameters import param_specs
@@ -31,16 +31,20 @@ from raggedmoe.params import ParamSpec
 from raggedmoe.sharding.axes import axes_of
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.rules import is_routed
+from raggedmoe.train.settings.model_defaults import missing_data
 from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.settings.step import StepConfig
 from raggedmoe.train.settings.words import read_words
 from raggedmoe.train.step.fit import state_bytes
+
+MOST_CPU_DEVICES = 8  # that somebody may mean without saying that they are CPUs
 
 
 def plan(
     words: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL] [KEY=VALUE ...]")] = (),
     devices: int | None = None,
     topology: str | None = None,
+    hardware: str | None = None,
     json: bool = False,
 ) -> int:
     """Print how a run would be split: the mesh, who holds what, bytes per device, and what each MoE layer sends.
@@ -54,10 +58,11 @@ def plan(
         devices: how many there are; by default as many as the degrees ask for.
         topology: TPU chips, such as v6e:4x4 or tpu7x:4x8x8, instead of a number; with dcn_data_parallelism=N, so many
             slices of them.
+        hardware: the chip whose devices they are, such as h100; for up to 8 devices this machine's CPU by default.
         json: print JSON instead of tables.
     """
     asked = read_words(words)
-    chip, num_devices = _devices(asked.mesh.plan, devices, topology)
+    chip, num_devices = _devices(asked.mesh.plan, devices, topology, hardware)
     config = resolve(asked, chip, num_devices)
     made, model, execution = config.plan, config.step.model, config.step.execution
     strategy = strategy_name(model.moe, execution.moe)
@@ -72,7 +77,7 @@ def plan(
     )
     collectives = layer_collectives(model.moe, execution.moe, made, step)
     across = collectives_across_slices(config.step, made, step)
-    state = state_bytes(model, made, config.step.optimizer.mu_dtype)
+    state = state_bytes(model, made, config.step.optimizer)
     if json:
         print(dumps(_as_json(config.step, made, step, collectives, across, state, moe_layers), indent=1))
         return 0
@@ -80,6 +85,9 @@ def plan(
     console.print(f"[bold]{asked.model}[/] on {_mesh_line(made, chip, topology)}")
     for note in config.notes:
         console.print(f"  {note}")
+    missing = missing_data(config.asked, model)
+    if missing is not None:  # it can be planned, but not trained so
+        console.print(f"  {missing}")
     console.print(f"strategy {strategy}; {tokens:,} tokens of a micro-batch on each device, {step.dtype}")
     console.print()
     console.print(_parameter_table(made, model))
@@ -87,7 +95,7 @@ def plan(
     room = f" of {_size(_device_bytes(chip))}" if chip.hbm_bytes else ""
     console.print(
         f"training holds {_size(total)}{room} on each device, activations not counted (parameters "
-        f"{_size(state.params)}, gradients {_size(state.gradients)}, Adam's moments {_size(state.moments)})"
+        f"{_size(state.params)}, gradients {_size(state.gradients)}, the optimizer's moments {_size(state.moments)})"
     )
     if chip.hbm_bytes and total > _device_bytes(chip):
         console.print("[bold]it does not fit[/]: split it over more devices, fsdp_parallelism=-1 for example")
@@ -140,10 +148,10 @@ def _print_across_slices(console: Console, run: StepConfig, made: Plan, collecti
     console.print(f"a device sends {_size(sent)} to other slices{whole}")
 
 
-def _devices(plan: Plan, devices: int | None, topology: str | None) -> tuple[Hardware, int]:
+def _devices(plan: Plan, devices: int | None, topology: str | None, hardware: str | None) -> tuple[Hardware, int]:
     """Read which chip to plan for, and how many JAX devices there are."""
-    if devices is not None and topology is not None:
-        raise ValueError("expected --devices or --topology, got both")
+    if topology is not None and (devices is not None or hardware is not None):
+        raise ValueError(f"expected --{'hardware' if devices is None else 'devices'} or --topology, got both")
     if topology is not None:
         from raggedmoe.aot.topology import find_chip
 
@@ -157,7 +165,12 @@ def _devices(plan: Plan, devices: int | None, topology: str | None) -> tuple[Har
         devices = plan.least_devices
     if devices < 1:
         raise ValueError(f"expected --devices >= 1, got {devices}")
-    return hardware_by_name("cpu"), devices
+    if hardware is None and devices > MOST_CPU_DEVICES:
+        raise ValueError(
+            f"{devices} devices: expected the chip that they are, got none; use --hardware with one of "
+            f"{', '.join(HARDWARE)}, or --topology, such as tpu7x:4x8x8"
+        )
+    return hardware_by_name(hardware or "cpu"), devices
 
 
 def _mesh_line(made: Plan, chip: Hardware, topology: str | None) -> str:

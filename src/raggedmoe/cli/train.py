@@ -25,6 +25,7 @@ Train a Mixture-of-Experts language model; without arguments, a small one on Pyt
 
   raggedmoe train
   raggedmoe train olmoe-tiny steps=200 learning_rate=1e-3
+  raggedmoe train path/to/hf-folder dataset_type=text dataset_path=books/
   raggedmoe train deepseek-v2-lite dataset_type=text dataset_path=books/ tokenizer_path=tokenizer.json
   raggedmoe train demo profiler=xplane steps=20 run_name=traced
   raggedmoe train olmoe num_experts=32 base_emb_dim=512 base_num_decoder_layers=4 vocab_size=512
@@ -33,10 +34,10 @@ Train a Mixture-of-Experts language model; without arguments, a small one on Pyt
 `raggedmoe plan` with the same arguments prints how parameters are sharded and what is communicated; `raggedmoe \
 launch` runs several processes.
 
-MODEL is one that `raggedmoe models` lists; all other arguments are settings, and the sizes below override those of \
-the model. MaxText's command lines can be pasted: its base.yml or another file in its form, key=value, --key value. A \
-setting of MaxText that is not below is translated, has no effect and says so, or is refused with the reason \
-(docs/maxtext.md).
+MODEL is one that `raggedmoe models` lists, or a folder, Hugging Face's or one of ours, which brings its sizes, \
+parameters and tokenizer; all other arguments are settings, and the sizes below override those of the model. MaxText's \
+command lines can be pasted: its base.yml or another file in its form, key=value, --key value. A setting of MaxText \
+that is not below is translated, has no effect and says so, or is refused with the reason (docs/maxtext.md).
 
 A run is written to the folder base_output_directory/run_name. The same command resumes it exactly where it stopped. \
 Ctrl-C and SIGTERM save a checkpoint first. `raggedmoe report FOLDER` makes a page of the run, `raggedmoe generate \

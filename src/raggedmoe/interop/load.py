@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from raggedmoe.interop import native
+from raggedmoe.interop import kept_experts, native
 from raggedmoe.interop.arrays import PIECE_BYTES, aligned_empty, to_device
 from raggedmoe.interop.companions import read_companions
 from raggedmoe.interop.folder import read_tensor_headers
@@ -19,7 +19,7 @@ from raggedmoe.interop.layout import first_axis, parameter_views
 from raggedmoe.interop.matching import Target, match_tensors
 from raggedmoe.interop.named_model import read_family, without_missing_mtp
 from raggedmoe.interop.progress import Advance, bytes_bar
-from raggedmoe.interop.quantized import ReadableTensor, dequantize_tensors
+from raggedmoe.interop.quantized import QuantizedTensor, ReadableTensor, dequantize_tensors
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.module import Decoder
 from raggedmoe.models.parameters import param_specs
@@ -31,6 +31,7 @@ def load(
     *,
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
+    keep_quantised: bool = False,
     progress: bool = False,
 ) -> Decoder:
     """Load a model with the weights of a checkpoint.
@@ -40,6 +41,8 @@ def load(
         `raggedmoe import` or a run made; it may be in an object store, ``s3://bucket/folder``.
       dtype: the type of activations; by default that of the weights.
       param_dtype: the type of the weights; by default that of most of the checkpoint. Routers stay in float32.
+      keep_quantised: leave the experts in the fp8 or mxfp4 that the folder has, for inference on one device. The other
+        weights are dequantised, as all are otherwise.
       progress: show a bar on standard error.
 
     Raises:
@@ -50,6 +53,8 @@ def load(
     if any(jnp.dtype(name) == np.float64 for name in (dtype, param_dtype) if name is not None) and not _has_float64():
         raise ValueError("float64 is switched off in JAX; switch it on with JAX_ENABLE_X64=1, or use float32")
     if native.is_native(path):
+        if keep_quantised:
+            raise ValueError(f"{path}: expected a checkpoint with quantised experts, found one of arrays")
         return native.load(path, dtype=dtype, param_dtype=param_dtype, progress=progress)
     reader = read_config_json(path)
     family = read_family(reader)
@@ -59,7 +64,12 @@ def load(
     param_dtype = param_dtype or _majority_dtype(tensors)
     config = replace(config, param_dtype=jnp.dtype(param_dtype), dtype=jnp.dtype(dtype or param_dtype))
     pairs = match_tensors(path, family, config, tensors)
-    params = _load_params(pairs, config, progress)
+    kept = kept_experts.kept_params(pairs) if keep_quantised else set()
+    if keep_quantised and not kept:
+        raise ValueError(
+            f"{path}: expected experts that are quantised, with blocks that fit, for keep_quantised; found none"
+        )
+    params = _load_params(pairs, config, kept, progress)
     return Decoder(config, params=params, companions=read_companions(path))
 
 
@@ -76,25 +86,36 @@ def _majority_dtype(tensors: dict[str, ReadableTensor]) -> Any:
     return np.dtype(np.float32) if majority == np.float64 and not _has_float64() else majority
 
 
-def _load_params(pairs: list[tuple[Target, ReadableTensor]], config: ModelConfig, progress: bool) -> dict[str, Any]:
-    """Read the parameters one after the other. A buffer becomes a JAX array as soon as its last tensor is in it."""
+def _load_params(
+    pairs: list[tuple[Target, ReadableTensor]], config: ModelConfig, kept: set[str], progress: bool
+) -> dict[str, Any]:
+    """Read the parameters one after the other. A buffer becomes a JAX array as soon as its last tensor is in it.
+
+    Those in ``kept`` stay quantised.
+    """
     specs = param_specs(config)
     waiting = Counter(param for target, _ in pairs for param in target.params)
-    buffers: dict[str, np.ndarray] = {}
+    buffers: dict[str, Any] = {}
     params: dict[str, Any] = {}
     with bytes_bar("loading", sum(tensor.num_bytes for _, tensor in pairs), progress) as advance:
         for target, tensor in pairs:
             for param in target.params:
-                if param not in buffers:
+                if param not in buffers and param in kept:
+                    assert isinstance(tensor, QuantizedTensor)
+                    buffers[param] = kept_experts.make_buffer(param, specs[param], target, tensor)
+                elif param not in buffers:
                     buffers[param] = aligned_empty(specs[param].shape, specs[param].dtype)
-            if target.copy:
+            if kept.issuperset(target.params):
+                _keep(target, tensor, buffers, advance)
+            elif target.copy:
                 _compare(target, tensor, buffers, advance)
             else:
                 _fill(target, tensor, buffers, advance)
             for param in target.params:
                 waiting[param] -= 1
                 if not waiting[param]:
-                    params[param] = to_device(buffers.pop(param))
+                    buffer = buffers.pop(param)
+                    params[param] = buffer.to_device() if param in kept else to_device(buffer)
     return params
 
 
@@ -104,6 +125,16 @@ def _pieces(target: Target, tensor: ReadableTensor) -> list[tuple[int, int, int,
     rows = tensor.shape[0] // num
     step = max(1, PIECE_BYTES * num // max(tensor.num_bytes, 1))
     return [(i, min(i + step, num), i * rows, min(i + step, num) * rows) for i in range(0, num, step)]
+
+
+def _keep(target: Target, tensor: Any, buffers: dict[str, Any], advance: Advance) -> None:
+    """Copy a stored tensor's values and scales into those of its parameters."""
+    own = [buffers[param] for param in target.params]
+    kept_experts.fill_scales(target, tensor, own)
+    axis = first_axis(target.entry.layout, target.specs[0])
+    for first, last, start, stop in _pieces(target, tensor):
+        kept_experts.fill_values(target, tensor.read_codes(start, stop), slice(first, last), axis, own)
+        advance((stop - start) * tensor.num_bytes // tensor.shape[0])
 
 
 def _fill(target: Target, tensor: ReadableTensor, buffers: dict[str, np.ndarray], advance: Advance) -> None:

@@ -197,10 +197,10 @@ TRANSLATED: dict[str, Translator] = {
     # data and learning
     "dataset_type": _one_of(
         "dataset_type",
-        {name: {"dataset_type": name} for name in ("stdlib", "text", "synthetic")},
+        {name: {"dataset_type": name} for name in ("stdlib", "text", "chat", "tokens", "synthetic")},
         dict.fromkeys(
             ("tfds", "hf", "grain", "c4_mlperf", "olmo_grain"),
-            "that pipeline is not built; use dataset_type=text with dataset_path, or synthetic",
+            "that pipeline is not built; use dataset_type=text or chat with dataset_path, or synthetic",
         ),
     ),
     "dataset_path": _unless("dataset_path", "", None),
@@ -219,7 +219,9 @@ TRANSLATED: dict[str, Translator] = {
     "mu_dtype": _unless("mu_dtype", "", None),
     "grad_dtype": _rename("grad_dtype"),
     "opt_type": _one_of(
-        "opt_type", {"adamw": {}}, dict.fromkeys(("muon", "sgd", "adam_pax"), "only AdamW is built; use opt_type=adamw")
+        "opt_type",
+        {name: {"opt_type": name} for name in ("adamw", "muon")},
+        dict.fromkeys(("sgd", "adam_pax"), "only AdamW and Muon are built; use opt_type=adamw or muon"),
     ),
     **{
         name: _rename(name)
@@ -231,6 +233,7 @@ TRANSLATED: dict[str, Translator] = {
                 "adam_b2",
                 "adam_eps",
                 "adam_eps_root",
+                *("muon_beta", "muon_weight_decay", "muon_consistent_rms"),
                 "gradient_clipping_threshold",
             ),
             *("gradient_accumulation_steps", "per_device_batch_size", "max_target_length", "packing", "add_eos"),

@@ -10,7 +10,8 @@ run_name= model_name=default base_output_directory= load_parameters_path= load_f
 steps=150001
 learning_rate=3e-5 lr_schedule_type=cosine learning_rate_final_fraction=0.1 cosine_learning_rate_final_fraction=0.1
 wsd_decay_steps_fraction=0.1 warmup_steps_fraction=0.1 learning_rate_schedule_steps=-1 wsd_decay_style=linear
-adam_eps_root=0 opt_type=adamw adam_b1=0.9 adam_b2=0.95 adam_eps=1e-8 adam_weight_decay=0.1 mu_dtype=
+adam_eps_root=0 opt_type=adamw muon_beta=0.95 muon_weight_decay=0 muon_consistent_rms=none
+adam_b1=0.9 adam_b2=0.95 adam_eps=1e-8 adam_weight_decay=0.1 mu_dtype=
 grad_dtype=float32 gradient_clipping_threshold=1.0 gradient_accumulation_steps=1 data_shuffle_seed=0
 init_weights_seed=0 per_device_batch_size=12.0 max_target_length=2048 packing=true dataset_type=tfds dataset_path=
 tokenizer_path= eval_interval=-1 eval_steps=-1 dtype=bfloat16 weight_dtype=float32 scan_layers=true
@@ -231,9 +232,8 @@ REFUSED: dict[str, str] = {
     "attention is the model's own; choose another model_name": "attention_type=global|mla|local_sliding",
     "a z-loss of the vocabulary's logits is not built; z_loss_weight is the router's": "z_loss_multiplier=0.0",
     "every step has a batch of its own; use dataset_type=synthetic": "reuse_example_batch=0",
-    "only AdamW is built; use opt_type=adamw": (
-        "muon_beta=0.95 muon_weight_decay=0 muon_consistent_rms=none skip_step_on_spikes=false skip_step_interval=128 "
-        "skip_step_scaling_factor=6.0"
+    "steps whose loss or gradient is not finite are skipped, and no others": (
+        "skip_step_on_spikes=false skip_step_interval=128 skip_step_scaling_factor=6.0"
     ),
     "freezing parameters is not built; leave it out": "trainable_parameters_mask=[]",
     "weights are read from a Hugging Face folder or one of ours; use load_parameters_path": (
@@ -261,7 +261,7 @@ REFUSED: dict[str, str] = {
         "global_rampup_samples=500 tokenize_train_data=true tokenize_eval_data=true add_bos=true "
         "use_truncation=true"
     ),
-    "training is on the next token of plain text; leave it out": (
+    "conversations are dataset_type=chat, written by the tokenizer's own template; leave it out": (
         "use_dpo=false use_sft=false sft_train_on_completion_only=false use_chat_template=false chat_template_path= "
         "chat_template= training_objective=causal_lm block_diffusion_mask_id=-1 block_diffusion_min_noise=0.001 "
         "block_diffusion_logit_alignment=same_position block_diffusion_canvas_policy=all_masked distill_alpha=0.5 "

@@ -14,6 +14,7 @@ from raggedmoe.interop.arrays import PIECE_BYTES, aligned_empty, fetch_to_host, 
 from raggedmoe.interop.companions import companions_of, read_companions, write_companions, write_kept_config
 from raggedmoe.interop.folder import read_tensor_headers
 from raggedmoe.interop.json_file import read_json_object
+from raggedmoe.interop.kept_experts import check_is_of_arrays
 from raggedmoe.interop.progress import bytes_bar
 from raggedmoe.interop.safetensors_file import NewTensor
 from raggedmoe.interop.writing import SHARD_BYTES, new_folder, replaced_objects, write_json, write_tensors
@@ -45,6 +46,7 @@ def save(
 
     A folder of this machine must be new or empty. In an object store a model that is there is replaced.
     """
+    check_is_of_arrays(model)
     belongings, path = companions_of(model, companions), as_path(folder)
     with replaced_objects(path) if isinstance(path, ObjectPath) else new_folder(path) as partial:
         specs = param_specs(model.config)

@@ -1,6 +1,7 @@
-"""Quantized checkpoints, read as bfloat16: DeepSeek's fp8 with a scale for each block, and gpt-oss's mxfp4.
+"""Quantized checkpoints: DeepSeek's fp8 with a scale for each block, and gpt-oss's mxfp4.
 
-A dequantized tensor takes the place of the stored ones that it is made of, and is read like them, some rows at a time.
+A dequantized tensor, in bfloat16, takes the place of the stored ones that it is made of, and is read like them, some
+rows at a time. `kept_experts.py` reads its values and scales apart instead.
 """
 
 import math
@@ -72,6 +73,24 @@ class BlockFp8Tensor:
         scales = scales.repeat(wide, axis=1)[:, : self.shape[1]]
         return (self.values.read(start, stop).astype(np.float32) * scales).astype(self.dtype)
 
+    @property
+    def qtype(self) -> str:
+        return self.values.dtype.name
+
+    @property
+    def kept_block(self) -> tuple[int, ...]:
+        """How much of each dimension shares a scale, if all that do are as many: a block that is cut is divided."""
+        return tuple(size if size <= step else math.gcd(size, step) for size, step in zip(self.shape, self.block))
+
+    def read_codes(self, start: int, stop: int) -> np.ndarray:
+        return self.values.read(start, stop).view(np.uint8)
+
+    def read_scales(self) -> np.ndarray:
+        scales = self.scales.read().astype(np.float32)
+        for dim, (size, step, kept) in enumerate(zip(self.shape, self.block, self.kept_block)):
+            scales = scales.take(np.arange(0, size, kept) // step, axis=dim)
+        return scales
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp4Tensor:
@@ -105,6 +124,26 @@ class Mxfp4Tensor:
         )  # the lower half of a byte comes first
         values = np.ldexp(pairs.reshape(*packed.shape[:-1], -1), exponents[..., None])
         return values.reshape(packed.shape[0], *self.shape[1:]).astype(self.dtype)
+
+    @property
+    def qtype(self) -> str:
+        return "mxfp4"
+
+    @property
+    def kept_block(self) -> tuple[int, ...]:
+        return (*(1,) * (len(self.shape) - 1), 32)
+
+    def read_codes(self, start: int, stop: int) -> np.ndarray:
+        """Read values of four bits, each in a byte of its own."""
+        packed = self.blocks.read(start, stop)
+        pairs = np.stack([packed & 0x0F, packed >> 4], axis=-1)
+        return pairs.reshape(packed.shape[0], *self.shape[1:])
+
+    def read_scales(self) -> np.ndarray:
+        return self.exponents.read()
+
+
+QuantizedTensor = BlockFp8Tensor | Mxfp4Tensor
 
 
 def dequantize_tensors(reader: ConfigReader, tensors: Mapping[str, StoredTensor]) -> dict[str, ReadableTensor]:

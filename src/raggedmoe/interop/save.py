@@ -13,6 +13,7 @@ from raggedmoe.interop.arrays import PIECE_BYTES, fetch_to_host
 from raggedmoe.interop.companions import TOKEN_KEYS, companions_of, write_companions
 from raggedmoe.interop.families.registry import family_by_model_type
 from raggedmoe.interop.hf_config import ConfigReader
+from raggedmoe.interop.kept_experts import check_is_of_arrays
 from raggedmoe.interop.layout import first_axis, parameter_views
 from raggedmoe.interop.matching import Target, copies, targets
 from raggedmoe.interop.safetensors_file import NewTensor
@@ -48,6 +49,7 @@ def save(
       shard_bytes: the largest size of a file; a larger model is several files and an index.
       progress: show a bar on standard error.
     """
+    check_is_of_arrays(model)
     config = model.config
     family = family_by_model_type(config.family, "the model")
     layout = layout or next(iter(family.experts))

@@ -171,7 +171,7 @@ def check_scale_values(operation: str, name: str, operand: Any, dims: str, bound
 
 
 def _used(dims: str, ends: np.ndarray, size: int) -> np.ndarray:
-    """Which groups have rows, or which rows belong to a group."""
+    """Mark the groups that have rows, or the rows that belong to a group."""
     if dims.startswith("R"):
         row = np.arange(size)
         return (row >= ends[0]) & (row < ends[-1])
@@ -184,7 +184,7 @@ def operand_structs(**operands: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], d
     formats: dict[str, str] = {}
     for name, operand in operands.items():
         if isinstance(operand, QArray):
-            arrays[name] = jax.ShapeDtypeStruct(operand.shape, operand.qvalue.dtype)
+            arrays[name] = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
             arrays[f"{name}_scale"] = jax.ShapeDtypeStruct(operand.scale.shape, operand.scale.dtype)
             formats[name] = operand.qtype
         else:

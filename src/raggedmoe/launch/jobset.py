@@ -14,6 +14,12 @@ from raggedmoe.launch.slices import BLOCK_TOPOLOGY, COMPOSED_CHIPS, Slice
 MEGASCALE_PORT, TPU_PORT, COORDINATOR_PORT = 8080, 8471, 8482  # between slices; libtpu's; JAX's coordinator
 # Exit codes of `raggedmoe train` after which a restart would only fail again: a wrong setting, losses not finite.
 FINAL_CODES = (2, 3)
+# How libtpu, and JAX, learn of other slices: from what JobSet writes on every pod.
+MEGASCALE_VARIABLES = {
+    "MEGASCALE_COORDINATOR_ADDRESS": "jobset.sigs.k8s.io/coordinator",
+    "MEGASCALE_NUM_SLICES": "jobset.sigs.k8s.io/replicatedjob-replicas",
+    "MEGASCALE_SLICE_ID": "jobset.sigs.k8s.io/job-index",
+}
 SAVING_SECONDS = 300  # between SIGTERM and SIGKILL
 LONGEST_NAME = 40  # pods are called NAME-slice-JOB-POD and five letters, in 63
 # Labels of nodes, which are the levels of Kueue's Topology: blocks of the data centre, blocks of 4x4x4 chips in them.
@@ -105,6 +111,7 @@ def manifest(run: ClusterRun) -> dict[str, Any]:
                 "maxRestarts": run.max_restarts,
                 "rules": [{"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
             },
+            **({"coordinator": {"replicatedJob": "slice", "jobIndex": 0, "podIndex": 0}} if run.num_slices > 1 else {}),
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "replicatedJobs": [{"name": "slice", "replicas": run.num_slices, "template": {"spec": _job(run)}}],
         },
@@ -161,9 +168,17 @@ def _container(run: ClusterRun) -> dict[str, Any]:
         "name": "train",
         "image": run.image,
         "command": ["raggedmoe", *run.command],
-        "env": [{"name": name, "value": value} for name, value in variables.items() if value],
+        "env": [{"name": name, "value": value} for name, value in variables.items() if value] + _megascale(run),
         "ports": [{"containerPort": port, "protocol": "TCP"} for port in ports],
         "resources": {"requests": chips, "limits": chips},
         **({"envFrom": [{"secretRef": {"name": run.secret}}]} if run.secret else {}),
         **({"volumeMounts": [{"name": "runs", "mountPath": run.mount}]} if run.mount else {}),
     }
+
+
+def _megascale(run: ClusterRun) -> list[dict[str, Any]]:
+    """Make the variables of a pod by which it finds the other slices; one slice has none."""
+    return [
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{annotation}']"}}}
+        for name, annotation in (MEGASCALE_VARIABLES.items() if run.num_slices > 1 else ())
+    ]

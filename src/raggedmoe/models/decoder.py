@@ -201,7 +201,8 @@ def run_stack(
     is_unstacked = any(isinstance(value, tuple) for value in params.values())
     in_place: Params = {}
     if memory is not None and run.mesh is None and reads_experts_in_place(run.config, run.execution.moe, x):
-        in_place = {name: v.reshape(-1, *v.shape[2:]) for name, v in params.items() if name.endswith(EXPERT_WEIGHTS)}
+        in_place = {name: v for name, v in params.items() if name.endswith(EXPERT_WEIGHTS)}
+        in_place = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), in_place)
         params = {name: value for name, value in params.items() if name not in in_place}
 
     def body(carry: tuple[jax.Array, Memory | None], step: tuple[jax.Array, Params]) -> tuple[Any, Any]:

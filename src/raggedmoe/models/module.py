@@ -72,7 +72,7 @@ class Decoder(nnx.Module):
     @property
     def params(self) -> Params:
         """The parameters as the functions of `raggedmoe.models.decoder` take them."""
-        return {name: variable[...] for name, variable in self.variables.items()}
+        return {name: variable.get_value() for name, variable in self.variables.items()}
 
     def __call__(
         self,

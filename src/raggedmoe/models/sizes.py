@@ -7,6 +7,7 @@ from typing import Any
 
 from raggedmoe.models.config import GroupedQueryConfig, LatentConfig, ModelConfig, first_layers
 from raggedmoe.names import check_known, unknown
+from raggedmoe.params import divisors
 
 # The name of a size, and the fields that hold it: a part of the configuration, and its field.
 FIELDS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -56,6 +57,7 @@ def resize(model: ModelConfig, sizes: Mapping[str, Any], name: str = "the model"
         for part, field in FIELDS.get(size, ()):
             changes[part][field] = _config_value(size, value)
     changes["router"] |= _router_changes(model, sizes)
+    _check_together(model, sizes, changes)
     attention, moe = model.attention, model.moe
     rope = replace(attention.rope, **changes["rope"])
     model = replace(
@@ -70,6 +72,36 @@ def resize(model: ModelConfig, sizes: Mapping[str, Any], name: str = "the model"
         **changes["model"],
     )
     return _with_layers(model, sizes, name)
+
+
+def _check_together(model: ModelConfig, sizes: Mapping[str, Any], changes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse sizes that do not go together by the names that a user types; a configuration has others for them."""
+    experts = changes["moe"].get("num_experts", model.moe.num_experts)
+    per_token = changes["moe"].get("experts_per_token", model.moe.experts_per_token)
+    if per_token > experts:
+        raise ValueError(
+            f"num_experts_per_tok={per_token} is more than num_experts={experts}; a token uses an expert at most once: "
+            f"use at most {experts}"
+        )
+    groups = changes["router"].get("num_groups", model.moe.router.num_groups)
+    if groups > 0 and experts % groups:
+        fitting = [num for num in divisors(experts) if num <= 2 * groups]
+        raise ValueError(f"num_experts={experts} is not divisible by n_routing_groups={groups}; use one of {fitting}")
+    groups_per_token = changes["router"].get("groups_per_token", model.moe.router.groups_per_token)
+    if groups_per_token > groups:
+        raise ValueError(f"expected topk_routing_group <= n_routing_groups={groups}, got {groups_per_token}")
+    if isinstance(model.attention, GroupedQueryConfig):
+        heads, kv_heads = (
+            changes["attention"].get(name, getattr(model.attention, name)) for name in ("num_heads", "num_kv_heads")
+        )
+        if heads % kv_heads:
+            raise ValueError(
+                f"base_num_query_heads={heads} is not divisible by base_num_kv_heads={kv_heads}; use one of "
+                f"{divisors(heads)} for the second"
+            )
+    for size in ("head_dim", "qk_rope_head_dim"):
+        if sizes.get(size, 0) % 2:
+            raise ValueError(f"expected an even {size}, as rope turns pairs, got {sizes[size]}")
 
 
 def _config_value(size: str, value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 from raggedmoe.kernels.expert_ffn.matmuls import add_bias
 from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
+from raggedmoe.kernels.qarray import QArray
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.records import RouteMetadata, StageSettings
 from raggedmoe.params import Params
@@ -36,7 +38,7 @@ def gmm_up(
 ) -> UpSums:
     """Multiply some columns of the rows by both up projections: what they add to the float32 sums, without biases."""
     matmul = _matmul(metadata, settings, transpose_rhs=True, dtype=accumulator(rows.dtype))
-    return {name: matmul(rows, weights[name][:, :, columns]) for name in ("wi_0", "wi_1") if name in weights}
+    return {name: matmul(rows, _columns(weights[name], columns)) for name in ("wi_0", "wi_1") if name in weights}
 
 
 @stage(sums=PER_DEVICE, result=BETWEEN_PROJECTIONS)
@@ -63,7 +65,7 @@ def gmm_down(
     hidden: Float[Array, "R F"], weights: Params, metadata: RouteMetadata, *, settings: StageSettings, columns: slice
 ) -> Float[Array, "R columns"]:
     """Multiply the hidden rows by some columns of the down projection, and add its bias."""
-    wo, bias = weights["wo"][:, :, columns], _down_bias(weights, settings)
+    wo, bias = _columns(weights["wo"], columns), _down_bias(weights, settings)
     wide = hidden.dtype if bias is None else accumulator(hidden.dtype)
     out = _matmul(metadata, settings, transpose_rhs=False, dtype=wide)(hidden, wo)
     if bias is None:
@@ -128,6 +130,11 @@ def shared_experts(x: Float[Array, "T D"], params: Params, activation: str) -> F
     return out.astype(dtype)
 
 
+def _columns(weight: Float[Array, "G F D"] | QArray, columns: slice) -> Float[Array, "G F columns"] | QArray:
+    """Take some columns of the experts' matrices; quantised ones are taken whole."""
+    return weight if isinstance(weight, QArray) else weight[:, :, columns]
+
+
 def _down_bias(weights: Params, settings: StageSettings) -> Float[Array, "G D"] | None:
     """Return the bias of the down projection; of ranks whose results are summed, the first alone adds it."""
     bias, axes = weights.get("bias_wo"), settings.on_mesh.axes(HIDDEN_TENSOR)
@@ -143,7 +150,7 @@ def _mask_rows(rows: Float[Array, "R _"], metadata: RouteMetadata) -> Float[Arra
 
 def _matmul(
     metadata: RouteMetadata, settings: StageSettings, *, transpose_rhs: bool, dtype: jnp.dtype
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
+) -> Callable[[jax.Array, Any], jax.Array]:
     """Choose what multiplies rows by their experts' weights: a grouped matmul, or a batched one for equal groups."""
     if metadata.group_sizes is None:
         return functools.partial(_batched_matmul, metadata, 2 if transpose_rhs else 1, dtype)

@@ -12,10 +12,12 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from raggedmoe.kernels.eager import compile_once
+from raggedmoe.kernels.qarray import QArray
 from raggedmoe.moe.config import MoEConfig, check_execution, is_expert_choice
 from raggedmoe.moe.dispatch import check_ranks, dispatch, prepare, unpermute
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import activate, expert_ffn, fuses_experts, gmm_down, gmm_up, shared_experts, tp_reduce
+from raggedmoe.moe.quantized import check_quantized_experts
 from raggedmoe.moe.records import MoEOutput, RouteMetadata, RouteOutput, StageSettings
 from raggedmoe.moe.router import check_replay, route
 from raggedmoe.params import Params
@@ -53,13 +55,14 @@ def moe_route_and_compute(
 ) -> MoEOutput:
     """Compute the layer on a batch of tokens. `raggedmoe.moe.router.route` describes the optional arguments.
 
-    ``params``: arrays by the names of ``config.param_specs()``.
+    ``params``: arrays by the names of ``config.param_specs()``. On one device wi_0, wi_1 and wo may be quantised.
     ``mesh``: devices to compute it on, with the axes of `raggedmoe.sharding.axes`; arrays are global, and the result
     does not depend on the mesh. Tokens are split over all axes but "tensor", parameters by `raggedmoe.sharding.rules`.
     ``first_expert``: where this layer's experts begin in weights that hold several layers', one after the other.
     """
     mesh = logical_mesh(mesh)
     on_mesh = replace(mesh or LogicalMesh(), tensor_split=execution.tensor_split)
+    params = check_quantized_experts(params, config, execution, mesh)
     split_over(mesh, x.shape[0], "tokens")
     sequences = sequences_of_device(num_sequences, config, mesh)
     settings = StageSettings(config=config, execution=execution, on_mesh=on_mesh, num_sequences=sequences)
@@ -97,7 +100,8 @@ def routed_experts(
     execution, on_mesh, specs = settings.execution, settings.on_mesh, settings.config.param_specs()
     run = functools.partial(on_mesh.run, settings=settings)
     # In the type that they are multiplied in, which is also what is sent.
-    experts = {name: params[name].astype(x.dtype) for name in params if not name.startswith(("router_", "shared_"))}
+    experts = {name: params[name] for name in params if not name.startswith(("router_", "shared_"))}
+    experts = {name: array if isinstance(array, QArray) else array.astype(x.dtype) for name, array in experts.items()}
     biases = {name: experts.pop(name) for name in params if name.startswith("bias_wi")}
     weights = all_gather_params(experts, specs, on_mesh, PER_DEVICE)
     up_biases = all_gather_params(biases, specs, on_mesh, BETWEEN_PROJECTIONS)

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Integer
 
+from raggedmoe.kernels.qarray import Quantized, check_operand
 from raggedmoe.moe.config import MoEConfig, check_execution, strategy_name
 from raggedmoe.moe.dispatch import check_has_mesh
 from raggedmoe.moe.execution import MoEExecution
@@ -51,7 +52,8 @@ class MoE(nnx.Module):
         Args:
           config: what the layer is.
           rngs: whose key new weights are drawn from.
-          params: given weights, by the names of ``config.param_specs()``.
+          params: given weights, by the names of ``config.param_specs()``. Those of the experts may be quantised
+            (docs/quantised.md), on one device and for inference.
           execution: how it runs, unless a call says otherwise.
           mesh: devices to compute on; the tokens are split over them. `raggedmoe.Plan` makes one.
           mesh_axes: for a mesh with other axes, which of them are "data", "fsdp", "expert" and "tensor", such as
@@ -65,7 +67,9 @@ class MoE(nnx.Module):
         params = make_params(specs, params, rngs, self.mesh, execution.tensor_split)
         for name, spec in specs.items():
             kind = SelectionBias if name == "router_selection_bias" else nnx.Param
-            setattr(self, name, kind(jnp.asarray(params[name]), axes=spec.axes))
+            given = params[name]
+            value = check_operand("MoE", name, given, "G F D") if isinstance(given, Quantized) else jnp.asarray(given)
+            setattr(self, name, kind(value, axes=spec.axes))
 
     @classmethod
     def from_arrays(
@@ -88,8 +92,8 @@ class MoE(nnx.Module):
         params = {}
         for name, spec in self.config.param_specs().items():
             variable = getattr(self, name)
-            check_param(name, spec, variable[...], tuple(variable.get_metadata().get("axes", spec.axes)))
-            params[name] = variable[...]
+            params[name] = variable.get_value()
+            check_param(name, spec, params[name], tuple(variable.get_metadata().get("axes", spec.axes)))
         return params
 
     def __call__(

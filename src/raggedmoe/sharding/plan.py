@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from raggedmoe.names import unknown
+from raggedmoe.names import check_known
 from raggedmoe.params import ParamSpec, Specs, divisors
 from raggedmoe.sharding.axes import AXES, DATA, SPLITS, TOKEN_AXES, LogicalMesh, axes_of
 from raggedmoe.sharding.rules import param_shardings, partition
@@ -35,8 +35,7 @@ class Plan:
     tensor_split: str = "expert_dim"  # What the tensor axis splits of routed experts: F, or D ("model_dim").
 
     def __post_init__(self) -> None:
-        if self.tensor_split not in SPLITS:
-            raise unknown("tensor_split", self.tensor_split, SPLITS)
+        check_known("tensor_split", self.tensor_split, SPLITS)
         for name, size in self._degrees.items():
             if size < 1 and size != -1:
                 left = "all slices" if name == SLICES else "the devices that are left"
@@ -82,7 +81,7 @@ class Plan:
         return math.prod(self.sizes[name] for name in TOKEN_AXES)
 
     def resolve(self, num_devices: int, num_slices: int | None = None) -> "Plan":
-        """The plan with -1 filled in, required to use so many devices at most.
+        """Fill in -1, and require that the plan uses so many devices at most.
 
         ``num_slices`` that the devices are of, if they say so: a host's devices may stand for any number of slices.
         """
@@ -110,7 +109,7 @@ class Plan:
         return plan
 
     def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
-        """The mesh, of these devices or of the first of all that there are. Only its data axis crosses slices."""
+        """Make the mesh of these devices or of the first of all that there are. Only its data axis crosses slices."""
         devices = list(jax.devices() if devices is None else devices)
         if len(devices) < self.num_devices:
             raise ValueError(f"the plan needs {self.num_devices} devices, found {len(devices)}")
@@ -132,22 +131,22 @@ class Plan:
         return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def spec(self, name: str, spec: ParamSpec) -> PartitionSpec:
-        """The partition of a parameter over the logical axes."""
+        """Return the partition of a parameter over the logical axes."""
         mesh = AbstractMesh(tuple(self.sizes.values()), AXES)
         return partition(name, spec, LogicalMesh(mesh, tensor_split=self.tensor_split))
 
     def shardings(self, mesh: Mesh, specs: Specs) -> dict[str, NamedSharding]:
-        """The sharding of every parameter on the mesh that this plan made."""
+        """Return the sharding of every parameter on the mesh that this plan made."""
         return param_shardings(LogicalMesh(mesh, tensor_split=self.tensor_split), specs)
 
     def device_elements(self, name: str, spec: ParamSpec) -> int:
-        """Elements of a parameter on one device."""
+        """Count the elements of a parameter on one device."""
         axes = [axis for entry in self.spec(name, spec) for axis in axes_of(entry)]
         return spec.num_elements // math.prod(self.sizes[axis] for axis in axes)
 
 
 def count_slices(devices: Sequence[jax.Device]) -> int | None:
-    """The number of TPU slices that devices are of; None: they are no TPUs."""
+    """Count the TPU slices that devices are of; None: they are no TPUs."""
     if any(device.platform != "tpu" for device in devices):
         return None
-    return len({device.slice_index for device in devices})
+    return len({getattr(device, "slice_index", 0) for device in devices})  # one described slice has no number

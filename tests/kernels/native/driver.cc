@@ -14,6 +14,8 @@ XLA_FFI_Error* raggedmoe_row_dots(XLA_FFI_CallFrame*);
 const char* raggedmoe_isa();
 }
 int check_attention(int num_random);  // check_attention.cc; returns how many cases
+int check_quantized();                // check_quantized.cc; likewise
+int check_errors();                   // check_errors.cc
 
 namespace {
 
@@ -290,7 +292,7 @@ int main(int, char** arguments) {
     check<float>(c);
     check<BFloat16>(c);
   }
-  const size_t of_attention = check_attention(num_random);
-  std::printf("%zu cases with %s: %d failures\n", all.size() + of_attention, raggedmoe_isa(), failures.load());
+  const size_t of_others = check_attention(num_random) + check_quantized() + check_errors();
+  std::printf("%zu cases with %s: %d failures\n", all.size() + of_others, raggedmoe_isa(), failures.load());
   return failures == 0 ? 0 : 1;
 }

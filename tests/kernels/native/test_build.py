@@ -97,6 +97,7 @@ def test_no_compiler_is_asked_for_if_the_environment_says_so(monkeypatch):
 
 # Whatever is called from a namespace of wider instructions, and lies outside it, may be shared with code that is not.
 WIDE = {
+    "raggedmoe::avx512_bf16::": r"\Z.",
     "raggedmoe::avx512::": r"\Z.",
     "raggedmoe::avx2::": r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])",
     "": r"%zmm|%ymm|\tv[a-z]",
@@ -138,7 +139,7 @@ def test_what_is_compiled_here_is_a_library_that_jax_loads(made, compiler):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("instruction_set", ["baseline", "avx2"])
+@pytest.mark.parametrize("instruction_set", ["baseline", "avx2", "avx512"])
 def test_the_contract_holds_with_each_instruction_set(instruction_set):
     """The best that this CPU has, all other tests run with."""
     if not build.library_path().exists():

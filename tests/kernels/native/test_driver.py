@@ -11,8 +11,8 @@ from raggedmoe.kernels.native import build
 
 DRIVER = sorted(Path(__file__).parent.glob("*.cc"))
 # The tile kernels, which instruction sets have of their own, do not know of threads: those are watched with one. Their
-# bounds are watched with the narrowest vectors and the widest.
-SANITIZERS = {"address,undefined": ("baseline", "avx512"), "thread": ("avx2",)}
+# bounds are watched with the narrowest vectors, the widest, and pairs of bfloat16.
+SANITIZERS = {"address,undefined": ("baseline", "avx512", "avx512_bf16"), "thread": ("avx2",)}
 # A third of the time to compile; an address that is not there, AddressSanitizer finds.
 LEFT_OUT = "-fno-sanitize=null,alignment,object-size,vptr"
 

@@ -138,7 +138,7 @@ def test_a_compiler_that_fails_is_quoted(library_at, monkeypatch):
 def test_an_unknown_instruction_set_is_refused(library_at, monkeypatch):
     monkeypatch.setenv("RAGGEDMOE_CPU_ISA", "avx")
     with pytest.raises(
-        ValueError, match="RAGGEDMOE_CPU_ISA 'avx': expected one of baseline, avx2, avx512; did you mean"
+        ValueError, match="RAGGEDMOE_CPU_ISA 'avx': expected one of baseline, avx2, avx512, avx512_bf16; did you mean"
     ):
         chosen("grouped_matmul")
 

@@ -80,10 +80,12 @@ inline void from_float(float x, BFloat16& to) {
   to.bits = x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 inline void from_float(float x, int32_t& to) { to = static_cast<int32_t>(x); }
+inline void from_float(float x, uint8_t& to) { to = x != x ? 0xff : static_cast<uint8_t>(x); }
 
 inline XLA_FFI_DataType type_of(const float*) { return XLA_FFI_DataType_F32; }
 inline XLA_FFI_DataType type_of(const BFloat16*) { return XLA_FFI_DataType_BF16; }
 inline XLA_FFI_DataType type_of(const int32_t*) { return XLA_FFI_DataType_S32; }
+inline XLA_FFI_DataType type_of(const uint8_t*) { return XLA_FFI_DataType_U8; }
 
 // An array in memory of exactly its size, so that whatever is read or written beyond it is noticed. Filled with NaN.
 template <class T>

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from raggedmoe.train.data import tokenizer as tokenizer_module
 from raggedmoe.train.data.corpus import read_standard_library, read_text_files
-from raggedmoe.train.data.tokenizer import BYTES, _split_text, load_tokenizer
+from raggedmoe.train.data.tokenizer import BYTES, load_tokenizer, text_parts
 
 TEXT = "The first line of words\nand a second one, with_names;\n\n  indented 12\nlast" * 4
 
@@ -133,7 +133,7 @@ def test_a_tokenizer_adds_no_special_token_and_neither_cuts_nor_pads(tmp_path, m
 @pytest.mark.parametrize(("part", "call"), [(1, 1), (30, 60), (50, 10**6)])
 def test_a_long_text_in_parts_has_the_tokens_of_the_whole(part, call, tmp_path, merging, tokenizer_file, monkeypatch):
     monkeypatch.setattr(tokenizer_module, "_PART_CHARACTERS", part)
-    monkeypatch.setattr(tokenizer_module, "_CALL_CHARACTERS", call)
+    monkeypatch.setattr(tokenizer_module, "CALL_CHARACTERS", call)
     written(tmp_path, a_txt=TEXT.encode(), b_txt=b"one", c_txt=TEXT[::-1].encode())
     found = read(tmp_path, tokenizer=tokenizer_file)
     expected = [plain_tokens(merging, text) for text in (TEXT, "one", TEXT[::-1])]
@@ -142,7 +142,7 @@ def test_a_long_text_in_parts_has_the_tokens_of_the_whole(part, call, tmp_path, 
 
 def test_long_texts_are_cut_into_parts():
     text = "word\n" * 2**17
-    parts = list(_split_text(text))
+    parts = list(text_parts(text))
     assert len(parts) > 1
     assert "".join(parts) == text
 

@@ -244,6 +244,22 @@ def test_texts_a_tokenizer_and_parameters_are_read_from_the_store(run, bucket, w
     assert (bucket / "copied/run/comparison.html").is_file()
 
 
+@pytest.mark.ci
+def test_a_branch_begins_with_a_checkpoint_in_the_store(run, bucket, whole, tmp_path, capsys):
+    assert run() == 0
+    parent = f"{bucket / 'runs/run'}@8"
+    words = (f"init_from={parent}", "init_state=all", f"base_output_directory={tmp_path}", "run_name=branch")
+    assert train(with_words(*words)) == 0
+    after = [line for line in curve(whole) if line["step"] > 8]
+    assert [line for line in curve(tmp_path / "branch") if line["step"] > 8] == after
+    capsys.readouterr()
+    assert generate(parent, "def ", max_new_tokens=2) == 0
+    from_the_store = capsys.readouterr().out
+    assert generate(f"{whole}@8", "def ", max_new_tokens=2) == 0
+    assert capsys.readouterr().out == from_the_store
+    assert report((parent, str(tmp_path / "branch")), out=str(tmp_path / "both.html")) == 0
+
+
 @pytest.mark.parametrize("name", ["base_output_directory", "load_parameters_path", "dataset_path", "tokenizer_path"])
 def test_another_kind_of_place_is_refused_with_the_setting_and_the_reason(name):
     with pytest.raises(ValueError, match=f"{name}: gs://bucket/x: expected s3://.*generation-match"):

@@ -39,9 +39,8 @@ def losses(path, kind):
     return np.asarray([line["loss"] for line in lines(path) if line["kind"] == kind], np.float32)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("one", ()), pytest.param("mesh", ONE_DEVICE, marks=pytest.mark.ci, id="mesh")]
-)
+@pytest.mark.ci
+@pytest.mark.parametrize(("name", "words"), [("one", ()), ("mesh", ONE_DEVICE)], ids=["one", "mesh"])
 def test_it_goes_on_by_its_run_json_to_the_same_losses(older, name, words):
     folder = older(name)
     outcome = run_training((str(folder / "run.json"), f"base_output_directory={folder.parent}", *words))

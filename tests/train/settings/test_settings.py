@@ -14,9 +14,9 @@ from raggedmoe.kernels.registry import Directions
 from raggedmoe.models.presets import model_preset
 from raggedmoe.moe.config import MoEConfig, strategy_name
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.train.settings.config import SETTINGS, list_changes
+from raggedmoe.train.settings.config import SETTINGS, TrainConfig, list_changes
 from raggedmoe.train.settings.resolve import resolve
-from raggedmoe.train.settings.sections import RECIPES
+from raggedmoe.train.settings.sections import RECIPES, MeshSettings, RunConfig
 from raggedmoe.train.settings.words import read_words
 from tests.train.settings.resume_table import with_table
 
@@ -56,6 +56,13 @@ def test_every_setting_has_help_and_a_default_that_it_would_accept(key):
     assert key.parse(shown) == key.default
 
 
+def test_a_configuration_is_shown_as_a_user_would_write_it():
+    config = TrainConfig(model="olmoe-tiny", run=RunConfig(steps=3), mesh=MeshSettings(fsdp_parallelism=2))
+    written = "TrainConfig(model='olmoe-tiny', mesh=MeshSettings(fsdp_parallelism=2), run=RunConfig(steps=3))"
+    assert repr(config) == written
+    assert eval(written) == config
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -72,7 +79,7 @@ def test_every_setting_has_help_and_a_default_that_it_would_accept(key):
         (["packing=maybe"], "packing: expected true or false, got 'maybe'"),
         (["schedule=linear"], "schedule: expected one of cosine, wsd, constant, got 'linear'"),
         (["dataset_type=hf"], "dataset_type=hf: that pipeline is not built; use dataset_type=text"),
-        (["dataset_type=csv"], "dataset_type: expected one of stdlib, text, synthetic, got 'csv'"),
+        (["dataset_type=csv"], "dataset_type: expected one of stdlib, text, chat, tokens, synthetic, got 'csv'"),
         (["steps=5", "steps=6"], "steps=5 and steps=6 contradict each other"),
         (["demo", "olmoe-tiny"], "expected one model and settings as key=value, got 'demo' and 'olmoe-tiny'"),
         (["demo", "model_name=olmoe-tiny"], "demo and model_name=olmoe-tiny contradict each other"),
@@ -92,7 +99,8 @@ def test_every_setting_has_help_and_a_default_that_it_would_accept(key):
         ),
         (["remat_policy=custom", "out_proj=offload"], "out_proj=offload: keeping arrays in the host's memory"),
         (["remat_policy=minimal_offloaded"], "keeping arrays in the host's memory is not built; remat_policy=full"),
-        (["opt_type=muon"], "only AdamW is built"),
+        (["opt_type=muon", "muon_beta=1"], "muon_beta < 1, got 1"),
+        (["opt_type=sgd"], "only AdamW and Muon are built; use opt_type=adamw or muon"),
         (["decoder_block=llama2"], "decoder_block=llama2: expected one of deepseek, mixtral"),
         (["mine.yml"], "mine.yml: expected a file of settings in MaxText's form, found none"),
         (["ragged_buffer_factor=much"], "ragged_buffer_factor: expected a finite number, got 'much'"),
@@ -121,17 +129,31 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
         (["steps=0"], "expected steps >= 1, got 0"),
         (["steps=10", "warmup_steps=11"], "never reach its peak"),
         (["steps=10", "warmup_steps=6", "schedule=wsd", "decay_fraction=0.5"], "together are more than steps=10"),
+        (
+            ["schedule_steps=10", "warmup_fraction=0.9", "schedule=wsd"],
+            r"warmup_fraction=0.9 \(9 steps\) and decay_fraction=0.2 \(2 steps\) together are more than schedule_s",
+        ),
         (["learning_rate=-1"], "expected learning_rate > 0, got -1.0"),
         (["adam_b2=1"], "expected 0 <= adam_b2 < 1, got 1.0"),
         (["per_device_batch_size=0"], "expected per_device_batch_size >= 1, got 0"),
         (["gradient_accumulation_steps=0"], "expected gradient_accumulation_steps >= 1, got 0"),
         (["max_target_length=1"], "expected max_target_length >= 2, got 1"),
-        (["num_layers=0"], r"num_layers: expected at least 1 of demo, got 0"),
+        (["num_layers=0"], r"expected num_layers >= 1, got 0"),
+        (["base_num_decoder_layers=0"], r"expected base_num_decoder_layers >= 1, got 0"),
+        (["adam_weight_decay=-1"], r"expected adam_weight_decay >= 0, got -1.0"),
+        (["warmup_steps_fraction=much"], r"warmup_steps_fraction: expected a finite number, got 'much'"),
+        (["olmoe-tiny", "base_num_query_heads=3"], "base_num_query_heads=3 is not divisible by base_num_kv_heads=4"),
+        (["olmoe-tiny", "base_num_kv_heads=0"], "expected base_num_kv_heads >= 1, got 0"),
+        (["olmoe-tiny", "head_dim=7"], "expected an even head_dim"),
+        (["deepseek-v3-tiny", "qk_rope_head_dim=3"], "expected an even qk_rope_head_dim"),
+        (["deepseek-v3-tiny", "n_routing_groups=3"], "num_experts=16 is not divisible by n_routing_groups=3"),
+        (["deepseek-v3-tiny", "topk_routing_group=9"], "expected topk_routing_group <= n_routing_groups=8, got 9"),
+        (["deepseek-v3-tiny", "num_experts_per_tok=40"], "num_experts_per_tok=40 is more than num_experts=16"),
         (["first_num_dense_layers=5"], r"first_num_dense_layers: expected 0 .. 4, the layers of demo, got 5"),
         (["head_dim=8"], "head_dim=8: demo has latent attention.*use q_lora_rank"),
         (["olmoe-tiny", "kv_lora_rank=8"], "olmoe-tiny has no latent attention; use base_num_kv_heads"),
         (["olmoe-tiny", "sliding_window_size=8"], "olmoe-tiny has no layer with a window"),
-        (["olmoe-tiny", "num_experts=3"], "experts_per_token=4 is more than num_experts=3"),
+        (["olmoe-tiny", "num_experts=3"], "num_experts_per_tok=4 is more than num_experts=3"),
         (["remat=everything"], "unknown remat name 'everything'"),
         (["remat=full,query"], "unknown remat name 'full'"),
         (["keep_last=0"], "expected keep_last >= 1, got 0"),
@@ -285,6 +307,8 @@ def test_flags_for_sparse_kernels_beside_a_dense_matmul_change_nothing_and_say_s
         (["learning_rate_schedule_steps=-1"], {"schedule_steps": None}),
         (["learning_rate_schedule_steps=7"], {"schedule_steps": 7}),
         (["wsd_decay_style=cosine"], {"decay_style": "cosine"}),
+        (["load_full_state_path=runs/a@100"], {"init_from": "runs/a@100", "init_state": "all"}),
+        (["load_full_state_path="], {"init_from": None, "init_state": "weights"}),
         (["load_balance_loss_weight=0.02"], {"load_balance_loss_weight": 0.02, "aux_loss_weight": None}),
     ],
 )

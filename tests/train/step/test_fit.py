@@ -31,13 +31,18 @@ def num_bytes(array):
 # --- Memory
 
 
-@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
-def test_state_bytes_are_those_of_the_state_that_a_run_begins_with(param_dtype):
+@pytest.mark.parametrize(
+    ("param_dtype", "settings"),
+    [(jnp.float32, {}), (jnp.bfloat16, {}), (jnp.float32, {"opt_type": "muon", "mu_dtype": "bfloat16"})],
+    ids=["float32", "bfloat16", "muon"],
+)
+def test_state_bytes_are_those_of_the_state_that_a_run_begins_with(param_dtype, settings):
     config = dataclasses.replace(model_preset("deepseek-v3-tiny"), param_dtype=param_dtype)
-    optimizer = make_optimizer(OptimizerConfig(schedule_steps=20), param_specs(config))
+    settings = OptimizerConfig(schedule_steps=20, **settings)
+    optimizer = make_optimizer(settings, param_specs(config))
     state = jax.eval_shape(lambda: init_state(config, optimizer, jax.random.key(0)))
     trained = [array for name, array in state.params.items() if is_trained(name)]
-    found = state_bytes(config)
+    found = state_bytes(config, optimizer=settings)
     assert found.num_params == sum(array.size for array in state.params.values())
     assert found.params == sum(num_bytes(array) for array in state.params.values())
     assert found.gradients == sum(num_bytes(jax.eval_shape(widen_to_float32, array)) for array in trained)

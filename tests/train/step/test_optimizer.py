@@ -77,7 +77,7 @@ def test_a_run_of_one_step_is_at_the_end_of_a_cosine_and_at_the_peak_otherwise(s
         ({"weight_decay_of": "norms"}, "weight_decay_of: expected one of matrices, all, got 'norms'"),
         ({"adam_eps_root": -1.0}, "adam_eps_root >= 0, got -1.0"),
         ({"warmup_steps": -1}, "got -1"),
-        ({"schedule": "wsd", "warmup_steps": 30, "decay_fraction": 0.5}, "together are more than steps=50"),
+        ({"schedule": "wsd", "warmup_steps": 30, "decay_fraction": 0.5}, "together are more than schedule_steps=50"),
         ({"final_fraction": 1.5}, "0 <= final_fraction <= 1, got 1.5"),
         ({"adam_b2": 1.0}, "0 <= adam_b2 < 1, got 1.0"),
         ({"learning_rate": 0.0}, "learning_rate > 0, got 0.0"),

@@ -8,20 +8,18 @@
 
 #include "matmul_types.h"
 #include "parallel.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "xla_call.h"
 
 namespace raggedmoe {
 namespace {
 
 constexpr int64_t BLOCK_QUERIES = 128;
 
-struct Scratch3 {
+struct AttentionScratch {
   Scratch tile;
   Memory scores, weights, dweights, slopes, sums, dkey, dvalue;
 };
-thread_local Scratch3 scratch;
+thread_local AttentionScratch scratch;
 
 template <class T>
 struct Call {
@@ -243,8 +241,7 @@ ffi::Error forward(ffi::ThreadPool pool, Buffer query, Buffer key, Buffer value,
     attend_all<T>(pool, call_of<T>(query, key, value, positions, segments, sinks, scale, window),
                   static_cast<T*>(out->untyped_data()), logsumexp->typed_data());
   };
-  query.element_type() == ffi::F32 ? run(float{}) : run(BFloat16{});
-  return ffi::Error::Success();
+  return call_safely([&] { query.element_type() == ffi::F32 ? run(float{}) : run(BFloat16{}); });
 }
 
 ffi::Error backward(ffi::ThreadPool pool, Buffer query, Buffer key, Buffer value, Integers positions, Integers segments,
@@ -260,16 +257,13 @@ ffi::Error backward(ffi::ThreadPool pool, Buffer query, Buffer key, Buffer value
     parallel_for(pool, call.batch * call.key_heads,
                  [&](int64_t i) { differentiate(call, with, i / call.key_heads, i % call.key_heads); });
   };
-  query.element_type() == ffi::F32 ? run(float{}) : run(BFloat16{});
-  return ffi::Error::Success();
+  return call_safely([&] { query.element_type() == ffi::F32 ? run(float{}) : run(BFloat16{}); });
 }
 
 }  // namespace
-}  // namespace raggedmoe
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_attention, raggedmoe::forward,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
+XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_attention, forward,
+                              binding()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
@@ -280,9 +274,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_attention, raggedmoe::forward,
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_attention_gradients, raggedmoe::backward,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
+XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_attention_gradients, backward,
+                              binding()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
@@ -297,3 +290,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_attention_gradients, raggedmoe::backward
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window"));
+
+}  // namespace raggedmoe

@@ -7,9 +7,7 @@
 #include "matmul_types.h"
 #include "pages.h"
 #include "parallel.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "xla_call.h"
 
 namespace raggedmoe {
 namespace {
@@ -17,11 +15,11 @@ namespace {
 constexpr int64_t RING = 3;                 // blocks whose hidden rows are in memory at a time
 constexpr int64_t STREAMED_BYTES = 1 << 19;  // of a matrix, for a task with few rows
 
-struct Scratch2 {
+struct FfnScratch {
   Scratch tile;
   Memory gate, up, down;
 };
-thread_local Scratch2 scratch;
+thread_local FfnScratch scratch;
 
 struct Sizes {
   int64_t rows, groups, width, hidden;  // R, G, D, F
@@ -31,15 +29,6 @@ template <class T>
 struct Weights {
   const T *wi_0, *wi_1, *wo, *bias_wi_0, *bias_wi_1, *bias_wo;  // null: there is none
 };
-
-template <class T>
-const T* data(const ffi::AnyBuffer& buffer) {
-  return buffer.element_count() == 0 ? nullptr : static_cast<const T*>(buffer.untyped_data());
-}
-template <class T>
-T* data(ffi::Result<ffi::AnyBuffer>& buffer) {
-  return buffer->element_count() == 0 ? nullptr : static_cast<T*>(buffer->untyped_data());
-}
 
 template <class Body>
 void for_each_part(int64_t size, int64_t part, Body body) {
@@ -189,31 +178,39 @@ void ffn_gradients(ffi::ThreadPool& pool, const Sizes& sizes, const T* rows, con
   struct Hidden {
     T *value, *dgate, *dup;
   };
+  // The activation's arguments, and how far their rows are apart: computed again, or those that were kept, as they are
+  // or widened.
+  struct Arguments {
+    const float *gate, *up;
+    int64_t row;
+  };
+  const auto arguments = [&](const Block& block, int64_t first, int64_t last) -> Arguments {
+    const int64_t num_rows = block.last - block.first, cols = last - first, at = block.first * F + first;
+    if constexpr (std::is_same_v<T, float>)
+      if (kept_gate != nullptr) return {kept_gate + at, weights.wi_1 ? kept_up + at : nullptr, F};
+    float* gate = scratch.gate.at_least(num_rows * cols);
+    float* up = weights.wi_1 ? scratch.up.at_least(num_rows * cols) : nullptr;
+    if (kept_gate == nullptr)
+      project_up(sizes, rows, weights, block, first, last, gate, up, cols);
+    else
+      for (int64_t m = 0; m < num_rows; ++m) {
+        tile.widen(kept_gate + at + m * F, gate + m * cols, cols);
+        if (up) tile.widen(kept_up + at + m * F, up + m * cols, cols);
+      }
+    return {gate, up, cols};
+  };
   const auto differentiate = [&](const Block& block, const Hidden& hidden, int64_t first_row, int64_t first,
                                  int64_t last) {
     const int64_t num_rows = block.last - block.first, cols = last - first;
-    float *gate = nullptr, *up = nullptr, *dhidden = scratch.down.at_least(num_rows * cols);
-    const bool reads_in_place = std::is_same_v<T, float> && kept_gate != nullptr;
-    if (!reads_in_place) {
-      gate = scratch.gate.at_least(num_rows * cols);
-      if (weights.wi_1) up = scratch.up.at_least(num_rows * cols);
-      if (kept_gate == nullptr) project_up(sizes, rows, weights, block, first, last, gate, up, cols);
-    }
+    const auto [gate, up, row] = arguments(block, first, last);
+    float* dhidden = scratch.down.at_least(num_rows * cols);
     const Product<T> product{View<T>{cotangent + block.first * D, D, 1},
                              View<T>{weights.wo + (block.group * F + first) * D, 1, D}, D};
     tile.multiply_wide(&product, 1, num_rows, cols, dhidden, cols, scratch.tile);
     for (int64_t m = 0; m < num_rows; ++m) {
       const int64_t at = (block.first - first_row + m) * F + first;
-      const T* gate_row = kept_gate == nullptr ? nullptr : kept_gate + (block.first + m) * F + first;
-      const T* up_row = kept_gate == nullptr || !weights.wi_1 ? nullptr : kept_up + (block.first + m) * F + first;
-      if (kept_gate != nullptr && !reads_in_place) {
-        tile.widen(gate_row, gate + m * cols, cols);
-        if (up) tile.widen(up_row, up + m * cols, cols);
-      }
-      const float* g = reads_in_place ? reinterpret_cast<const float*>(gate_row) : gate + m * cols;
-      const float* u = reads_in_place ? reinterpret_cast<const float*>(up_row) : up == nullptr ? nullptr : up + m * cols;
-      tile.differentiate(activation, g, u, dhidden + m * cols, 1.0f, hidden.value + at, hidden.dgate + at,
-                         hidden.dup + at, cols);
+      tile.differentiate(activation, gate + m * row, up ? up + m * row : nullptr, dhidden + m * cols, 1.0f,
+                         hidden.value + at, hidden.dgate + at, hidden.dup + at, cols);
     }
   };
   const auto drows = [&](const Block& block, const Hidden& hidden, int64_t first_row, int64_t first, int64_t last) {
@@ -325,8 +322,7 @@ ffi::Error forward(ffi::ThreadPool pool, Buffer rows, Buffer wi_0, Buffer wi_1, 
     ffn<T>(pool, sizes_of(rows, wi_0), data<T>(rows), weights_of<T>(wi_0, wi_1, wo, bias_wi_0, bias_wi_1, bias_wo),
            bounds.typed_data(), static_cast<Activation>(activation), data<T>(out), data<T>(gate), data<T>(up));
   };
-  rows.element_type() == ffi::F32 ? call(float{}) : call(BFloat16{});
-  return ffi::Error::Success();
+  return call_safely([&] { rows.element_type() == ffi::F32 ? call(float{}) : call(BFloat16{}); });
 }
 
 ffi::Error backward(ffi::ThreadPool pool, Buffer rows, Buffer wi_0, Buffer wi_1, Buffer wo, Buffer bias_wi_0,
@@ -341,47 +337,17 @@ ffi::Error backward(ffi::ThreadPool pool, Buffer rows, Buffer wi_0, Buffer wi_1,
                      Gradients<T>{data<T>(drows), data<T>(dwi_0), data<T>(dwi_1), data<T>(dwo), data<T>(dbias_wi_0),
                                   data<T>(dbias_wi_1), data<T>(dbias_wo)});
   };
-  rows.element_type() == ffi::F32 ? call(float{}) : call(BFloat16{});
-  return ffi::Error::Success();
+  return call_safely([&] { rows.element_type() == ffi::F32 ? call(float{}) : call(BFloat16{}); });
 }
 
 }  // namespace
-}  // namespace raggedmoe
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_expert_ffn, raggedmoe::forward,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
+// Rows, three weights and three biases; where each group's rows begin; what else is read; what is written.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_expert_ffn, forward,
+                              with_results<3>(with_args<7>(binding()).Arg<ffi::Buffer<ffi::S32>>())
                                   .Attr<int64_t>("activation"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_expert_ffn_gradients, raggedmoe::backward,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
+XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_expert_ffn_gradients, backward,
+                              with_results<7>(with_args<3>(with_args<7>(binding()).Arg<ffi::Buffer<ffi::S32>>()))
                                   .Attr<int64_t>("activation"));
+
+}  // namespace raggedmoe

@@ -2,27 +2,40 @@
 
 Differentiated, the forward pass keeps the activation's arguments for the backward pass, which computes the hidden rows
 again from them, an expert at a time, and every gradient once.
+
+With quantised operands it is three of its grouped matmuls with the activation between them.
 """
 
 import jax
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.expert_ffn import matmuls
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases, ExpertWeights, KeptSums
+from raggedmoe.kernels.grouped_matmul import cpu_native as grouped_matmul
 from raggedmoe.kernels.native.library import native_call, native_implementation, native_why_not
-from raggedmoe.kernels.registry import Call
+from raggedmoe.kernels.qarray import QArray
+from raggedmoe.kernels.registry import EMULATED, Call
 
 NUMBERS = {name: number for number, name in enumerate(ACTIVATIONS)}  # as in matmul_types.h
 
 
 def forward(rows, weights, bounds, *, activation):
+    if _has_quantized(rows, weights):
+        return matmuls.forward(grouped_matmul, rows, weights, bounds, activation)
     return _forward(rows, weights, bounds, activation, keep=False)[0]
 
 
 def forward_keeping(rows, weights, bounds, *, activation):
+    if _has_quantized(rows, weights):
+        return matmuls.forward_keeping(grouped_matmul, rows, weights, bounds, activation)
     out, gate, up = _forward(rows, weights, bounds, activation, keep=True)
     return out, KeptSums(gate, None if weights.wi_1 is None else up)
+
+
+def _has_quantized(rows, weights):
+    return any(isinstance(operand, QArray) for operand in (rows, *weights))
 
 
 def _forward(rows, weights, bounds, activation, *, keep):
@@ -34,6 +47,8 @@ def _forward(rows, weights, bounds, activation, *, keep):
 
 
 def backward(rows, weights, bounds, cotangent, *, activation, kept=None):
+    if _has_quantized(rows, weights):
+        return matmuls.backward(grouped_matmul, rows, weights, bounds, cotangent, activation, kept)
     arrays = rows, *_operands(weights, rows)
     sums = (_or_empty(array, rows) for array in kept or (None, None))
     out = [(array.shape, rows.dtype) for array in arrays]
@@ -59,7 +74,9 @@ def _or_empty(array, rows):
 
 def why_not(call: Call, hardware: Hardware) -> str | None:
     """Say why it cannot run."""
-    return native_why_not(call, hardware, call.arrays["rows"].dtype)
+    weights = tuple(name for name in ("wi_0", "wi_1", "wo") if name in call.arrays)
+    reason = grouped_matmul.quantized_why_not(call, "rows", weights)
+    return reason or native_why_not(call, hardware, call.arrays["rows"].dtype)
 
 
 IMPLEMENTATION = native_implementation(
@@ -68,4 +85,5 @@ IMPLEMENTATION = native_implementation(
     forward_keeping=forward_keeping,
     backward=backward,
     why_not=why_not,
+    quantized=EMULATED,
 )

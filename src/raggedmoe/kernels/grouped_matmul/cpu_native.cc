@@ -5,9 +5,7 @@
 #include "matmul_types.h"
 #include "pages.h"
 #include "parallel.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "xla_call.h"
 
 namespace raggedmoe {
 
@@ -95,32 +93,29 @@ ffi::Error grouped_matmul(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuff
                           ffi::Result<ffi::AnyBuffer> out, bool transpose_rhs) {
   const bool wide_in = lhs.element_type() == ffi::F32, wide_out = out->element_type() == ffi::F32;
   const auto call = wide_in ? matmul<float, float> : wide_out ? matmul<BFloat16, float> : matmul<BFloat16, BFloat16>;
-  call(pool, lhs, rhs, bounds.typed_data(), *out, transpose_rhs);
-  return ffi::Error::Success();
+  return call_safely([&] { call(pool, lhs, rhs, bounds.typed_data(), *out, transpose_rhs); });
 }
 
 ffi::Error transposed_matmul(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                              ffi::Buffer<ffi::S32> bounds, ffi::Result<ffi::AnyBuffer> out) {
   const auto call = lhs.element_type() == ffi::F32 ? transposed<float> : transposed<BFloat16>;
-  call(pool, lhs, rhs, bounds.typed_data(), *out);
-  return ffi::Error::Success();
+  return call_safely([&] { call(pool, lhs, rhs, bounds.typed_data(), *out); });
 }
 
 }  // namespace
-}  // namespace raggedmoe
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_grouped_matmul, raggedmoe::grouped_matmul,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
+XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_grouped_matmul, grouped_matmul,
+                              binding()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("transpose_rhs"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_transposed_matmul, raggedmoe::transposed_matmul,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
+XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_transposed_matmul, transposed_matmul,
+                              binding()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>());
+
+}  // namespace raggedmoe

@@ -24,8 +24,8 @@ def copied_bytes(call: Call) -> int:
         width = rows.shape[1]
     if call.direction == BACKWARD:
         width = sum(widths)
-    size = accumulator().itemsize if call.formats else rows.dtype.itemsize  # quantised operands are widened
-    return rows.shape[0] * groups * width * size
+    dtype = accumulator(rows.dtype) if call.formats else rows.dtype  # quantised operands are widened
+    return rows.shape[0] * groups * width * dtype.itemsize
 
 
 def note(call: Call, hardware: Hardware) -> str | None:

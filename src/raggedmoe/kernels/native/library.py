@@ -23,6 +23,7 @@ from raggedmoe.names import unknown
 TARGETS = (  # exported by the library
     "raggedmoe_grouped_matmul",
     "raggedmoe_transposed_matmul",
+    "raggedmoe_quantized_matmul",
     "raggedmoe_expert_ffn",
     "raggedmoe_expert_ffn_gradients",
     "raggedmoe_attention",
@@ -33,7 +34,7 @@ TARGETS = (  # exported by the library
 )
 TYPES = ("float32", "bfloat16")
 BUILD = "python -m raggedmoe.kernels.native"
-INSTRUCTION_SETS = ("baseline", "avx2", "avx512")  # as RAGGEDMOE_CPU_ISA names the best one to use
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512", "avx512_bf16")  # as RAGGEDMOE_CPU_ISA names the best one to use
 
 
 @functools.cache

@@ -8,7 +8,8 @@
 namespace raggedmoe {
 
 namespace {
-enum class Isa { BASELINE, AVX2, AVX512 };
+enum class Isa { BASELINE, AVX2, AVX512, AVX512_BF16 };
+constexpr const char* NAMES[] = {"baseline", "avx2", "avx512", "avx512_bf16"};
 
 Isa best_isa() {
   Isa best = Isa::BASELINE;
@@ -17,13 +18,13 @@ Isa best_isa() {
     best = Isa::AVX2;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq"))
-      best = Isa::AVX512;
+      best = __builtin_cpu_supports("avx512bf16") ? Isa::AVX512_BF16 : Isa::AVX512;
   }
 #endif
   const char* name = std::getenv("RAGGEDMOE_CPU_ISA");
   const std::string wanted = name == nullptr ? "" : name;
-  if (wanted == "baseline") return Isa::BASELINE;
-  if (wanted == "avx2") return std::min(best, Isa::AVX2);
+  for (Isa isa : {Isa::BASELINE, Isa::AVX2, Isa::AVX512})
+    if (wanted == NAMES[static_cast<int>(isa)]) return std::min(best, isa);
   return best;
 }
 
@@ -35,9 +36,13 @@ Isa isa() {
 
 template <class T>
 const Kernels<T>& kernels() {
+#ifdef __x86_64__
+  if constexpr (std::is_same_v<T, BFloat16>)
+    if (isa() == Isa::AVX512_BF16) return avx512_bf16::TABLE;
+#endif
   static const Tables& chosen = []() -> const Tables& {
 #ifdef __x86_64__
-    if (isa() == Isa::AVX512) return avx512::TABLES;
+    if (isa() >= Isa::AVX512) return avx512::TABLES;
     if (isa() == Isa::AVX2) return avx2::TABLES;
 #endif
     return baseline::TABLES;
@@ -52,7 +57,4 @@ template const Kernels<BFloat16>& kernels<BFloat16>();
 
 }  // namespace raggedmoe
 
-extern "C" const char* raggedmoe_isa() {
-  const raggedmoe::Isa isa = raggedmoe::isa();
-  return isa == raggedmoe::Isa::AVX512 ? "avx512" : isa == raggedmoe::Isa::AVX2 ? "avx2" : "baseline";
-}
+extern "C" const char* raggedmoe_isa() { return raggedmoe::NAMES[static_cast<int>(raggedmoe::isa())]; }

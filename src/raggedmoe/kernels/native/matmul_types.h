@@ -17,10 +17,10 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-constexpr int64_t MAX_KC = 320;          // the depth of a panel
-constexpr int64_t MAX_TILE_ROWS = 256;   // of a tile: with that depth 320 KiB, in the second cache
+constexpr int64_t MAX_KC = 320;  // the depth of a panel, in numbers or pairs
+constexpr int64_t MAX_TILE_ROWS = 256;  // of a tile: with that depth 320 KiB, in the second cache
 constexpr int64_t TILE_COLS = 288;  // a multiple of every instruction set's panel
-constexpr int64_t STREAM_AHEAD = 512;  // numbers that are asked for before they are read
+constexpr int64_t FEW_NUMBERS = 6144;  // of few rows, which stay in the first cache meanwhile
 constexpr int64_t GRADIENT_COLS = 1024;  // of a tile of a matrix's gradient, whose left rows are packed once for all
 constexpr int64_t STREAMED_RESULT = 1 << 17;  // numbers of a tile that does not stay in cache
 constexpr int64_t FEW_ROWS = 6;  // up to which a matrix is streamed, not packed
@@ -113,6 +113,9 @@ struct Tables {
   Kernels<float> float32;
   Kernels<BFloat16> bfloat16;
 };
+namespace avx512_bf16 {
+extern const Kernels<BFloat16> TABLE;  // of float32 it has no others than AVX-512
+}
 namespace avx512 {
 extern const Tables TABLES;
 }

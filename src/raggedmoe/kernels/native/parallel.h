@@ -5,6 +5,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -14,7 +15,8 @@
 namespace raggedmoe {
 
 // Runs task(i) for every i < num_tasks on the caller's thread and those of the pool. Tasks are begun in their order, so
-// one may wait for what earlier ones do, as each of these is done or has a thread of its own.
+// one may wait for what earlier ones do, as each of these is done or has a thread of its own. All of them are run, also if
+// one throws; the first exception is thrown on once nobody works any more.
 template <class Pool>
 void parallel_for(Pool& pool, int64_t num_tasks, std::function<void(int64_t)> task) {
   struct State {
@@ -23,6 +25,7 @@ void parallel_for(Pool& pool, int64_t num_tasks, std::function<void(int64_t)> ta
     std::atomic<int64_t> next{0}, done{0};
     std::mutex mutex;
     std::condition_variable all_done;
+    std::exception_ptr error;
   };
   if (num_tasks <= 0) return;
   auto state = std::make_shared<State>();
@@ -31,7 +34,12 @@ void parallel_for(Pool& pool, int64_t num_tasks, std::function<void(int64_t)> ta
   // A helper that starts after the last task finds none, and touches nothing but the state, which it keeps alive.
   auto work = [state] {
     for (int64_t i; (i = state->next.fetch_add(1)) < state->num_tasks;) {
-      state->task(i);
+      try {
+        state->task(i);
+      } catch (...) {
+        std::lock_guard<std::mutex> lock(state->mutex);
+        if (!state->error) state->error = std::current_exception();
+      }
       if (state->done.fetch_add(1) + 1 == state->num_tasks) {
         std::lock_guard<std::mutex> lock(state->mutex);
         state->all_done.notify_all();
@@ -43,6 +51,7 @@ void parallel_for(Pool& pool, int64_t num_tasks, std::function<void(int64_t)> ta
   work();
   std::unique_lock<std::mutex> lock(state->mutex);
   state->all_done.wait(lock, [&] { return state->done.load() == state->num_tasks; });
+  if (state->error) std::rethrow_exception(state->error);
 }
 
 // A list of tasks in the order in which they are begun, some of which wait until all of an earlier step are done.
@@ -67,12 +76,16 @@ class Steps {
       if (before >= 0)
         for (int spins = 0; done[before].load(std::memory_order_acquire) < first_[before + 1] - first_[before]; ++spins)
           if (spins > 1000) std::this_thread::yield();
+      const Done after{done[step]};  // also of a task that throws, as others wait for it
       tasks_[i].second();
-      done[step].fetch_add(1, std::memory_order_release);
     });
   }
 
  private:
+  struct Done {
+    std::atomic<int64_t>& count;
+    ~Done() { count.fetch_add(1, std::memory_order_release); }
+  };
   std::vector<std::pair<int64_t, Task>> tasks_;
   std::vector<int64_t> first_, waits_for_;
 };

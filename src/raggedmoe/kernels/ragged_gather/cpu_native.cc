@@ -3,9 +3,7 @@
 #include "pages.h"
 #include "parallel.h"
 #include "row_tasks.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "xla_call.h"
 
 namespace raggedmoe {
 namespace {
@@ -40,18 +38,17 @@ void gather(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const int32_t* indic
 ffi::Error call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> indices, ffi::Buffer<ffi::S32> range,
                 ffi::Buffer<ffi::F32> weights, ffi::Result<ffi::AnyBuffer> out) {
   const auto function = x.element_type() == ffi::F32 ? gather<float> : gather<BFloat16>;
-  function(pool, x, indices.typed_data(), range.typed_data(), weights, *out);
-  return ffi::Error::Success();
+  return call_safely([&] { function(pool, x, indices.typed_data(), range.typed_data(), weights, *out); });
 }
 
 }  // namespace
-}  // namespace raggedmoe
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_gather, raggedmoe::call,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
+XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_gather, call,
+                              binding()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>());
+
+}  // namespace raggedmoe

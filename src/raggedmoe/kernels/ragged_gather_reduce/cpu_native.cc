@@ -2,9 +2,7 @@
 #include "matmul_types.h"
 #include "parallel.h"
 #include "row_tasks.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "xla_call.h"
 
 namespace raggedmoe {
 namespace {
@@ -58,34 +56,32 @@ void row_dots(ffi::ThreadPool& pool, const ffi::AnyBuffer& rows, const ffi::Buff
 ffi::Error reduce(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> indices,
                   ffi::Buffer<ffi::S32> range, ffi::Buffer<ffi::F32> weights, ffi::Result<ffi::AnyBuffer> out) {
   const auto function = rows.element_type() == ffi::F32 ? gather_reduce<float> : gather_reduce<BFloat16>;
-  function(pool, rows, indices, range.typed_data(), weights, *out);
-  return ffi::Error::Success();
+  return call_safely([&] { function(pool, rows, indices, range.typed_data(), weights, *out); });
 }
 
 ffi::Error dots(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> indices, ffi::Buffer<ffi::S32> range,
                 ffi::AnyBuffer cotangent, ffi::Result<ffi::Buffer<ffi::F32>> out, bool range_of_lines) {
   const auto function = rows.element_type() == ffi::F32 ? row_dots<float> : row_dots<BFloat16>;
-  function(pool, rows, indices, range.typed_data(), cotangent, out->typed_data(), range_of_lines);
-  return ffi::Error::Success();
+  return call_safely(
+      [&] { function(pool, rows, indices, range.typed_data(), cotangent, out->typed_data(), range_of_lines); });
 }
 
 }  // namespace
-}  // namespace raggedmoe
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_gather_reduce, raggedmoe::reduce,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
+XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_gather_reduce, reduce,
+                              binding()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_row_dots, raggedmoe::dots,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
+XLA_FFI_DEFINE_HANDLER_SYMBOL(raggedmoe_row_dots, dots,
+                              binding()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<bool>("range_of_lines"));
+
+}  // namespace raggedmoe

@@ -176,7 +176,10 @@ def _check_same_leaves(
         "folder to start anew"
     )
     if of_another_run:
-        what = "the model of this checkpoint is not that of this run; give this run the settings of the model there"
+        what = (
+            "the model or the optimizer of this checkpoint is not that of this run; give this run their settings, or "
+            "begin with the weights alone if the optimizer is another"
+        )
     raise ValueError("\n  ".join([f"{folder}: {what}:", *lines[:20], *more]))
 
 

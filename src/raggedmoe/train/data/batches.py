@@ -11,8 +11,18 @@ import jax
 import numpy as np
 
 from raggedmoe.storage import as_path
+from raggedmoe.train.data import chat
 from raggedmoe.train.data.corpus import Corpus, Document, read_standard_library, read_text_files
-from raggedmoe.train.data.rows import Batch, Rows, TokenRows, synthetic_rows, token_rows
+from raggedmoe.train.data.rows import (
+    Batch,
+    Rows,
+    TokenRows,
+    rows_between,
+    synthetic_rows,
+    token_rows,
+    whole_document_rows,
+)
+from raggedmoe.train.data.token_files import TokenFile, open_tokens
 from raggedmoe.train.data.tokenizer import BYTES, BYTES_THAT_END, NUM_BYTES, TextTokenizer, load_tokenizer
 from raggedmoe.train.settings import sections
 from raggedmoe.train.settings.sections import DataConfig
@@ -101,9 +111,15 @@ def open_data(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
     """
     if config.dataset_type == "synthetic":
         return _open_synthetic(config, vocab_size, batch_size)
+    if config.dataset_type == "tokens":
+        return _open_tokens(config, vocab_size, batch_size)
     tokenizer = _open_tokenizer(config, vocab_size)
+    corpus: Corpus
     if config.dataset_type == "stdlib":
         corpus = read_standard_library(tokenizer)
+    elif config.dataset_type == "chat":
+        suffixes = config.dataset_suffixes or chat.SUFFIXES
+        corpus = chat.read_chat_files(config.dataset_path, suffixes, tokenizer, config.sequence_length)
     else:
         corpus = read_text_files(config.dataset_path, config.dataset_suffixes or TEXT_SUFFIXES, tokenizer)
     train, held_out = split_documents(corpus.documents, share=config.held_out, seed=config.data_seed)
@@ -209,8 +225,39 @@ def _open_synthetic(config: DataConfig, vocab_size: int, batch_size: int) -> Dat
     )
 
 
+def _open_tokens(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
+    """Open the files of a folder of tokens, which were split when they were written."""
+    (place,) = config.dataset_path
+    folder = open_tokens(as_path(place), vocab_size)
+
+    def rows(part: TokenFile) -> TokenRows:
+        length, packing = config.sequence_length, config.packing
+        return rows_between(part.tokens, part.bounds, sequence_length=length, packing=packing)
+
+    train, held_out = rows(folder.train), folder.held_out if config.held_out else None
+    _check_rows(config, batch_size, train, folder.tokenizer.unit)
+    settings = [config.dataset_type, config.data_seed, config.sequence_length, batch_size, config.packing]
+    num, num_held_out = len(folder.train.bounds) - 1, 0 if held_out is None else len(held_out.bounds) - 1
+    return Data(
+        config=config,
+        batch_size=batch_size,
+        train=train,
+        held_out=None if held_out is None else rows(held_out),
+        vocab_size=folder.tokenizer.vocab_size,
+        num_tokens=len(train.tokens),
+        num_documents=num,
+        fingerprint=_digest([*settings, held_out is not None, folder.fingerprint]).hexdigest(),
+        description=f"tokens: {_short(len(train.tokens))} {folder.tokenizer.unit} of {num:,} documents to train on, "
+        f"{num_held_out:,} documents held out",
+        tokenizer=folder.tokenizer,
+    )
+
+
 def _make_rows(config: DataConfig, documents: Sequence[Document]) -> TokenRows:
     tokens = [document.tokens for document in documents]
+    learned = [document.learned for document in documents if document.learned is not None]
+    if learned:
+        return whole_document_rows(tokens, learned, sequence_length=config.sequence_length, packing=config.packing)
     return token_rows(tokens, sequence_length=config.sequence_length, packing=config.packing)
 
 
@@ -221,7 +268,7 @@ def _check_rows(config: DataConfig, batch_size: int, rows: TokenRows, unit: str)
             f"expected files of two {unit} or more, got {num_tokens} with one each: there is no next one to learn; "
             "join them, or give other paths"
         )
-    if config.sequence_length > num_tokens:
+    if config.sequence_length > num_tokens and rows.is_target is None:  # a row of conversations need not be full
         raise ValueError(
             f"max_target_length={config.sequence_length} is more than the {num_tokens} {unit} to train on; use at "
             f"most {num_tokens}, or give more data"
@@ -248,12 +295,15 @@ def _fingerprint(config: DataConfig, batch_size: int, corpus: Corpus) -> str:
     for document in corpus.documents:
         digest.update(json.dumps([document.name, len(document.tokens)]).encode())
         digest.update(document.tokens)
+        if document.learned is not None:
+            digest.update(document.learned)
     return digest.hexdigest()
 
 
 def _description(config: DataConfig, corpus: Corpus, train: Sequence[Document], held_out: Sequence[Document]) -> str:
     num, unit = len(corpus.documents), corpus.tokenizer.unit
-    read = f"{config.dataset_type}: {num:,} file{'s' * (num != 1)}, {_short(_num_tokens(corpus.documents))} {unit}"
+    size = f"{_short(_num_tokens(corpus.documents))} {unit}"
+    read = f"{config.dataset_type}: {num:,} {corpus.kind}{'s' * (num != 1)}, {size}{corpus.losses}"
     if not held_out:
         return f"{read}; all to train on"
     if len(train) == num:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Integer
+from jaxtyping import Bool, Integer
 
 from raggedmoe.storage import AnyPath, ObjectPath, as_path
 from raggedmoe.storage.trees import list_files, map_files
@@ -25,6 +25,7 @@ class Document:
 
     name: str  # relative, with slashes: the same on every machine
     tokens: Integer[np.ndarray, " N"]
+    learned: Bool[np.ndarray, " N"] | None = None  # the tokens that are targets; None: all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class Corpus:
 
     documents: tuple[Document, ...]
     tokenizer: TextTokenizer
+    kind: str = "file"  # what a document is
+    losses: str = ""  # what of the data is not learned from, and why
 
 
 def read_standard_library(tokenizer: TextTokenizer = BYTES) -> Corpus:
@@ -58,11 +61,26 @@ def read_text_files(paths: Sequence[str], suffixes: Sequence[str], tokenizer: Te
 
     Names below a folder that begin with a dot are left out, and so is a file that was found before.
     """
-    found = [file for root in map(as_path, paths) for file in _find_files(root, suffixes)]
-    contents = _read_files(found)
+    contents = read_files(paths, suffixes)
     if not any(content for _, _, content in contents):
         raise ValueError(f"{', '.join(paths)}: expected text, got {len(contents)} empty files; name other paths")
     return _make_corpus(contents, tokenizer)
+
+
+def read_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[tuple[str, AnyPath, bytes]]:
+    """Read files, and all files below folders: the name, place and content of each, in the order of the names."""
+    return _read_files([file for root in map(as_path, paths) for file in _find_files(root, suffixes)])
+
+
+def find_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[tuple[str, Path]]:
+    """List files, and all files below folders, by name in the order of the names; they must be on this machine."""
+    places = [as_path(path) for path in paths]
+    remote = [place for place in places if isinstance(place, ObjectPath)]
+    if remote:
+        raise ValueError(f"{remote[0]}: expected files on this machine, to read part by part; copy them here")
+    found = [file for place in places for file in _find_files(place, suffixes)]
+    local = {os.path.realpath(str(path)): (name, Path(str(path))) for name, path in reversed(found)}
+    return sorted(local.values())
 
 
 def _make_corpus(contents: Sequence[tuple[str, AnyPath, bytes]], tokenizer: TextTokenizer) -> Corpus:

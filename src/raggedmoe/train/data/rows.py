@@ -46,6 +46,7 @@ class TokenRows:
     starts: Int[np.ndarray, " rows"]
     lengths: Int[np.ndarray, " rows"]
     sequence_length: int
+    is_target: Bool[np.ndarray, " N"] | None = None  # the tokens that are learned; None: all that can be
 
     @property
     def num_rows(self) -> int:
@@ -60,6 +61,8 @@ class TokenRows:
         begins = self._begins(starts)
         present = places[:-1] < lengths[:, None]
         learned = present & ~begins[:, 1:]
+        if self.is_target is not None:
+            learned &= self.is_target.take(starts[:, None] + places[1:], mode="clip")
         segment_start = np.maximum.accumulate(np.where(begins, places, 0)[:, :-1], axis=1)
         return Batch(
             ids=np.where(present, tokens[:, :-1], 0),
@@ -86,6 +89,11 @@ def token_rows(documents: Sequence[np.ndarray], *, sequence_length: int, packing
     What a document ends with is its own last token: nothing is put between documents here.
     """
     bounds = np.cumsum([0, *map(len, documents)])
+    return rows_between(np.concatenate(documents), bounds, sequence_length=sequence_length, packing=packing)
+
+
+def rows_between(tokens: np.ndarray, bounds: np.ndarray, *, sequence_length: int, packing: bool) -> TokenRows:
+    """Cut an array of documents, whose bounds are given, into rows, as `token_rows` does. Its tokens are not read."""
     if packing:
         starts = np.arange(0, bounds[-1], sequence_length)
         ends = np.minimum(starts + sequence_length, bounds[-1])
@@ -98,11 +106,37 @@ def token_rows(documents: Sequence[np.ndarray], *, sequence_length: int, packing
     without_target = np.searchsorted(last_tokens, ends) - np.searchsorted(last_tokens, starts)
     has_target = ends - starts > without_target
     return TokenRows(
-        tokens=np.concatenate(documents),
+        tokens=tokens,
         bounds=bounds,
         starts=starts[has_target],
         lengths=(ends - starts)[has_target],
         sequence_length=sequence_length,
+    )
+
+
+def whole_document_rows(
+    documents: Sequence[np.ndarray], learned: Sequence[np.ndarray], *, sequence_length: int, packing: bool
+) -> TokenRows:
+    """Put documents, none longer than a row and each with a token to learn, into rows without cutting any.
+
+    With packing a row takes documents one after the other as long as they fit.
+    """
+    sizes = np.asarray([len(document) for document in documents])
+    bounds = np.concatenate([[0], np.cumsum(sizes)])
+    firsts, used = [0], 0
+    for number, size in enumerate(sizes):
+        if number and (not packing or used + size > sequence_length):
+            firsts.append(number)
+            used = 0
+        used += size
+    starts = bounds[firsts]
+    return TokenRows(
+        tokens=np.concatenate(documents),
+        bounds=bounds,
+        starts=starts,
+        lengths=np.diff([*starts, bounds[-1]]),
+        sequence_length=sequence_length,
+        is_target=np.concatenate(learned),
     )
 
 

@@ -25,7 +25,7 @@ USUAL_ENDS = (END_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<｜end▁of▁sent
 # The tokenizer takes about 150 bytes of memory a character while it works, and one core a text: so long texts are split
 # into parts of this many characters, and it gets parts of this many characters in a call.
 _PART_CHARACTERS = 2**18
-_CALL_CHARACTERS = 2**21
+CALL_CHARACTERS = 2**21
 # Tokenizers cut here anyway, so a part's tokens are those that the whole text would have there.
 _LINE_END = re.compile(r"(?<=[^\W_])(?=\n)")
 
@@ -121,15 +121,25 @@ class TextTokenizer:
             tokenizer_config["eos_token"] = END_TEXT if self.library is None else self.library.id_to_token(self.end)
         return tokenizer_config
 
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest type that holds all tokens."""
+        return np.dtype(np.uint8 if self.library is None else np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+
+    def encode_texts(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the tokens of each text, with nothing before or after them."""
+        if self.library is None:
+            return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, self.dtype) for encoding in encodings]
+
     def _tokenize(self, texts: Sequence[str]) -> list[np.ndarray]:
-        dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
-        text_arrays: list[list[np.ndarray]] = [[np.zeros(0, dtype)] for _ in texts]
-        parts = [(number, part) for number, text in enumerate(texts) for part in _split_text(text)]
+        text_arrays: list[list[np.ndarray]] = [[np.zeros(0, self.dtype)] for _ in texts]
+        parts = [(number, part) for number, text in enumerate(texts) for part in text_parts(text)]
         with bytes_bar("tokenizing", sum(map(len, texts)), shown=True) as advance:
             for call in _batch_parts(parts):
-                encodings = self.library.encode_batch_fast([part for _, part in call], add_special_tokens=False)
-                for (number, _), encoding in zip(call, encodings):
-                    text_arrays[number].append(np.asarray(encoding.ids, dtype))
+                for (number, _), tokens in zip(call, self.encode_texts([part for _, part in call])):
+                    text_arrays[number].append(tokens)
                 advance(sum(len(part) for _, part in call))
         return [np.concatenate(arrays) for arrays in text_arrays]
 
@@ -244,7 +254,7 @@ def _decode_utf8(path: AnyPath, content: bytes) -> str:
         ) from None
 
 
-def _split_text(text: str) -> Iterator[str]:
+def text_parts(text: str) -> Iterator[str]:
     """Split a long text at line ends."""
     start = 0
     while cut := _LINE_END.search(text, start + _PART_CHARACTERS):
@@ -259,7 +269,7 @@ def _batch_parts(parts: Sequence[tuple[int, str]]) -> Iterator[list[tuple[int, s
     for number, part in parts:
         call.append((number, part))
         size += len(part)
-        if size >= _CALL_CHARACTERS:
+        if size >= CALL_CHARACTERS:
             yield call
             call, size = [], 0
     if call:

@@ -80,7 +80,7 @@ def train(config: TrainConfig, *, callbacks: Sequence[Callback] = (), quiet: boo
         screen.say(f"made {num_made} host devices of this CPU, {where}as the degrees ask for so many")
     memory = memory_bytes(hardware, -(-plan.num_devices // jax.process_count()))
     device_tokens = resolved.micro_batch_size * resolved.data.sequence_length // plan.num_token_shards
-    check_fit(config.model, model, device_tokens, memory, plan, resolved.step.optimizer.mu_dtype)
+    check_fit(config.model, model, device_tokens, memory, plan, resolved.step.optimizer)
     machine = Machine(hardware=hardware, sharding=train_sharding(plan), memory=memory)
     check_all_take_part(machine.sharding)
     return _train(resolved, machine, screen, callbacks)

@@ -78,11 +78,19 @@ class SavedModel:
     run: SavedRun | None = None  # whose checkpoint it is; None: the folder has the model too
 
     def load(
-        self, *, dtype: DTypeLike | None = None, param_dtype: DTypeLike | None = None, progress: bool = False
+        self,
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike | None = None,
+        keep_quantised: bool = False,
+        progress: bool = False,
     ) -> Decoder:
         """Load the model, as `interop.load` does."""
         if self.run is None:
-            return interop.load(self.folder, dtype=dtype, param_dtype=param_dtype, progress=progress)
+            types = {"dtype": dtype, "param_dtype": param_dtype}
+            return interop.load(self.folder, **types, keep_quantised=keep_quantised, progress=progress)
+        if keep_quantised:
+            raise ValueError(f"{self.run.folder}: expected a checkpoint with quantised experts, found a run's arrays")
         return _load_checkpoint(self.run.open_checkpoint(), self.folder, dtype, param_dtype)
 
 

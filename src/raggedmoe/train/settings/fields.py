@@ -186,6 +186,18 @@ class Section:
         for declared in section_settings(cls):
             declared.check(getattr(self, declared.field))
 
+    def __repr__(self) -> str:
+        """Show the fields that do not have their default, as a user would write them."""
+        cls: Any = type(self)
+        shown = []
+        for entry in dataclasses.fields(cls):
+            value = getattr(self, entry.name)
+            made = entry.default_factory
+            default = entry.default if made is dataclasses.MISSING else made()
+            if entry.repr and value != default:
+                shown.append(f"{entry.name}={value!r}")
+        return f"{cls.__name__}({', '.join(shown)})"
+
 
 SomeSection = TypeVar("SomeSection", bound=Section)
 
@@ -193,7 +205,7 @@ SomeSection = TypeVar("SomeSection", bound=Section)
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(setting, dataclasses.field))
 def section(cls: type[SomeSection]) -> type[SomeSection]:
     """Make a section a frozen dataclass whose objects remember which fields were given."""
-    made = dataclass(frozen=True, kw_only=True)(cls)
+    made = dataclass(frozen=True, kw_only=True, repr=False)(cls)
     construct = made.__init__
 
     @functools.wraps(construct)

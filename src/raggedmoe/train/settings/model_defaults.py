@@ -6,7 +6,13 @@ from typing import Any
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.train.settings.config import SETTINGS, TrainConfig
 from raggedmoe.train.settings.fields import SomeSection, with_values
-from raggedmoe.train.settings.sections import BYTE_LENGTH, BYTES, PEAK_LEARNING_RATE, TOKENS_PER_DEVICE
+from raggedmoe.train.settings.sections import (
+    BYTE_LENGTH,
+    BYTES,
+    PEAK_LEARNING_RATE,
+    TOKENS_PER_DEVICE,
+    WITHOUT_TOKENIZER,
+)
 
 MOST_BYTES = 512  # entries of a vocabulary of bytes, at most: 256, and some special tokens
 MOST_LENGTH = 2048
@@ -57,27 +63,34 @@ def _begins_with_weights(config: TrainConfig) -> bool:
 def _tokenizer_path(config: TrainConfig) -> str | None:
     """Return the tokenizer to train with: the one that was named, or that of the model's folder, if it has one."""
     data, folder = config.data, config.model_folder
-    if data.tokenizer_path is None and folder is not None and data.dataset_type != "synthetic":
+    if data.tokenizer_path is None and folder is not None and data.dataset_type not in WITHOUT_TOKENIZER:
         return str(folder / TOKENIZER) if (folder / TOKENIZER).is_file() else None
     return data.tokenizer_path
 
 
 def check_data(config: TrainConfig, model: ModelConfig) -> None:
     """Refuse bytes, or Python's sources, for a model that is not made for them, unless they were asked for."""
+    missing = missing_data(config, model)
+    if missing is not None:
+        raise ValueError(missing)
+
+
+def missing_data(config: TrainConfig, model: ModelConfig) -> str | None:
+    """Say what a model lacks to be trained on: data, or a tokenizer; None: nothing."""
     data, folder = config.data, config.model_folder
     if not is_of_bytes(model) and "dataset_type" not in data.given:
-        raise ValueError(
+        return (
             f"{config.model} is no model of bytes: expected the data to train it on, got none; use dataset_type=text "
             "dataset_path=FILES_OR_FOLDERS, or dataset_type=synthetic, or dataset_type=stdlib for Python's own sources"
         )
-    if folder is None or data.dataset_type == "synthetic" or data.tokenizer_path is not None:
-        return
+    if folder is None or data.dataset_type in WITHOUT_TOKENIZER or data.tokenizer_path is not None:
+        return None
     others = [name for name in OTHER_TOKENIZERS if (folder / name).is_file()]
     found, how = "none", "put it there"
     if others:
         found = f"{others[0]} alone"
         how = "write one with transformers (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
-    raise ValueError(
+    return (
         f"{folder}: expected the model's {TOKENIZER}, got {found}; {how}, or name another with tokenizer_path=..., or "
         f"train on bytes with tokenizer_path={BYTES}"
     )

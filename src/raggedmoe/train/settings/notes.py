@@ -7,7 +7,7 @@ from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.execution import ACROSS_RANKS
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.train.settings.config import TrainConfig
-from raggedmoe.train.settings.sections import BYTES
+from raggedmoe.train.settings.sections import BYTES, OF_FILES
 from raggedmoe.train.settings.step import StepConfig
 
 Condition = Callable[[TrainConfig, StepConfig], bool]
@@ -57,6 +57,10 @@ def _decays_at_the_end(config: TrainConfig, step: StepConfig) -> bool:
     return config.optimizer.schedule == "wsd"
 
 
+def _has_muon(config: TrainConfig, step: StepConfig) -> bool:
+    return config.optimizer.opt_type == "muon"
+
+
 def _traces(config: TrainConfig, step: StepConfig) -> bool:
     return config.run.traces
 
@@ -77,6 +81,7 @@ def kernel_names(operation: str) -> tuple[str, str, str]:
     return operation, f"{operation}.{FORWARD}", f"{operation}.{BACKWARD}"
 
 
+MUON_SETTINGS = ("muon_beta", "muon_consistent_rms", "muon_weight_decay")
 # Settings that are read only if something else is so: the condition, and what to say.
 READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     "bias_update_rate": (
@@ -85,8 +90,8 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     ),
     "mtp_loss_weight": (lambda config, step: step.model.mtp_layers > 0, "it has no multi-token prediction"),
     "dataset_suffixes": (
-        lambda config, step: config.data.dataset_type == "text",
-        "it belongs to dataset_type=text",
+        lambda config, step: config.data.dataset_type in OF_FILES,
+        "it belongs to dataset_type=text and chat",
     ),
     **{
         name: (lambda config, step: config.data.dataset_type != "synthetic", "synthetic rows are no documents")
@@ -98,6 +103,7 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     ),
     "decay_fraction": (_decays_at_the_end, "it belongs to schedule=wsd"),
     "decay_style": (_decays_at_the_end, "it belongs to schedule=wsd"),
+    **dict.fromkeys(MUON_SETTINGS, (_has_muon, "it belongs to opt_type=muon")),
     "weight_decay_of": (lambda config, step: config.optimizer.weight_decay > 0, "nothing decays"),
     "final_fraction": (
         lambda config, step: config.optimizer.schedule != "constant",
@@ -161,6 +167,12 @@ def _has_bias(config: TrainConfig, step: StepConfig) -> bool:
 
 # Where a setting that MaxText has too gives another number than there: the setting, the condition, and what to say.
 DIFFERENCES: tuple[tuple[str, Condition, str], ...] = (
+    (
+        "opt_type",
+        _has_muon,
+        "AdamW, which trains the rest, has no Nesterov momentum here, and has in MaxText; the default of "
+        "muon_consistent_rms is 0.2 here and none there, of muon_weight_decay weight_decay here and 0 there",
+    ),
     ("load_balance_loss_weight", _has_padding, "padding does not count here, and does in MaxText"),
     (
         "load_balance_loss_weight",

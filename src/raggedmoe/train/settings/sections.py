@@ -23,30 +23,36 @@ class ModelOverrides(Section):
     """What changes the model from its preset: layers, types, sizes and the router."""
 
     num_layers: int | None = setting(
-        default=None, help="Number of layers: the model's first ones, or more of its last kind"
+        default=None, help="Number of layers: the model's first ones, or more of its last kind", at_least=1
     )
     mtp_layers: int | None = setting(
-        default=None, help="Number of multi-token-prediction modules; none: as the model has"
+        default=None, help="Number of multi-token-prediction modules; none: as the model has", at_least=0
     )
     dtype: str = setting(
         default="auto", help="Type of activations; auto: float32 on a CPU, else bfloat16", choices=("auto", *TYPES)
     )
     weight_dtype: str = setting(default="float32", help="Type of the master weights", choices=TYPES)
-    vocab_size: int | None = setting(default=None, help="Vocabulary size; none, here and below: as the model has")
-    base_emb_dim: int | None = setting(default=None, help="Embedding (model) width D")
-    base_num_query_heads: int | None = setting(default=None, help="Number of query heads")
-    base_num_kv_heads: int | None = setting(default=None, help="Number of key and value heads")
-    head_dim: int | None = setting(default=None, help="Width of an attention head")
-    base_mlp_dim: int | None = setting(default=None, help="Hidden width of a dense MLP")
-    num_experts: int | None = setting(default=None, help="Number of experts in an MoE layer, E")
-    num_experts_per_tok: int | None = setting(default=None, help="Number of experts that a token is routed to, K")
-    base_moe_mlp_dim: int | None = setting(default=None, help="Hidden width of an expert, F")
-    shared_experts: int | None = setting(default=None, help="Number of shared experts, which process every token")
+    vocab_size: int | None = setting(
+        default=None, help="Vocabulary size; none, here and below: as the model has", at_least=1
+    )
+    base_emb_dim: int | None = setting(default=None, help="Embedding (model) width D", at_least=1)
+    base_num_query_heads: int | None = setting(default=None, help="Number of query heads", at_least=1)
+    base_num_kv_heads: int | None = setting(default=None, help="Number of key and value heads", at_least=1)
+    head_dim: int | None = setting(default=None, help="Width of an attention head", at_least=1)
+    base_mlp_dim: int | None = setting(default=None, help="Hidden width of a dense MLP", at_least=1)
+    num_experts: int | None = setting(default=None, help="Number of experts in an MoE layer, E", at_least=1)
+    num_experts_per_tok: int | None = setting(
+        default=None, help="Number of experts that a token is routed to, K", at_least=1
+    )
+    base_moe_mlp_dim: int | None = setting(default=None, help="Hidden width of an expert, F", at_least=1)
+    shared_experts: int | None = setting(
+        default=None, help="Number of shared experts, which process every token", at_least=0
+    )
     first_num_dense_layers: int | None = setting(
         default=None, help="Number of first layers with a dense MLP instead of experts"
     )
     interleave_moe_layer_step: int | None = setting(
-        default=None, help="Every n-th layer has experts, the others a dense MLP"
+        default=None, help="Every n-th layer has experts, the others a dense MLP", at_least=1
     )
     mlp_bias: bool | None = setting(default=None, help="Whether experts have biases")
     routed_score_func: str | None = setting(
@@ -61,30 +67,34 @@ class ModelOverrides(Section):
     norm_topk_prob: bool | None = setting(
         default=None, help="Whether a token's routing weights are normalized to sum to one"
     )
-    n_routing_groups: int | None = setting(default=None, help="DeepSeek V3: number of groups of experts; -1: no groups")
+    n_routing_groups: int | None = setting(
+        default=None, help="DeepSeek V3: number of groups of experts; -1: no groups", at_least=-1
+    )
     topk_routing_group: int | None = setting(
-        default=None, help="DeepSeek V3: number of groups that a token may be routed to; -1: all"
+        default=None, help="DeepSeek V3: number of groups that a token may be routed to; -1: all", at_least=-1
     )
     q_lora_rank: int | None = setting(
-        default=None, help="Latent attention: rank of compressed queries; 0: not compressed"
+        default=None, help="Latent attention: rank of compressed queries; 0: not compressed", at_least=0
     )
-    kv_lora_rank: int | None = setting(default=None, help="Latent attention: rank of compressed keys and values")
+    kv_lora_rank: int | None = setting(
+        default=None, help="Latent attention: rank of compressed keys and values", at_least=1
+    )
     qk_nope_head_dim: int | None = setting(
-        default=None, help="Latent attention: width of a query and key head without rope"
+        default=None, help="Latent attention: width of a query and key head without rope", at_least=1
     )
     qk_rope_head_dim: int | None = setting(
-        default=None, help="Latent attention: width of a query and key head with rope"
+        default=None, help="Latent attention: width of a query and key head with rope", at_least=1
     )
-    v_head_dim: int | None = setting(default=None, help="Latent attention: width of a value head")
+    v_head_dim: int | None = setting(default=None, help="Latent attention: width of a value head", at_least=1)
     attention_bias: bool | None = setting(default=None, help="Whether the attention projections have biases")
     attention_sink: bool | None = setting(
         default=None, help="Whether each head has a sink, a learned logit in its softmax"
     )
     sliding_window_size: int | None = setting(
-        default=None, help="Keys that a query attends to, in layers with a sliding window"
+        default=None, help="Keys that a query attends to, in layers with a sliding window", at_least=0
     )
-    rope_max_timescale: float | None = setting(default=None, help="Rope theta, the base of its frequencies")
-    normalization_layer_epsilon: float | None = setting(default=None, help="Epsilon of RMSNorm")
+    rope_max_timescale: float | None = setting(default=None, help="Rope theta, the base of its frequencies", above=1)
+    normalization_layer_epsilon: float | None = setting(default=None, help="Epsilon of RMSNorm", above=0)
     logits_via_embedding: bool | None = setting(default=None, help="Whether the output head is the embedding (tied)")
     routing: str | None = setting(
         default=None, help="How experts are selected: learned, random, balanced, hash; none: as the model has"
@@ -93,6 +103,7 @@ class ModelOverrides(Section):
         default=None,
         help="Slots of each expert in each sequence, as a multiple of an even share; tokens beyond are dropped and "
         "counted; none: no token is dropped",
+        above=0,
     )
     load_balance_loss_weight: float | None = setting(
         default=None,
@@ -158,10 +169,10 @@ class ExecutionSettings(Section):
     expert_ffn_forward: tuple[str, ...] = _kernels_of("expert_ffn", FORWARD)
     expert_ffn_backward: tuple[str, ...] = _kernels_of("expert_ffn", BACKWARD)
     width_chunks: int = setting(
-        default=1, help="Chunks of the model width, one sent while another is computed", may_change=True
+        default=1, help="Chunks of the model width, one sent while another is computed", may_change=True, at_least=1
     )
     token_chunks: int = setting(
-        default=1, help="Chunks of a device's tokens, one sent while another is computed", may_change=True
+        default=1, help="Chunks of a device's tokens, one sent while another is computed", may_change=True, at_least=1
     )
     recompute_dispatch: bool = setting(
         default=False,
@@ -179,6 +190,7 @@ class ExecutionSettings(Section):
         help="Rows that a device can receive, as a multiple of an even share; rows beyond are dropped and counted; "
         "none: room for all that can come",
         may_change=True,
+        above=0,
     )
     rerun_on_overflow: bool = setting(
         default=False, help="Rerun a step that drops rows, with twice the buffer", may_change=True
@@ -255,6 +267,8 @@ class MeshSettings(Section):
 BYTE_LENGTH, TOKENS_PER_DEVICE = 256, 4096  # of a sequence of bytes, and of a micro-batch
 PEAK_LEARNING_RATE = 3e-3  # the demo's
 BYTES = "bytes"  # the tokenizer_path that says so
+OF_FILES = ("text", "chat", "tokens")  # the datasets that are read from dataset_path
+WITHOUT_TOKENIZER = ("tokens", "synthetic")  # the datasets that no tokenizer of the run makes
 
 
 @section
@@ -262,16 +276,18 @@ class DataConfig(Section):
     """What to train on, and in which rows and order.
 
     The datasets: "stdlib" is the source code of the Python that runs, and needs no download. "text" is your own files.
-    Both are read as bytes or through a tokenizer. "synthetic" is random tokens with something to learn in them.
+    Both are read as bytes or through a tokenizer. "chat" is conversations, whose answers alone are learned. "synthetic"
+    is random tokens with something to learn in them.
     """
 
     dataset_type: str = setting(
         default="stdlib",
-        help="Training data: Python's own sources, text files, or random tokens",
-        choices=("stdlib", "text", "synthetic"),
+        help="Training data: Python's own sources, text files, conversations (jsonl), what `raggedmoe tokenize` wrote, "
+        "or random tokens",
+        choices=("stdlib", "text", "chat", "tokens", "synthetic"),
     )
     dataset_path: tuple[str, ...] = setting(
-        default=(), help="Files or folders of text, separated by commas, for dataset_type=text"
+        default=(), help="Files or folders, separated by commas, for dataset_type=text and chat"
     )
     dataset_suffixes: tuple[str, ...] = setting(
         default=(), help="Suffixes of the files to read in folders; none: the usual ones"
@@ -302,14 +318,17 @@ class DataConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dataset_type == "text" and not self.dataset_path:
+        if self.dataset_type in OF_FILES and not self.dataset_path:
             raise ValueError(
-                "dataset_type=text: expected dataset_path with files or folders, got none; give at least one"
+                f"dataset_type={self.dataset_type}: expected dataset_path with files or folders, got none; give at "
+                "least one"
             )
         unread = f"dataset_path={','.join(self.dataset_path)}" if self.dataset_path else None
-        if self.dataset_type == "synthetic" and self.tokenizer_path is not None:
+        if self.dataset_type == "tokens" and len(self.dataset_path) != 1:
+            raise ValueError(f"dataset_type=tokens: expected one folder, got {','.join(self.dataset_path)}")
+        if self.dataset_type in WITHOUT_TOKENIZER and self.tokenizer_path is not None:
             unread = f"tokenizer_path={self.tokenizer_path}"
-        if self.dataset_type != "text" and unread is not None:
+        if unread is not None and (self.dataset_type not in OF_FILES or not unread.startswith("dataset_path")):
             raise ValueError(
                 f"dataset_type={self.dataset_type} reads no {unread}; leave it out, or use dataset_type=text"
             )
@@ -344,8 +363,13 @@ class StepSettings(Section):
 
 @section
 class OptimizerConfig(Section):
-    """The settings of AdamW and its schedule."""
+    """The settings of the optimizer, AdamW or Muon, and of its schedule."""
 
+    opt_type: str = setting(
+        default="adamw",
+        help="Optimizer: adamw; muon trains matrices of the layers by Muon, and the rest by AdamW",
+        choices=("adamw", "muon"),
+    )
     learning_rate: float | None = setting(
         default=None,
         help="Peak learning rate; none: 3e-3, less for models wider than the demo, a tenth for loaded parameters",
@@ -382,37 +406,63 @@ class OptimizerConfig(Section):
     adam_b2: float = setting(default=0.95, help="Adam's beta2, decay of the second moment", at_least=0, below=1)
     adam_eps: float = setting(default=1e-8, help="Adam's epsilon, added outside the square root", above=0)
     adam_eps_root: float = setting(default=0.0, help="Adam's epsilon inside the square root", at_least=0)
-    weight_decay: float = setting(default=0.1, help="Weight decay of AdamW", at_least=0)
+    muon_beta: float = setting(default=0.95, help="Decay of Muon's momentum", at_least=0, below=1)
+    muon_consistent_rms: float | None = setting(
+        default=0.2,
+        help="Root mean square of Muon's updates before the learning rate, 0.2 being about AdamW's; none: each "
+        "singular value is about one, or the root of outputs/inputs where there are more outputs",
+        above=0,
+    )
+    muon_weight_decay: float | None = setting(
+        default=None, help="Weight decay of the parameters that Muon trains; none: weight_decay", at_least=0
+    )
+    weight_decay: float = setting(default=0.1, help="Weight decay", at_least=0)
     weight_decay_of: str = setting(
         default="matrices", help="Parameters that decay: matrices, or all", choices=("matrices", "all")
     )
     grad_dtype: str = setting(
         default="float32", help="Type that gradients are rounded to before clipping", choices=TYPES
     )
-    mu_dtype: str = setting(default="float32", help="Type of Adam's first moment; the second is float32", choices=TYPES)
+    mu_dtype: str = setting(
+        default="float32",
+        help="Type of Adam's first moment and of Muon's momentum; Adam's second is float32",
+        choices=TYPES,
+    )
     gradient_clipping_threshold: float = setting(
         default=1.0, help="Largest global norm of the gradients; 0: no clipping", at_least=0
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.schedule_steps is None:
-            return
-        steps, warmup = self.schedule_steps, self.num_warmup_steps
-        if warmup > steps:
-            raise ValueError(
-                f"expected 0 <= warmup_steps <= steps={steps}, got {warmup}: the learning rate would never reach its "
-                "peak; use fewer warm-up steps or more steps"
-            )
-        if self.schedule == "wsd" and warmup + self.decay_steps > steps:
-            raise ValueError(
-                f"warmup_steps={warmup} and decay_fraction={self.decay_fraction} ({self.decay_steps} steps) together "
-                f"are more than steps={steps}; use less of either"
-            )
+        if self.schedule_steps is not None:
+            self._check_fits(self.schedule_steps, "schedule_steps")
 
     def for_run(self, steps: int) -> "OptimizerConfig":
         """The configuration for a run of so many steps, which the schedule spans if it is not told otherwise."""
-        return self if self.schedule_steps is not None else replace(self, schedule_steps=steps)
+        if self.schedule_steps is not None:
+            return self
+        self._check_fits(steps, "steps")
+        return replace(self, schedule_steps=steps)
+
+    def _check_fits(self, steps: int, name: str) -> None:
+        """Refuse a warm-up and a decay that are longer than the schedule's steps, of which ``name`` is the setting."""
+        warmup, decay = self._warmup_steps_of(steps), int(self.decay_fraction * steps)
+        asked = f"warmup_steps={warmup}"
+        if self.warmup_steps is None:
+            asked = f"warmup_fraction={self.warmup_fraction} ({warmup} steps)"
+        if warmup > steps:
+            raise ValueError(
+                f"expected 0 <= warmup_steps <= {name}={steps}, got {warmup}: the learning rate would never reach its "
+                "peak; use fewer warm-up steps or more steps"
+            )
+        if self.schedule == "wsd" and warmup + decay > steps:
+            raise ValueError(
+                f"{asked} and decay_fraction={self.decay_fraction} ({decay} steps) together are more than "
+                f"{name}={steps}; use less of either"
+            )
+
+    def _warmup_steps_of(self, steps: int) -> int:
+        return int(self.warmup_fraction * steps) if self.warmup_steps is None else self.warmup_steps
 
     @property
     def peak_learning_rate(self) -> float:
@@ -429,7 +479,7 @@ class OptimizerConfig(Section):
     @property
     def num_warmup_steps(self) -> int:
         """Steps over which the learning rate rises."""
-        return int(self.warmup_fraction * self.num_steps) if self.warmup_steps is None else self.warmup_steps
+        return self._warmup_steps_of(self.num_steps)
 
     @property
     def decay_steps(self) -> int:

@@ -15,8 +15,10 @@ from raggedmoe.models.config import ModelConfig, first_layers
 from raggedmoe.models.parameters import is_trained, param_specs
 from raggedmoe.models.presets import PRESETS
 from raggedmoe.sharding.plan import Plan
+from raggedmoe.train.settings.sections import OptimizerConfig
+from raggedmoe.train.step.muon import takes_muon
 
-ONE_DEVICE = Plan()
+ONE_DEVICE, ADAMW = Plan(), OptimizerConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,7 @@ class StateBytes:
     num_params: int  # parameters of the whole model
     params: int
     gradients: int  # held in float32
-    moments: int  # Adam's two moments
+    moments: int  # Adam's two moments, or Muon's one
 
     @property
     def total(self) -> int:
@@ -34,16 +36,21 @@ class StateBytes:
         return self.params + self.gradients + self.moments
 
 
-def state_bytes(config: ModelConfig, plan: Plan = ONE_DEVICE, mu_dtype: str = "float32") -> StateBytes:
-    """Count the bytes of the state that AdamW trains, with a first moment of ``mu_dtype`` and a second of float32."""
+def state_bytes(config: ModelConfig, plan: Plan = ONE_DEVICE, optimizer: OptimizerConfig = ADAMW) -> StateBytes:
+    """Count the bytes of the state that an optimizer trains.
+
+    Every trained parameter has a first moment of ``mu_dtype``, and all that AdamW trains a second of float32.
+    """
     specs = param_specs(config)
     elements = {name: plan.device_elements(name, spec) for name, spec in specs.items()}
     trained = sum(num for name, num in elements.items() if is_trained(name))
+    with_muon = optimizer.opt_type == "muon"
+    matrices = sum(num for name, num in elements.items() if with_muon and takes_muon(name, specs[name]))
     return StateBytes(
         num_params=sum(spec.num_elements for spec in specs.values()),
         params=sum(num * jnp.dtype(specs[name].dtype).itemsize for name, num in elements.items()),
         gradients=4 * trained,
-        moments=(4 + jnp.dtype(mu_dtype).itemsize) * trained,
+        moments=4 * (trained - matrices) + jnp.dtype(optimizer.mu_dtype).itemsize * trained,
     )
 
 
@@ -84,7 +91,7 @@ def check_fit(
     tokens: int,
     available: int | None,
     plan: Plan = ONE_DEVICE,
-    mu_dtype: str = "float32",
+    optimizer: OptimizerConfig = ADAMW,
 ) -> None:
     """Refuse a run whose state alone is more than the memory; say by how much, and what would fit.
 
@@ -92,15 +99,15 @@ def check_fit(
     """
     if available is None:
         return
-    needed, least = state_bytes(config, plan, mu_dtype), min_activation_bytes(config, tokens)
+    needed, least = state_bytes(config, plan, optimizer), min_activation_bytes(config, tokens)
     who = _memory_owner(plan)
     if needed.total > available:
-        here = "; ".join(_fitting_alternatives(config, available, plan)) or "nothing of it"
+        here = "; ".join(_fitting_alternatives(config, available, plan, optimizer)) or "nothing of it"
         raise ValueError(
             f"{name}: {needed.num_params / 1e9:.1f}B parameters do not fit: training holds {_gb(needed.total)} "
-            f"(parameters {_gb(needed.params)}, gradients {_gb(needed.gradients)}, Adam's moments "
+            f"(parameters {_gb(needed.params)}, gradients {_gb(needed.gradients)}, the optimizer's moments "
             f"{_gb(needed.moments)}), {who} {_gb(available)}: {_gb(needed.total - available)} too little, "
-            f"activations not counted. It would fit {_chips_needed(config)}. Here would fit: {here}"
+            f"activations not counted. It would fit {_chips_needed(config, optimizer)}. Here would fit: {here}"
         )
     if needed.total + least > available:
         raise ValueError(
@@ -130,9 +137,9 @@ def _gb(num_bytes: int) -> str:
     return f"{num_bytes / GB:.1f} GB"
 
 
-def _chips_needed(config: ModelConfig) -> str:
+def _chips_needed(config: ModelConfig, optimizer: OptimizerConfig) -> str:
     """Say how many chips of each kind hold the state together, with a quarter left for activations."""
-    needed = state_bytes(config).total
+    needed = state_bytes(config, optimizer=optimizer).total
     chips = [
         f"{math.ceil(needed / (0.75 * chip.hbm_bytes))} × {chip.name}"
         for chip in HARDWARE.values()
@@ -141,20 +148,21 @@ def _chips_needed(config: ModelConfig) -> str:
     return f"on {', '.join(chips)}, split by fsdp_parallelism and expert_parallelism"
 
 
-def _fitting_alternatives(config: ModelConfig, available: int, plan: Plan) -> list[str]:
+def _fitting_alternatives(config: ModelConfig, available: int, plan: Plan, optimizer: OptimizerConfig) -> list[str]:
     """List what would fit: fewer layers of the model, or smaller models of the family."""
     alternatives = []
     most = bisect.bisect_right(
         range(1, config.num_layers),
         0.75 * available,
-        key=lambda layers: state_bytes(first_layers(config, layers), plan).total,
+        key=lambda layers: state_bytes(first_layers(config, layers), plan, optimizer).total,
     )
     if most and first_layers(config, most).moe_layers:
         alternatives.append(f"num_layers={most} of its {config.num_layers}")
     smaller = [
         name
         for name, other in PRESETS.items()
-        if other.family == config.family and state_bytes(other).total <= 0.75 * available  # on one device alone
+        if other.family == config.family
+        and state_bytes(other, optimizer=optimizer).total <= 0.75 * available  # on one device alone
     ]
     if smaller:
         alternatives.append(f"model_name={' or '.join(smaller)}")

@@ -1,4 +1,4 @@
-"""The optimizer, AdamW as an optax chain: its schedule, clipping, and which parameters decay."""
+"""The optimizer as an optax chain, AdamW or Muon with AdamW: schedule, clipping, and which parameters decay."""
 
 import itertools
 
@@ -9,7 +9,9 @@ from jax import lax
 
 from raggedmoe.models.parameters import is_trained
 from raggedmoe.params import Specs
+from raggedmoe.sharding.axes import AnyMesh, logical_mesh
 from raggedmoe.train.settings.sections import OptimizerConfig
+from raggedmoe.train.step.muon import scale_by_muon, takes_muon
 
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
@@ -54,24 +56,39 @@ def decay_mask(specs: Specs, which: str = "matrices") -> dict[str, bool]:
     return {name: which == "all" or spec.contracts is not None for name, spec in trained.items()}
 
 
-def make_optimizer(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """Make the optimizer of the trained parameters, by name: clipping and AdamW.
+def make_optimizer(config: OptimizerConfig, specs: Specs, mesh: AnyMesh | None = None) -> optax.GradientTransformation:
+    """Make the optimizer of the trained parameters, by name: clipping, then AdamW, or Muon for those that it takes.
 
-    Moments are float32, or float64 for parameters of that type; the first is ``mu_dtype`` if that is narrower.
+    Moments are float32, or float64 for parameters of that type; the first is ``mu_dtype`` if that is narrower. A mesh
+    splits what Muon computes: with or without it the result is the same.
     """
     largest = config.gradient_clipping_threshold
     clip = optax.clip_by_global_norm(largest) if largest else optax.identity()
-    adam = optax.adamw(
+    if config.opt_type == "adamw":
+        return optax.chain(clip, _adamw(config, specs))
+    labels = {name: "muon" if takes_muon(name, spec) else "adamw" for name, spec in specs.items() if is_trained(name)}
+    others = {name: spec for name, spec in specs.items() if labels.get(name) == "adamw"}
+    decay = config.weight_decay if config.muon_weight_decay is None else config.muon_weight_decay
+    muon = optax.chain(
+        scale_by_muon(config, specs, logical_mesh(mesh)),
+        optax.add_decayed_weights(decay),
+        optax.scale_by_learning_rate(learning_rate_schedule(config)),
+    )
+    return optax.chain(clip, optax.partition({"muon": muon, "adamw": _adamw(config, others)}, labels))
+
+
+def _adamw(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
+    decays = decay_mask(specs, config.weight_decay_of)
+    return optax.adamw(
         learning_rate_schedule(config),
         b1=config.adam_b1,
         b2=config.adam_b2,
         eps=config.adam_eps,
         eps_root=config.adam_eps_root,
         weight_decay=config.weight_decay,
-        mask=decay_mask(specs, config.weight_decay_of),
+        mask=lambda params: {name: decays.get(name, value) for name, value in params.items()},  # others are masked
         mu_dtype=None if config.mu_dtype == "float32" else config.mu_dtype,
     )
-    return optax.chain(clip, adam)
 
 
 def widen_to_float32(gradient: jax.Array) -> jax.Array:

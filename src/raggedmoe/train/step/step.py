@@ -91,7 +91,7 @@ def train_step(
     norm = optax.tree.norm(gradients)
 
     with jax.named_scope("optimizer"):
-        optimizer = make_optimizer(config.optimizer, param_specs(config.model))
+        optimizer = make_optimizer(config.optimizer, param_specs(config.model), mesh)
         master = {name: widen_to_float32(value) for name, value in trained.items()}
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, master)
         moved = {name: (master[name] + updates[name]).astype(trained[name].dtype) for name in trained}

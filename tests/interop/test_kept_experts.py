@@ -1,0 +1,95 @@
+"""Experts that stay in the fp8 or mxfp4 of their checkpoint: what they stand for, their size, the text they make."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from raggedmoe import interop
+from raggedmoe.interop import native
+from raggedmoe.kernels.dequantize import dequantize
+from raggedmoe.kernels.qarray import QArray
+from raggedmoe.models.decoder import EXPERT_WEIGHTS
+from raggedmoe.models.generate import generate
+from tests.interop.folders import GOLDEN, bits, write_checkpoint
+from tests.interop.test_quantized import fp8_folder, mxfp4_folder
+
+
+def assert_stands_for_what_is_loaded(folder):
+    kept, loaded = interop.load(folder, keep_quantised=True), interop.load(folder)
+    assert kept.config == loaded.config
+    quantised = {name for name, array in kept.params.items() if isinstance(array, QArray)}
+    matrices = {name for name in loaded.params if name.endswith(EXPERT_WEIGHTS[:3])}
+    assert quantised == matrices != set()
+    for name, array in loaded.params.items():
+        found = kept.params[name]
+        if name in quantised:
+            found = jax.jit(lambda stored: dequantize(stored, jnp.float32))(found).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(bits(found), bits(array), err_msg=name)
+    return kept
+
+
+# 128 is wider than every matrix of this model; of blocks of 9 × 7 the last ones are cut.
+@pytest.mark.parametrize("block", [(128, 128), (16, 16), (9, 7)])
+def test_experts_in_fp8_stand_for_those_that_are_dequantised(block, tmp_path):
+    folder, _, _, _ = fp8_folder(tmp_path / "fp8", block)
+    kept = assert_stands_for_what_is_loaded(folder)
+    for name in (name for name in kept.params if name.endswith(EXPERT_WEIGHTS[:3])):
+        array = kept.params[name]
+        assert array.qvalue.nbytes == np.prod(array.shape)
+
+
+def test_experts_in_mxfp4_stand_for_those_that_are_dequantised_and_take_half_a_byte(tmp_path):
+    folder, _, _ = mxfp4_folder(tmp_path / "mxfp4")
+    kept = assert_stands_for_what_is_loaded(folder)
+    for name in (name for name in kept.params if name.endswith(EXPERT_WEIGHTS[:3])):
+        array = kept.params[name]
+        assert array.qvalue.nbytes == np.prod(array.shape) // 2
+        assert array.scale.nbytes == np.prod(array.shape) // 32
+
+
+def powers_of_two(folder):
+    """The fp8 checkpoint with factors that are powers of two, by which bfloat16 holds every weight exactly."""
+    _, config, _, tensors = fp8_folder(folder / "any", (16, 16))
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        tensors[name] = np.exp2(np.round(np.log2(tensors[name])) - 3).astype(np.float32)
+    return write_checkpoint(folder / "powers", config, tensors)
+
+
+@pytest.mark.parametrize("stored", ["fp8", "mxfp4"])
+def test_greedy_text_is_that_of_the_dequantised_model(stored, tmp_path):
+    folder = powers_of_two(tmp_path) if stored == "fp8" else mxfp4_folder(tmp_path / "mxfp4")[0]
+    prompts = [[5, 9, 2, 17], [3, 1]]
+    texts = [
+        list(generate(interop.load(folder, keep_quantised=keep), prompts, max_new_tokens=12)) for keep in (True, False)
+    ]
+    assert texts[0] == texts[1]
+    assert len({token for tokens in texts[0] for token in tokens}) > 2
+
+
+def test_a_model_with_quantised_experts_is_not_written(tmp_path):
+    model = interop.load(mxfp4_folder(tmp_path / "mxfp4")[0], keep_quantised=True)
+    for write in (interop.save, native.save):
+        with pytest.raises(ValueError, match="load it without keep_quantised"):
+            write(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_quantised_experts_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="expected experts that are quantised"):
+        interop.load(GOLDEN / "deepseek_v3", keep_quantised=True)
+
+
+def test_a_matrix_of_which_one_expert_is_not_quantised_is_dequantised(tmp_path):
+    folder, config, meant, tensors = fp8_folder(tmp_path / "fp8", (16, 16))
+    name = "model.layers.1.mlp.experts.5.down_proj.weight"
+    del tensors[f"{name}_scale_inv"]
+    tensors[name] = meant[name].astype(ml_dtypes.bfloat16)
+    kept = interop.load(write_checkpoint(folder, json.loads(json.dumps(config)), tensors), keep_quantised=True).params
+    of_downs = {isinstance(array, QArray) for key, array in kept.items() if key.endswith(".moe.wo")}
+    of_ups = {isinstance(array, QArray) for key, array in kept.items() if key.endswith(".moe.wi_0")}
+    assert False in of_downs
+    assert of_ups == {True}
