@@ -5,6 +5,7 @@ from typing import Annotated
 
 import tyro
 
+from raggedmoe.storage import ObjectPath, as_path
 from raggedmoe.train.data.token_files import (
     DESCRIPTION,
     HELD_OUT,
@@ -47,13 +48,16 @@ def tokenize_(
     if not 0 <= held_out <= 0.5:
         raise ValueError(f"expected 0 <= --held-out <= 0.5, got {held_out}")
     *sources, out = paths
+    folder = as_path(out)
+    if isinstance(folder, ObjectPath):
+        raise ValueError(f"{out}: expected a folder of this machine, as tokens are read part by part")
     made = bytes_or_tokenizer(tokenizer)
     if train_vocab_size is not None:
         made = train_tokenizer(sources, suffixes, train_vocab_size)
-    description = write_tokens(sources, Path(out), made, suffixes=suffixes, held_out=held_out, seed=seed)
+    description = write_tokens(sources, folder, made, suffixes=suffixes, held_out=held_out, seed=seed)
     train, rest = description[TRAIN], description[HELD_OUT]
     print(
         f"wrote {train['tokens']:,} {made.unit} of {train['documents']:,} documents to train on, and "
-        f"{rest['tokens']:,} of {rest['documents']:,} held out; {Path(out) / DESCRIPTION} describes them"
+        f"{rest['tokens']:,} of {rest['documents']:,} held out; {folder / DESCRIPTION} describes them"
     )
     return 0
