@@ -88,7 +88,7 @@ def muon_alone():
 
 
 def copied(state):
-    return jax.tree.map(jnp.copy, state)  # a step takes its state's memory
+    return jax.tree.map(jnp.copy, state)  # a step takes its state's memory, and here several counters share one array
 
 
 @pytest.mark.ci
@@ -103,7 +103,8 @@ def copied(state):
 )
 def test_steps_of_muon_have_the_losses_of_one_device(plan):
     sharding = train_sharding(plan)
-    programs, state = compile_programs(MUON, BATCH, None, sharding), placed(first_state(MUON), sharding, MUON)
+    programs = compile_programs(MUON, BATCH, None, sharding)
+    state = placed(copied(first_state(MUON)), sharding, MUON)
     _, losses, _ = muon_alone()
     for expected in losses:
         state, report = programs.step(state, BATCH)

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from raggedmoe.models.companions import Companions
+from raggedmoe.train.data import tokenizer as tokenizer_module
 from raggedmoe.train.data.tokenizer import BYTES, BYTES_THAT_END, byte_tokenizer_json, load_tokenizer
 
 
@@ -122,3 +123,26 @@ def test_another_tokenizer_takes_the_place_of_all_that_the_model_had_of_its_own(
     assert json.loads(found.files["generation_config.json"]) == {"eos_token_id": 2, "top_p": 0.5}
     assert found.config_json == {"eos_token_id": 2, "use_cache": False}
     assert json.loads(found.files["tokenizer_config.json"])["eos_token"] == "<end>"
+
+
+LLAMA = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PROSE = "It ends here.\nA line.\n\nAnother one!\n  indented (so).\n3 items:\n- one\n\n\nword\nword\n" * 9
+
+
+@pytest.mark.parametrize("pattern", [None, LLAMA])
+def test_text_is_split_where_a_tokenizer_cuts_it_anyway(monkeypatch, pattern):
+    """Tokenizers as GPT-2's and Llama 3's are, trained so that they merge whatever their pattern leaves together."""
+    monkeypatch.setattr(tokenizer_module, "_PART_CHARACTERS", 1)
+    tokenizer = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    split = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, byte_level])
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), min_frequency=1, show_progress=False
+    )
+    tokenizer.train_from_iterator([PROSE], trainer)
+    parts = list(tokenizer_module.text_parts(PROSE))
+    assert len(parts) > 30
+    assert any(part.endswith(".\n") for part in parts)
+    together = [number for part in parts for number in tokenizer.encode(part).ids]
+    assert together == tokenizer.encode(PROSE).ids

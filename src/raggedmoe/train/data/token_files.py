@@ -215,7 +215,7 @@ def _text_of(line: bytes, path: Path, number: int) -> str:
 
 def _read_parts(path: Path, advance: Any) -> Iterator[str]:
     """Read a file's text in parts that a tokenizer treats as it treats the whole."""
-    decoder, rest = codecs.getincrementaldecoder("utf-8")(), ""
+    decoder, rest, enough = codecs.getincrementaldecoder("utf-8")(), "", 0
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
             advance(len(block))
@@ -223,8 +223,11 @@ def _read_parts(path: Path, advance: Any) -> Iterator[str]:
                 rest += decoder.decode(block)
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}: expected UTF-8, got {error.object[error.start]:#04x}; convert it") from None
+            if len(rest) < enough:
+                continue
             *parts, rest = text_parts(rest)
             yield from parts
+            enough = 2 * len(rest)  # text without a place to cut is not searched again for every block
         try:
             rest += decoder.decode(b"", final=True)
         except UnicodeDecodeError:

@@ -26,8 +26,9 @@ USUAL_ENDS = (END_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<｜end▁of▁sent
 # into parts of this many characters, and it gets parts of this many characters in a call.
 _PART_CHARACTERS = 2**18
 CALL_CHARACTERS = 2**21
-# Tokenizers cut here anyway, so a part's tokens are those that the whole text would have there.
-_LINE_END = re.compile(r"(?<=[^\W_])(?=\n)")
+# Tokenizers cut here anyway, so a part's tokens are those that the whole text would have there: where a line ends after
+# a letter or a digit, and where one begins with such after a line that is not empty.
+_LINE_END = re.compile(r"(?<=[^\W_])(?=\n)|(?<=\S\n)(?=[^\W_])")
 
 
 @dataclass(frozen=True, kw_only=True)
