@@ -95,11 +95,12 @@ def test_no_compiler_is_asked_for_if_the_environment_says_so(monkeypatch):
     assert build.compiler() is None
 
 
-# Whatever is called from a namespace of wider instructions, and lies outside it, may be shared with code that is not.
+# Whatever is called from a namespace of wider instructions (`avx2`, `quantized_avx2`, …), and lies outside it, may be
+# shared with code that is not.
 WIDE = {
-    "raggedmoe::avx512_bf16::": r"\Z.",
-    "raggedmoe::avx512::": r"\Z.",
-    "raggedmoe::avx2::": r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])",
+    "avx512_bf16::": r"\Z.",
+    "avx512::": r"\Z.",
+    "avx2::": r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])",
     "": r"%zmm|%ymm|\tv[a-z]",
 }
 
