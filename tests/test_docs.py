@@ -15,6 +15,7 @@ from raggedmoe.hardware import HARDWARE
 from raggedmoe.models.presets import ALIASES, PRESETS
 from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.settings.words import read_words
+from tests.interop.test_quantized import fp8_folder
 from tests.models.drawn import GOLDEN
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +53,8 @@ def test_python_examples_run(page, tmp_path, monkeypatch):
     """The reader's arrays and a checkpoint's folder are there; what an example calls, its page imports."""
     monkeypatch.chdir(tmp_path)
     Path("Qwen3-30B-A3B").symlink_to(GOLDEN / "qwen3_moe", target_is_directory=True)
+    if "DeepSeek-V3" in page.read_text():
+        fp8_folder(Path("DeepSeek-V3"), (16, 32))
     query = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 4, 8)), jnp.float32)
     names = {
         "x": jnp.ones((2, 16, 512)),
