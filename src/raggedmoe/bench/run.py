@@ -58,7 +58,7 @@ class Session:
     modules: tuple[str, ...] = MODULES
 
     def wants(self, name: str, dtype: str) -> bool:
-        """Whether a case of that name and type is to be measured."""
+        """Tell whether a case of that name and type is to be measured."""
         return self.only in f"{name} {dtype}"
 
     def measure(self, case: Case) -> list[Result]:

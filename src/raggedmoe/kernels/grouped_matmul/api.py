@@ -57,7 +57,7 @@ def grouped_matmul(
     preferred_element_type: DTypeLike | None = None,
     implementation: Choice = "auto",
     hardware: Hardware | str | None = None,
-) -> Float[Array, "R O"]:
+) -> Float[Array, "R _"]:  # R O; beside quantised rows only transpose_rhs tells which dimension of rhs is O
     """Compute ``out[r] = lhs[r] @ rhs[g]`` for the rows r of group g; rows of no group that is here are zero.
 
     Args:
