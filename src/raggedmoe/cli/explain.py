@@ -146,7 +146,7 @@ def layer_calls(
 
 
 def _quantized(name: str, shape: tuple[int, ...], qtype: str) -> QArray:
-    """Return the shapes of quantised experts, with scales along the dimension that is not summed over, or of 32 each."""
+    """Return the shapes of quantised experts, with scales along the dimension that is not summed over, or of 32."""
     summed = 1 if name == "wo" else 2
     scale = [size if dim != summed else 1 for dim, size in enumerate(shape)]
     dtype = "uint8" if qtype == "mxfp4" else qtype
