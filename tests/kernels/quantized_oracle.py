@@ -55,3 +55,22 @@ def block_sums(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         first = np.arange(num) * (array.shape[dim] // num)
         array = np.add.reduceat(array, first, axis=dim)
     return array
+
+
+def nearest_codes(array: np.ndarray, qtype: str) -> np.ndarray:
+    """The code of the nearest finite value, of two as near the one whose last bit is zero; int8 without -128.
+
+    What is larger than all is taken to the largest, and a zero keeps its sign where the format has one.
+    """
+    values = VALUES[qtype]
+    codes = np.flatnonzero(
+        np.isfinite(values) & ((values != -128) | (qtype != "int8")) & ~((values == 0) & np.signbit(values))
+    )
+    order = np.argsort(values[codes])
+    codes, sorted_values = codes[order], values[codes][order]
+    exact = np.asarray(array, np.float64)
+    above = np.clip(np.searchsorted(sorted_values, exact), 1, len(codes) - 1)
+    below = above - 1
+    to_above, to_below = sorted_values[above] - exact, exact - sorted_values[below]
+    tie_up = (codes[above] % 2 == 0) & (codes[below] % 2 != 0)
+    return codes[np.where((to_above < to_below) | ((to_above == to_below) & tie_up), above, below)]
