@@ -99,7 +99,7 @@ class Data:
         num_rows = min(num * size, num_available)
         row_numbers = [number * num_available // num_rows for number in range(num_rows)]
         return [
-            _pad_batch(self.held_out.batch(row_numbers[start : start + size]), size)
+            pad_batch(self.held_out.batch(row_numbers[start : start + size]), size)
             for start in range(0, len(row_numbers), size)
         ]
 
@@ -331,7 +331,7 @@ def _hash_to_int(*values: object) -> int:
     return int.from_bytes(_digest(values).digest()[:8]) >> 1
 
 
-def _pad_batch(batch: Batch, size: int) -> Batch:
+def pad_batch(batch: Batch, size: int) -> Batch:
     """Pad a batch with empty rows to ``size``, so that all batches have one shape and are compiled once."""
     missing = size - len(batch.ids)
     padding = jax.tree.map(lambda values: np.zeros((missing, *values.shape[1:]), values.dtype), batch)
