@@ -1,4 +1,4 @@
-"""`interop.quantise`: values and scales by the formats' definitions, and what readers, ours and others', make of them."""
+"""`interop.quantise`: values and scales by the formats' definitions, and what our and others' readers make of them."""
 
 import json
 import logging

@@ -15,6 +15,7 @@ import numpy as np
 from raggedmoe.interop.safetensors_file import BrokenFileError, StoredTensor
 from raggedmoe.storage import AnyPath
 
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 METHOD, PACKED, PLAIN = "compressed-tensors", "pack-quantized", "int-quantized"
 SUFFIXES = PACKED_SUFFIX, SCALE_SUFFIX, SHAPE_SUFFIX = "_packed", "_scale", "_shape"  # of a name that ends in .weight
 OFFSET = 0x80  # bytes of the packed format are the bits of an int8 but for this one
@@ -28,7 +29,7 @@ class Int8Tensor:
     values: StoredTensor  # int8 [rows, columns], or int32 [rows, columns / 4, rounded up]
     scales: StoredTensor  # [rows, parts]
     shape: tuple[int, ...]
-    dtype: np.dtype = np.dtype(ml_dtypes.bfloat16)
+    dtype: np.dtype = BFLOAT16
 
     @property
     def path(self) -> AnyPath:
@@ -71,7 +72,7 @@ def pack(values: np.ndarray) -> np.ndarray:
 
 
 def make_settings(ignored: list[str]) -> dict[str, Any]:
-    """Make the quantization_config of a model whose linear layers, but for these, are int8 with a scale for each row."""
+    """Make the quantization_config of a model whose linear layers, but for these, are int8 with scales by row."""
     weights = {
         "num_bits": 8,
         "type": "int",
@@ -117,11 +118,10 @@ def pair_tensors(
 def _check_settings(path: AnyPath | str, settings: dict[str, Any]) -> None:
     """Require weights of int8 without zero points, in a format that is read here."""
     groups = settings.get("config_groups")
-    schemes = list(groups.values()) if isinstance(groups, dict) else []
-    weights = [scheme.get("weights") if isinstance(scheme, dict) else None for scheme in schemes]
-    formats = {settings.get("format"), *(scheme.get("format") for scheme in schemes if isinstance(scheme, dict))} - {
-        None
-    }
+    listed = list(groups.values()) if isinstance(groups, dict) else []
+    schemes = [scheme if isinstance(scheme, dict) else {} for scheme in listed]
+    weights = [scheme.get("weights") for scheme in schemes]
+    formats = {settings.get("format"), *(scheme.get("format") for scheme in schemes)} - {None}
     is_int8 = bool(weights) and all(
         isinstance(of_group, dict)
         and (of_group.get("num_bits"), of_group.get("type", "int"), of_group.get("symmetric", True)) == (8, "int", True)
@@ -152,7 +152,7 @@ def _read_shape(packed: StoredTensor, stored: StoredTensor) -> tuple[int, ...]:
     ):
         raise BrokenFileError(
             f"{packed.path}: {packed.name}: expected int32 [rows, columns / 4] for the sizes in {stored.name}, found "
-            f"{packed.dtype}{list(packed.shape)} for {stored.dtype}{list(stored.shape) if shape is None else list(shape)}"
+            f"{packed.dtype}{list(packed.shape)} for {shape or f'{stored.dtype}{list(stored.shape)}'}"
         )
     return shape
 

@@ -88,8 +88,8 @@ def quantise(
         )
     if "per_expert" not in family.experts:
         raise ValueError(
-            f"{path}: expected a family whose experts are matrices of their own, got {family.model_type}, whose experts "
-            "have biases, so that transformers reads them in no format of 8 bits"
+            f"{path}: expected a family whose experts are matrices of their own, got {family.model_type}, whose "
+            "experts have biases, so that transformers reads them in no format of 8 bits"
         )
     tensors: dict[str, ReadableTensor] = {**read_tensor_headers(path)}
     config = without_missing_mtp(path, read_model_config(reader, family.read_config), tensors)
@@ -163,9 +163,7 @@ class Source:
 
 def _sources(pairs: Pairs, wanted: list[Target]) -> Iterator[tuple[Target, Source]]:
     """Find for each tensor of the layout that is written the one that has it; copies follow as they are."""
-    by_place = {
-        (param, target.index): pair for pair in pairs if not (target := pair[0]).copy for param in target.params
-    }
+    by_place = {(param, pair[0].index): pair for pair in pairs if not pair[0].copy for param in pair[0].params}
     for target in wanted:
         param, index = target.params[0], target.index
         holder, tensor = by_place.get((param, index)) or by_place[param, index[:-1]]
