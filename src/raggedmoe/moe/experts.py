@@ -168,6 +168,6 @@ def _batched_matmul(
     """Multiply the rows by their experts' weights, where all experts have as many rows; ``sums`` is for einsum."""
     # Masked before and after: what an expert's weights hold, NaN too, is for the rows of its own tokens alone.
     parts = _mask_rows(rows, metadata).reshape(weights.shape[0], -1, rows.shape[1])
-    options = {"precision": matmul_precision(rows.dtype), "preferred_element_type": accumulator(rows.dtype)}
-    out = jnp.einsum(sums, parts, weights, **options)
+    wide, precision = accumulator(rows.dtype), matmul_precision(rows.dtype)
+    out = jnp.einsum(sums, parts, weights, precision=precision, preferred_element_type=wide)
     return _mask_rows(out.astype(dtype).reshape(rows.shape[0], out.shape[-1]), metadata)
