@@ -50,7 +50,6 @@ from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.moe.execution import canonical_backend
 from raggedmoe.names import check_known, unknown
 from raggedmoe.train.settings.config import TrainConfig
-from raggedmoe.train.settings.fields import with_defaults
 from raggedmoe.train.settings.words import read_words
 
 DIRECTIONS = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
@@ -234,8 +233,9 @@ def _layer(
 
 def _with_backend(config: TrainConfig, moe_backend: str) -> TrainConfig:
     """Return the configuration with a backend, unless it was given one."""
-    execution = with_defaults(config.execution, {"moe_backend": moe_backend})
-    return dataclasses.replace(config, execution=execution)
+    if config.execution.moe_backend != "auto":
+        return config
+    return dataclasses.replace(config, execution=dataclasses.replace(config.execution, moe_backend=moe_backend))
 
 
 def _read_run(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str) -> tuple[TrainConfig, str]:
@@ -243,10 +243,11 @@ def _read_run(words: tuple[str, ...], topology: str, dtype: str, moe_backend: st
     if not words:
         raise ValueError("expected model PRESET, such as model deepseek-v3-tiny; `raggedmoe models` lists them")
     config = _with_backend(read_words(words), moe_backend)
-    mesh = config.mesh if topology == HOST else config.mesh.on_all_devices()
-    name = " ".join(words if mesh == config.mesh else (*words, "fsdp_parallelism=-1"))
-    overrides = with_defaults(config.overrides, {"dtype": dtype})
-    return dataclasses.replace(config, mesh=mesh, overrides=overrides), name
+    on_all = config if topology == HOST else config.on_all_devices()
+    name = " ".join(words if on_all == config else (*words, "fsdp_parallelism=-1"))
+    if config.overrides.dtype != "auto":
+        return on_all, name
+    return dataclasses.replace(on_all, overrides=dataclasses.replace(config.overrides, dtype=dtype)), name
 
 
 def _model(config: TrainConfig, name: str, topology: str, layers: int | None, forward: bool) -> CompileCase:
