@@ -37,6 +37,7 @@ class TrainConfig(Section):
     """
 
     model: str | None = setting(
+        default=None,
         otherwise="demo",
         help="Model to train: a name that `raggedmoe models` lists, or a folder: Hugging Face's or one of ours",
         name="model_name",

@@ -170,7 +170,7 @@ class Setting:
 
 def setting(
     *,
-    default: Any = None,
+    default: Any,
     otherwise: Any = None,
     help: str,
     name: str | None = None,

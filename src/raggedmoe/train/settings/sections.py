@@ -146,7 +146,10 @@ class ExecutionSettings(Section):
         may_change=True,
     )
     scan_layers: bool | None = setting(
-        otherwise=True, help="Scan over like layers; false compiles longer and runs faster", may_change=True
+        default=None,
+        otherwise=True,
+        help="Scan over like layers; false compiles longer and runs faster",
+        may_change=True,
     )
     moe_backend: str = setting(
         default="auto", help=f"Bundle of dispatch strategy and kernels: {', '.join(BACKENDS)}", may_change=True
@@ -281,6 +284,7 @@ class DataConfig(Section):
     """
 
     dataset_type: str | None = setting(
+        default=None,
         otherwise="stdlib",
         help="Training data: Python's own sources (has to be asked for, unless the model is one of bytes), text files, "
         "conversations (jsonl), what `raggedmoe tokenize` wrote, or random tokens",
@@ -361,7 +365,10 @@ class StepSettings(Section):
         default=0.3, help="Weight of the multi-token-prediction loss; 0 does not train it", at_least=0
     )
     bias_update_rate: float | None = setting(
-        otherwise=1e-3, help="Update rate of the selection bias, in models that have one; 0: never", at_least=0
+        default=None,
+        otherwise=1e-3,
+        help="Update rate of the selection bias, in models that have one; 0: never",
+        at_least=0,
     )
 
     @property
@@ -409,7 +416,7 @@ class OptimizerConfig(Section):
         default="linear", help="Shape of the decay of schedule=wsd", choices=("linear", "cosine")
     )
     final_fraction: float | None = setting(
-        otherwise=0.1, help="Final learning rate as a share of the peak", at_least=0, at_most=1
+        default=None, otherwise=0.1, help="Final learning rate as a share of the peak", at_least=0, at_most=1
     )
     adam_b1: float = setting(default=0.9, help="Adam's beta1, decay of the first moment", at_least=0, below=1)
     adam_b2: float = setting(default=0.95, help="Adam's beta2, decay of the second moment", at_least=0, below=1)
@@ -509,6 +516,7 @@ class RunConfig(Section):
     """A run's length, folder and seed, and what is done how often beside its steps."""
 
     steps: int | None = setting(
+        default=None,
         otherwise=1000,
         help="Number of training steps, which the schedule spans by default",
         may_change=True,
@@ -546,9 +554,15 @@ class RunConfig(Section):
         default=10, help="Steps between lines of load.jsonl, the load of every expert", may_change=True, at_least=1
     )
     eval_interval: int | None = setting(
-        otherwise=100, help="Steps between evaluations; 0: at the start and the end only", may_change=True, at_least=0
+        default=None,
+        otherwise=100,
+        help="Steps between evaluations; 0: at the start and the end only",
+        may_change=True,
+        at_least=0,
     )
-    eval_steps: int | None = setting(otherwise=16, help="Batches per evaluation", may_change=True, at_least=1)
+    eval_steps: int | None = setting(
+        default=None, otherwise=16, help="Batches per evaluation", may_change=True, at_least=1
+    )
     max_skipped_steps: int = setting(
         default=10,
         help="Steps in a row whose loss or gradient is not finite, each skipped, after which the run stops",
@@ -611,7 +625,7 @@ class CheckpointConfig(Section):
         default=True, help="Write checkpoints, and resume from the newest", may_change=True
     )
     checkpoint_period: int | None = setting(
-        otherwise=100, help="Steps between checkpoints", may_change=True, at_least=1
+        default=None, otherwise=100, help="Steps between checkpoints", may_change=True, at_least=1
     )
     keep_last: int = setting(default=2, help="Number of newest checkpoints to keep", may_change=True, at_least=1)
     keep_best: bool = setting(
