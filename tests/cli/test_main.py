@@ -110,6 +110,6 @@ def test_help_of_train_has_the_default_the_type_and_the_help_of_every_setting(ra
         assignment, kind, text = printed[name]
         default = assignment.partition("=")[2]
         read = setting.parse(default)
-        assert read == setting.default or (read is None and setting.default == ()), name
+        assert read == setting.usual or (read is None and setting.usual == ()), name
         assert kind == ("choice" if setting.choices else setting.type.name), name
         assert text.startswith(setting.help), name
