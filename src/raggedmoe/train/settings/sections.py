@@ -3,6 +3,7 @@
 A setting that MaxText has too has its name there; `raggedmoe.interop.maxtext` translates MaxText's other settings.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import date
@@ -273,6 +274,7 @@ PEAK_LEARNING_RATE = 3e-3  # the demo's
 BYTES = "bytes"  # the tokenizer_path that says so
 OF_FILES = ("text", "chat", "hf", "tokens")  # the datasets that are read from dataset_path
 OF_CONVERSATIONS = ("chat", "hf")  # those that a chat template may write
+HELD_OUT = "held-out"  # what the share of the data that is not trained on is called among sets to evaluate on
 WITHOUT_TOKENIZER = ("tokens", "synthetic")  # the datasets that no tokenizer of the run makes
 
 
@@ -332,6 +334,10 @@ class DataConfig(Section):
     held_out: float = setting(
         default=0.05, help="Share of the data that is held out for evaluation", at_least=0, at_most=0.5
     )
+    eval_paths: tuple[str, ...] = setting(
+        default=(),
+        help="More data to evaluate on, as NAME=PATH,NAME=PATH, read as dataset_path is; each name has a loss",
+    )
     data_seed: int = setting(default=0, help="Seed of the train/held-out split and of the shuffling")
 
     def __post_init__(self) -> None:
@@ -351,6 +357,7 @@ class DataConfig(Section):
             raise ValueError(f"dataset_type={self.dataset} reads no {unread}; leave it out, or use dataset_type=text")
         if not all(suffix.startswith(".") for suffix in self.dataset_suffixes):
             raise ValueError(f"expected dataset_suffixes such as .txt, got {','.join(self.dataset_suffixes)}")
+        self._check_eval_paths()
         if self.chat_date is not None:
             try:
                 date.fromisoformat(self.chat_date)
@@ -361,6 +368,33 @@ class DataConfig(Section):
     def dataset(self) -> str:
         """What the data are made of: the type that was asked for, or else Python's own sources."""
         return self.value_of("dataset_type")
+
+    def _check_eval_paths(self) -> None:
+        for entry in self.eval_paths:
+            name, _, path = entry.partition("=")
+            if not re.fullmatch(r"[\w.-]+", name) or name == HELD_OUT or not path:
+                raise ValueError(
+                    f"eval_paths={','.join(self.eval_paths)}: expected NAME=PATH, with a name of letters and digits "
+                    f"other than {HELD_OUT}, got {entry!r}"
+                )
+        if self.eval_paths and self.dataset == "synthetic":
+            raise ValueError(
+                f"dataset_type=synthetic reads no eval_paths={','.join(self.eval_paths)}; leave it out, or use "
+                "dataset_type=text"
+            )
+
+    @property
+    def named_eval_paths(self) -> dict[str, tuple[str, ...]]:
+        """The files or folders of each set to evaluate on, by its name."""
+        paths: dict[str, tuple[str, ...]] = {}
+        for name, _, path in (entry.partition("=") for entry in self.eval_paths):
+            paths[name] = (*paths.get(name, ()), path)
+        return paths
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.held_out > 0 or bool(self.eval_paths)
 
     @property
     def sequence_length(self) -> int:
