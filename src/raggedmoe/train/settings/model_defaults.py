@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.train.settings.config import SETTINGS, TrainConfig
 from raggedmoe.train.settings.fields import SomeSection, with_values
@@ -31,10 +33,11 @@ def peak_learning_rate(model: ModelConfig, *, loaded: bool) -> float:
 
     So it is 3e-3 up to the demo's width of 192, as measured with the demo, and near what was published for wider ones:
     5.1e-4 for a width of 2048 (OLMoE 4e-4, DeepSeek V2-Lite 4.2e-4) and 2.0e-4 for 7168 (DeepSeek V3 2.2e-4). A tenth
-    of it goes on from parameters that are loaded without undoing what they have learned.
+    of it goes on from parameters that are loaded without undoing what they have learned. Adapters learn best with ten
+    times what the weights themselves would (https://thinkingmachines.ai/blog/lora, with alpha 32), which is the whole.
     """
     rate = PEAK_LEARNING_RATE * min(1.0, (DEMO_WIDTH / model.model_dim) ** 0.75)
-    return float(f"{rate / 10 if loaded else rate:.2g}")
+    return float(f"{rate / 10 if loaded and model.lora is None else rate:.2g}")
 
 
 def with_model_defaults(config: TrainConfig, model: ModelConfig) -> TrainConfig:
@@ -52,7 +55,10 @@ def with_model_defaults(config: TrainConfig, model: ModelConfig) -> TrainConfig:
     if optimizer.learning_rate is None:
         rate = peak_learning_rate(model, loaded=config.parameters_folder is not None or _begins_with_weights(config))
         optimizer = with_values(optimizer, {"learning_rate": rate})
-    return with_values(config, {"data": with_values(data, values), "optimizer": optimizer})
+    changed: dict[str, Any] = {"data": with_values(data, values), "optimizer": optimizer}
+    if model.lora is not None:  # the type that frozen weights are stored in, unless one was given
+        changed["overrides"] = with_values(config.overrides, {"weight_dtype": str(jnp.dtype(model.param_dtype))})
+    return with_values(config, changed)
 
 
 def _begins_with_weights(config: TrainConfig) -> bool:
