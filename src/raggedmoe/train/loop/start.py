@@ -64,7 +64,7 @@ def resumed_start(config: ResolvedConfig, restored: RestoredCheckpoint) -> Start
 
 def schedule_change(config: ResolvedConfig, earlier: TrainConfig, step: int, skipped: int = 0) -> str | None:
     """Say what another number of steps than ``earlier`` does to the schedule; None: it is the same."""
-    steps, before = config.run.steps, earlier.run.steps
+    steps, before = config.run.num_steps, earlier.run.num_steps
     if steps == before:
         return None
     asked = config.asked.optimizer
@@ -81,7 +81,7 @@ def branched_start(config: ResolvedConfig, data: Data, sharding: TrainSharding, 
     run, whole = _parent(config), config.run.init_state == "all"
     stored = run.open_checkpoint()
     _check_adapters(config, stored, base)
-    steps, template = config.run.steps, replace(state_template(config.step, sharding), frozen={})
+    steps, template = config.run.num_steps, replace(state_template(config.step, sharding), frozen={})
     if whole and stored.step >= steps:
         raise ValueError(
             f"steps={steps}: expected more than the {stored.step} that {run} has done, as init_state=all counts on "
