@@ -124,8 +124,8 @@ def dense_adapter(x: Float[Array, "T I"], weights: Params, name: str) -> Float[A
     if f"{name}{B}" not in weights:
         return None
     first, second = (weights[part].astype(x.dtype) for part in (first_matrix(name), f"{name}{B}"))
-    rank, options = first.shape[0], {"precision": matmul_precision(x.dtype)}
-    options["preferred_element_type"] = accumulator(x.dtype)
+    rank = first.shape[0]
+    options: dict[str, Any] = {"precision": matmul_precision(x.dtype), "preferred_element_type": accumulator(x.dtype)}
     low = jnp.einsum("ti,ri->tr", x, first.reshape(rank, -1), **options).astype(x.dtype)
     return jnp.einsum("tr,ro->to", low, second.reshape(rank, -1), **options)
 

@@ -34,6 +34,6 @@ def merge_lora(model: Decoder) -> Decoder:
         replace(model.config, lora=None),
         params=merged,
         execution=model.execution,
-        mesh=model.mesh,  # type: ignore[arg-type]
+        mesh=model.mesh,
         companions=model.companions,
     )

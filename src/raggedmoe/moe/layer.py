@@ -81,8 +81,8 @@ def moe_route_and_compute(
     if shared:
         with jax.named_scope("shared_experts"):
             # In no stage: without a word about its layout, XLA exchanges two devices' gradients of x (docs/log.md).
-            shared = scale_adapters(shared, config.lora)
-            added = shared_experts(shard_tokens(x, mesh), shared, config.experts.activation)
+            weights = scale_adapters(shared, config.lora)
+            added = shared_experts(shard_tokens(x, mesh), weights, config.experts.activation)
             output = output + (added if mask is None else jnp.where(mask[:, None], added, 0))
     return MoEOutput(output=output, dropped=dropped, experts=routing.experts, **statistics)
 

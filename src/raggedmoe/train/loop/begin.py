@@ -195,8 +195,8 @@ def load_base(config: ResolvedConfig, sharding: TrainSharding) -> Base | None:
         return None
     if folder is None:
         raise ValueError(
-            f"lora_rank={model.lora.rank}: expected a model with parameters, got the preset {config.asked.model_name}, of "
-            "which there are none; name the folder of a checkpoint, or load_parameters_path"
+            f"lora_rank={model.lora.rank}: expected a model with parameters, got the preset "
+            f"{config.asked.model_name}, of which there are none; name the folder of a checkpoint"
         )
     loaded = interop.load(folder, dtype=model.dtype, param_dtype=model.param_dtype, progress=True)
     specs = param_specs(model)

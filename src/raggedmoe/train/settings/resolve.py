@@ -171,8 +171,8 @@ def _make_lora(config: TrainConfig, of_folder: LoraConfig | None) -> LoraConfig 
         named = [name for name in LORA_SETTINGS if config.is_given(name)]
         if named:
             raise ValueError(
-                f"{', '.join(named)}: {config.model_name} has adapters already, which are trained on; leave it out, or name "
-                "the model that they are for"
+                f"{', '.join(named)}: {config.model_name} has adapters already, which are trained on; leave it out, or "
+                "name the model that they are for"
             )
         return of_folder
     if overrides.lora_rank is None:
