@@ -1,17 +1,21 @@
 """Settings that follow the model: its folder's tokenizer, and lengths, batches and learning rates that suit it."""
 
 import json
+from dataclasses import replace
 
 import pytest
+from tokenizers import Tokenizer, models
 
+from raggedmoe.cli.tokenize import tokenize_
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.interop.named_model import load_config
 from raggedmoe.models.presets import PRESETS
+from raggedmoe.train.data.tokenizer import BYTES
 from raggedmoe.train.settings.config import config_of
 from raggedmoe.train.settings.model_defaults import check_data, keep_earlier_defaults, peak_learning_rate
 from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.settings.words import read_words
-from tests.interop.folders import GOLDEN, copied
+from tests.interop.folders import GOLDEN, change_config, copied
 
 CPU = HARDWARE["cpu"]
 
@@ -43,7 +47,7 @@ def test_load_parameters_path_alone_is_the_model_too(folder):
     assert alone.asked.model == str(folder)
     assert alone.step.model == resolved(str(folder)).step.model
     both = read_words(("demo", f"load_parameters_path={folder}"))
-    assert both.model == "demo"
+    assert both.model_name == "demo"
     assert both.parameters_folder == folder
 
 
@@ -95,8 +99,8 @@ def test_learning_rates_follow_the_model():
 
 
 def checked(*words):
-    config = resolved(*words)
-    check_data(config.asked, config.step.model)
+    config = read_words(words)
+    check_data(config, resolve(config, CPU).step.model)
 
 
 def test_a_model_of_tokens_without_data_is_refused():
@@ -105,6 +109,15 @@ def test_a_model_of_tokens_without_data_is_refused():
     for word in ("vocab_size=512", "dataset_type=stdlib", "dataset_type=synthetic"):
         checked("olmoe", "num_layers=1", word)
     checked("demo")
+
+
+def test_a_model_of_tokens_needs_data_whatever_else_of_them_is_set():
+    config = read_words(("olmoe-1b-7b", "num_layers=1"))
+    packed = replace(config, data=replace(config.data, packing=False))
+    with pytest.raises(ValueError, match="expected the data to train it on"):
+        check_data(packed, resolve(packed, CPU).step.model)
+    asked = replace(config, data=replace(config.data, dataset_type="stdlib"))
+    check_data(asked, resolve(asked, CPU).step.model)
 
 
 def test_a_folder_without_a_tokenizer_is_refused_unless_bytes_are_asked_for():
@@ -121,6 +134,42 @@ def test_a_tokenizer_in_another_form_is_named(folder):
         checked(str(folder), "dataset_type=stdlib")
 
 
+def test_tokens_that_are_not_the_models_are_refused(folder, tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("some text " * 9)
+    vocab = {text: number for number, text in enumerate(["text", "some", "more"])}
+    theirs = Tokenizer(models.WordLevel(vocab, unk_token="text"))
+    theirs.save(str(folder / "tokenizer.json"))
+
+    def tokens(name, *options):
+        tokenize_((str(tmp_path / "text"), str(tmp_path / name)), **dict(options))
+        return (str(folder), "dataset_type=tokens", f"dataset_path={tmp_path / name}")
+
+    as_bytes, own = tokens("bytes"), tokens("own", ("tokenizer", folder))
+    with pytest.raises(ValueError, match=r"expected tokens of the tokenizer .* token 0 is .* and not 'text'"):
+        checked(*as_bytes)
+    checked(*as_bytes, "from_scratch=true")
+    checked(*own)
+    theirs.add_tokens(["new"])
+    theirs.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"token 3 is 'none' and not 'new'; .*--tokenizer"):
+        checked(*own)
+    (folder / "tokenizer.json").unlink()
+    change_config(folder, vocab_size=600)
+    with pytest.raises(ValueError, match="got others: bytes for a vocabulary of 600"):
+        checked(*as_bytes)
+    (folder / "tokenizer.json").write_text(BYTES.text)  # without an end
+    checked(*as_bytes)
+
+
+def test_what_tokens_do_not_read_is_said(folder):
+    said = ("add_eos=false", "dataset_suffixes=.txt", "held_out=0.2", "chat_date=2026-05-31")
+    notes = resolved("demo", "dataset_type=tokens", "dataset_path=x", *said).notes
+    for word in said:
+        assert any(note.startswith(f"{word}: changes nothing: ") for note in notes), word
+    assert not resolved("demo", "dataset_type=tokens", "dataset_path=x", "held_out=0").notes
+
+
 OLD = {"dataset_type": "stdlib", "tokenizer_path": None, "max_target_length": 256, "per_device_batch_size": 16}
 
 
@@ -130,7 +179,7 @@ def test_a_run_that_began_with_other_defaults_keeps_them(folder):
     config = resolve(kept, CPU).asked
     assert (config.data.max_target_length, config.data.per_device_batch_size) == (256, 16)
     assert config.optimizer.learning_rate == 3e-3
-    check_data(config, resolve(kept, CPU).step.model)
+    check_data(kept, resolve(kept, CPU).step.model)
     assert keep_earlier_defaults(asked, {}) == asked
 
 
@@ -144,5 +193,5 @@ def test_what_is_given_or_was_given_is_not_replaced():
 
 def test_an_earlier_run_that_began_from_parameters_alone_was_of_the_demo(folder):
     asked = read_words((f"load_parameters_path={folder}",))
-    assert keep_earlier_defaults(asked, {"model_name": "demo"}).model == "demo"
-    assert keep_earlier_defaults(asked, {"model_name": str(folder)}).model == str(folder)
+    assert keep_earlier_defaults(asked, {"model_name": "demo"}).model_name == "demo"
+    assert keep_earlier_defaults(asked, {"model_name": str(folder)}).model_name == str(folder)
