@@ -89,7 +89,7 @@ test-mutants: $(READY) native
 	$(BIN)/python -m tests.mutants --seed $(SEED)
 
 # Without the pages, whose examples ruff would format too.
-PYTHON_FILES := src tests docs/site
+PYTHON_FILES := src tests examples docs/site
 
 lint: $(READY)
 	$(BIN)/ruff check $(PYTHON_FILES)
