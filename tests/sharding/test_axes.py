@@ -178,6 +178,11 @@ def test_new_parameters_are_those_of_one_device_each_drawn_where_it_belongs():
         np.testing.assert_allclose(array, alone.params[name], rtol=4 * EPS, err_msg=name)
     model = Decoder(tiny("mixtral-tiny", num_layers=1), rngs=nnx.Rngs(0), mesh=own, mesh_axes=mesh_axes)
     assert model.params["stacks.0.0.moe.wi_0"].sharding.spec == PartitionSpec(None, "x", None, "y")
+    shardings = Plan().shardings(own, param_specs(model.config), mesh_axes)
+    assert {name: array.sharding for name, array in model.params.items()} == shardings
+    assert Plan().shardings(model.mesh, param_specs(model.config)) == shardings
+    by_width = Plan(tensor_split="model_dim").shardings(own, CONFIG.param_specs(), {"tensor": ("x", "y")})
+    assert by_width["wi_0"].spec == PartitionSpec(None, None, ("x", "y"))
 
 
 def test_what_a_mesh_cannot_split_or_a_strategy_needs_is_found_when_a_model_is_made():
