@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from raggedmoe import Decoder, ExpertConfig, MoE, MoEExecution
-from raggedmoe.aot.collectives import Step, layer_collectives
+from raggedmoe.aot.collectives import StepSizes, layer_collectives
 from raggedmoe.models.generate import generate
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.sharding.axes import AXES, TOKEN_AXES, logical_mesh
@@ -98,7 +98,7 @@ def test_the_layer_and_its_gradients_are_those_of_the_oracles_and_it_sends_what_
     if mesh.size(*AXES) < mesh.mesh.size:
         return  # along the other axes all devices agree on gradients by sums that the plan does not know
     plan, planned = Plan(**{axis: mesh.size(axis) for axis in AXES}, tensor_split=execution.tensor_split), Counter()
-    step = Step(num_tokens=NUM_TOKENS // plan.num_token_shards, dtype="float32", ragged=False)
+    step = StepSizes(num_tokens=NUM_TOKENS // plan.num_token_shards, dtype="float32", ragged=False)
     for each in layer_collectives(CONFIG, execution, plan, step):
         planned[each.kind, each.num_devices] += each.num_bytes
     assert collectives(run.as_text()) == planned

@@ -40,7 +40,7 @@ def load_config(folder: str | os.PathLike[str] | ObjectPath) -> ModelConfig:
         hub = f"; `hf download {path} --local-dir {path}` makes it" if is_hub_name else ""
         raise ValueError(f"{path}: expected a preset or a folder with a model, found neither{hub}")
     if native.is_native(path):
-        return native.load_config(path)
+        return native.read_model_config(path)
     reader = read_config_json(path)
     config = read_model_config(reader, read_family(reader).read_config)
     return without_missing_mtp(path, config, read_tensor_headers(path)) if has_tensors(path) else config

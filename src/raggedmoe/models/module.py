@@ -114,7 +114,7 @@ class Decoder(nnx.Module):
             mesh=self.mesh,
         )
 
-    def logits_further(self, ids: Integer[Array, "B S"]) -> list[Float[Array, "B S V"]]:
+    def mtp_logits(self, ids: Integer[Array, "B S"]) -> list[Float[Array, "B S V"]]:
         """Compute, for each module of multi-token prediction, the logits of one token further than the last."""
         params, hidden = self.params, self.hidden(ids).hidden
         states, _ = mtp_forward(params, hidden, ids, self.config, self.execution, mesh=self.mesh)

@@ -67,8 +67,8 @@ class MoE(nnx.Module):
         params = make_params(specs, params, rngs, self.mesh, execution.tensor_split)
         for name, spec in specs.items():
             kind = SelectionBias if name == "router_selection_bias" else nnx.Param
-            given = params[name]
-            value = check_operand("MoE", name, given, "G F D") if isinstance(given, Quantized) else jnp.asarray(given)
+            param = params[name]
+            value = check_operand("MoE", name, param, "G F D") if isinstance(param, Quantized) else jnp.asarray(param)
             setattr(self, name, kind(value, axes=spec.axes))
 
     @classmethod

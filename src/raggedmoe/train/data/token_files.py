@@ -22,7 +22,7 @@ from raggedmoe.interop.progress import bytes_bar
 from raggedmoe.interop.writing import new_folder, write_json
 from raggedmoe.models.companions import Companions
 from raggedmoe.storage import AnyPath
-from raggedmoe.train.data.corpus import find_files
+from raggedmoe.train.data.corpus import find_local_files
 from raggedmoe.train.data.tokenizer import (
     BYTES_THAT_END,
     CALL_CHARACTERS,
@@ -103,7 +103,7 @@ def write_tokens(
     A file is a document; of jsonl, each line's "text" is one. A document is held out by the hash of its name. What is
     in memory at once is some MB, however long a document is, if it has line ends.
     """
-    files = find_files(paths, suffixes)
+    files = find_local_files(paths, suffixes)
     dtype = tokenizer.dtype
     with new_folder(folder) as partial, bytes_bar("tokenizing", _size(files), progress) as advance:
         handles = {name: (partial / f"{name}.tokens").open("wb") for name in (TRAIN, HELD_OUT)}
@@ -168,9 +168,9 @@ def open_tokens(folder: AnyPath, vocab_size: int) -> TokenFolder:
 def _open_part(folder: Path, name: str, described: dict[str, Any], dtype: np.dtype) -> TokenFile | None:
     tokens, ends = folder / f"{name}.tokens", folder / f"{name}.ends"
     for path, expected in ((tokens, described["tokens"] * dtype.itemsize), (ends, described["documents"] * 8)):
-        found = path.stat().st_size if path.is_file() else None
-        if found != expected:
-            raise ValueError(f"{path}: expected {expected} bytes, got {found}; is the copy complete?")
+        num_bytes = path.stat().st_size if path.is_file() else None
+        if num_bytes != expected:
+            raise ValueError(f"{path}: expected {expected} bytes, got {num_bytes}; is the copy complete?")
     if not described["documents"]:
         return None
     bounds = np.concatenate([[0], np.fromfile(ends, ENDS_TYPE)])
@@ -266,7 +266,7 @@ def train_tokenizer(paths: Sequence[str], suffixes: Sequence[str], vocab_size: i
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END_TEXT], initial_alphabet=alphabet, show_progress=False
     )
-    files = find_files(paths, suffixes)
+    files = find_local_files(paths, suffixes)
     library.train_from_iterator((piece for _, piece in _pieces(files, lambda size: None) if piece), trainer)
     return TextTokenizer(
         text=library.to_str(), vocab_size=library.get_vocab_size(), library=library, end=library.token_to_id(END_TEXT)

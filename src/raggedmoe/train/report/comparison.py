@@ -58,7 +58,7 @@ def _results(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     figures: tuple[tuple[str, Callable[[RunRecord], str]], ...] = (
         ("Begins with", _origin),
         ("Held-out loss", lambda run: number(_held_out(run).last)),
-        ("Best held-out loss", lambda run: number(_held_out(run).known.min(initial=math.inf))),
+        ("Best held-out loss", lambda run: number(_held_out(run).finite.min(initial=math.inf))),
         ("Training loss", lambda run: number(run.series("loss").mean_of_last(window))),
         ("Steps", lambda run: whole(run.train[-1]["step"]) if run.train else NOTHING),
         ("Tokens", lambda run: compact(run.total("tokens"))),
@@ -126,7 +126,7 @@ def _figures(
         curves = []
         for number_of_run, (run, name) in enumerate(zip(runs, names)):
             one = values(run, window)
-            if one.known.size:
+            if one.finite.size:
                 colour, dashed = RUN_COLOURS[number_of_run % len(RUN_COLOURS)], number_of_run >= len(RUN_COLOURS)
                 style = "points" if title == HELD_OUT else "line"
                 curves.append(Curve(series=one, label=name, colour=colour, style=style, dashed=dashed))
