@@ -93,7 +93,7 @@ def test_the_other_processes_do_not_wait_for_one_that_could_not_write(monkeypatc
     assert left == [(code, failed)]
 
 
-@pytest.mark.parametrize("command", ["models", "import", "export", "generate"])
+@pytest.mark.parametrize("command", ["models", "import", "export", "quantise", "generate"])
 def test_help_is_printed_and_is_no_failure(command, raggedmoe):
     code, out, _ = raggedmoe(command, "--help")
     assert code == 0

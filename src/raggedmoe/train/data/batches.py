@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,6 +13,7 @@ import numpy as np
 from raggedmoe.storage import as_path
 from raggedmoe.train.data import chat
 from raggedmoe.train.data.corpus import Corpus, Document, read_standard_library, read_text_files
+from raggedmoe.train.data.hf_files import read_hf_files
 from raggedmoe.train.data.rows import (
     Batch,
     Rows,
@@ -99,7 +100,7 @@ class Data:
         num_rows = min(num * size, num_available)
         row_numbers = [number * num_available // num_rows for number in range(num_rows)]
         return [
-            _pad_batch(self.held_out.batch(row_numbers[start : start + size]), size)
+            pad_batch(self.held_out.batch(row_numbers[start : start + size]), size)
             for start in range(0, len(row_numbers), size)
         ]
 
@@ -114,16 +115,7 @@ def open_data(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
     if config.dataset == "tokens":
         return _open_tokens(config, vocab_size, batch_size)
     tokenizer = _open_tokenizer(config, vocab_size)
-    corpus: Corpus
-    if config.dataset == "stdlib":
-        corpus = read_standard_library(tokenizer)
-    elif config.dataset == "chat":
-        suffixes = config.dataset_suffixes or chat.SUFFIXES
-        corpus = chat.read_chat_files(
-            config.dataset_path, suffixes, tokenizer, config.sequence_length, config.chat_date
-        )
-    else:
-        corpus = read_text_files(config.dataset_path, config.dataset_suffixes or TEXT_SUFFIXES, tokenizer)
+    corpus = _READERS[config.dataset](config, config.dataset_path, tokenizer)
     train, held_out = split_documents(corpus.documents, share=config.held_out, seed=config.data_seed)
     rows = _make_rows(config, train)
     _check_rows(config, batch_size, rows, tokenizer.unit)
@@ -139,6 +131,24 @@ def open_data(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
         description=_description(config, corpus, train, held_out),
         tokenizer=tokenizer,
     )
+
+
+def _read_texts(config: DataConfig, paths: Sequence[str], tokenizer: TextTokenizer) -> Corpus:
+    return read_text_files(paths, config.dataset_suffixes or TEXT_SUFFIXES, tokenizer)
+
+
+def _read_chats(config: DataConfig, paths: Sequence[str], tokenizer: TextTokenizer) -> Corpus:
+    suffixes = config.dataset_suffixes or chat.SUFFIXES
+    return chat.read_chat_files(paths, suffixes, tokenizer, config.sequence_length, config.chat_date)
+
+
+# What reads the documents of a dataset, by its type.
+_READERS: dict[str, Callable[[DataConfig, Sequence[str], TextTokenizer], Corpus]] = {
+    "stdlib": lambda config, paths, tokenizer: read_standard_library(tokenizer),
+    "text": _read_texts,
+    "chat": _read_chats,
+    "hf": read_hf_files,
+}
 
 
 def _open_tokenizer(config: DataConfig, vocab_size: int) -> TextTokenizer:
@@ -333,7 +343,7 @@ def _hash_to_int(*values: object) -> int:
     return int.from_bytes(_digest(values).digest()[:8]) >> 1
 
 
-def _pad_batch(batch: Batch, size: int) -> Batch:
+def pad_batch(batch: Batch, size: int) -> Batch:
     """Pad a batch with empty rows to ``size``, so that all batches have one shape and are compiled once."""
     missing = size - len(batch.ids)
     padding = jax.tree.map(lambda values: np.zeros((missing, *values.shape[1:]), values.dtype), batch)

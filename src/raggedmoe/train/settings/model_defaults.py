@@ -114,10 +114,8 @@ def missing_data(config: TrainConfig, model: ModelConfig) -> str | None:
 def _foreign_tokens(config: TrainConfig, model: ModelConfig) -> str | None:
     """Say how the tokens of files differ from those that loaded parameters know; None: they do not."""
     folder, tokens = config.parameters_folder, as_path(config.data.dataset_path[0])
-    if (
-        folder is None or not (tokens / TOKENIZER).is_file()
-    ):  # new parameters learn any; where none are, reading says so
-        return None
+    if folder is None or not (tokens / TOKENIZER).is_file():
+        return None  # new parameters learn any; what is missing, reading says
     theirs = token_texts(tokens / TOKENIZER)
     are_bytes = len(theirs) == NUM_BYTES
     if (folder / TOKENIZER).is_file():

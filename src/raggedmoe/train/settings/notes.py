@@ -101,8 +101,12 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     ),
     "chat_date": (
         lambda config, step: config.data.dataset in OF_CONVERSATIONS,
-        "it belongs to dataset_type=chat",
+        "it belongs to dataset_type=chat and hf",
     ),
+    **{
+        name: (lambda config, step: config.data.dataset == "hf", "it belongs to dataset_type=hf")
+        for name in ("dataset_split", "dataset_column")
+    },
     "packing": (lambda config, step: config.data.dataset != "synthetic", "synthetic rows are no documents"),
     "add_eos": (
         lambda config, step: config.data.dataset not in WITHOUT_TOKENIZER,

@@ -271,8 +271,8 @@ class MeshSettings(Section):
 BYTE_LENGTH, TOKENS_PER_DEVICE = 256, 4096  # of a sequence of bytes, and of a micro-batch
 PEAK_LEARNING_RATE = 3e-3  # the demo's
 BYTES = "bytes"  # the tokenizer_path that says so
-OF_FILES = ("text", "chat", "tokens")  # the datasets that are read from dataset_path
-OF_CONVERSATIONS = ("chat",)  # those that a chat template may write
+OF_FILES = ("text", "chat", "hf", "tokens")  # the datasets that are read from dataset_path
+OF_CONVERSATIONS = ("chat", "hf")  # those that a chat template may write
 WITHOUT_TOKENIZER = ("tokens", "synthetic")  # the datasets that no tokenizer of the run makes
 
 
@@ -281,19 +281,28 @@ class DataConfig(Section):
     """What to train on, and in which rows and order.
 
     The datasets: "stdlib" is the source code of the Python that runs, and needs no download. "text" is your own files.
-    Both are read as bytes or through a tokenizer. "chat" is conversations, whose answers alone are learned. "synthetic"
-    is random tokens with something to learn in them.
+    Both are read as bytes or through a tokenizer. "chat" is conversations, whose answers alone are learned. "hf" is a
+    dataset of Hugging Face on this machine, of texts or of conversations. "synthetic" is random tokens with something
+    to learn in them.
     """
 
     dataset_type: str | None = setting(
         default=None,
         otherwise="stdlib",
         help="Training data: Python's own sources (has to be asked for, unless the model is one of bytes), text files, "
-        "conversations (jsonl), what `raggedmoe tokenize` wrote, or random tokens",
-        choices=("stdlib", "text", "chat", "tokens", "synthetic"),
+        "conversations (jsonl), a dataset of Hugging Face (parquet, arrow), what `raggedmoe tokenize` wrote, or random "
+        "tokens",
+        choices=("stdlib", "text", "chat", "hf", "tokens", "synthetic"),
     )
     dataset_path: tuple[str, ...] = setting(
-        default=(), help="Files or folders, separated by commas, for dataset_type=text and chat"
+        default=(), help="Files or folders, separated by commas, for dataset_type=text, chat, hf, tokens"
+    )
+    dataset_split: str | None = setting(
+        default=None, help="Split of dataset_type=hf, such as test; none: train, or all if there is none of that name"
+    )
+    dataset_column: str | None = setting(
+        default=None,
+        help="Column of text or of messages, for dataset_type=hf; none: messages, prompt and completion, or text",
     )
     dataset_suffixes: tuple[str, ...] = setting(
         default=(), help="Suffixes of the files to read in folders; none: the usual ones"
