@@ -96,8 +96,8 @@ def earlier_figures(plain: Any, source: str) -> dict[tuple[str, str], dict[str, 
     """Read the time and the figures of a measurement that `programs_as_json` described, by pass and type."""
     try:
         return {
-            (program["case"], program["dtype"]): {"ms": 1e3 * program["seconds"], **program["figures"]}
-            for program in plain["programs"]
+            (measured["case"], measured["dtype"]): {"ms": 1e3 * measured["seconds"], **measured["figures"]}
+            for measured in plain["programs"]
         }
     except (KeyError, TypeError):
         raise ValueError(
