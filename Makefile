@@ -12,10 +12,11 @@ IMPORTED := import raggedmoe.cli.main, grain, raggedmoe.train.loop.loop, raggedm
 # What is once compiled to bytecode is read by the next run, and by the processes that a test starts.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help native demo test test-as-shipped test-all test-native test-tpu test-mutants lint format bench clean
+.PHONY: help native demo docs test test-as-shipped test-all test-native test-tpu test-mutants lint format bench clean
 
 help:
 	@echo "make demo      train a small model on Python's own sources, a report of the run, a sample of its text"
+	@echo "make docs      the documentation as a website, with an API reference: out/docs/index.html"
 	@echo "make native    the C++ kernels for CPUs, if there is a compiler; the others call it"
 	@echo "make test      the tests"
 	@echo "make test-as-shipped   kernels compiled as users compile them, which takes longer"
@@ -55,6 +56,11 @@ demo: $(READY_DEMO)
 	rm -rf out/make-demo
 	$(BIN)/raggedmoe demo run_name=make-demo
 
+# A link that leads nowhere is a warning, and a warning is an error.
+docs: $(READY)
+	$(BIN)/python -m sphinx -q -E -W --keep-going -c docs/site . out/docs
+	@echo "out/docs/index.html"
+
 # Compiling is most of a test's time: tests/conftest.py says what QUICK_COMPILE leaves out of it. `.ci/run` tests some
 # kernels as users compile them as well. By stealing work, a worker keeps neighbouring tests, which share compiled functions.
 TESTS := $(BIN)/python -m pytest -n auto --dist worksteal
@@ -82,15 +88,18 @@ SEED ?= 0
 test-mutants: $(READY) native
 	$(BIN)/python -m tests.mutants --seed $(SEED)
 
+# Without the pages, whose examples ruff would format too.
+PYTHON_FILES := src tests docs/site
+
 lint: $(READY)
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check $(PYTHON_FILES)
+	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
 format: $(READY)
-	$(BIN)/ruff check --fix src tests
-	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix $(PYTHON_FILES)
+	$(BIN)/ruff format $(PYTHON_FILES)
 	$(BIN)/python -m raggedmoe.cli.known_names --write
 
 bench: $(READY) native
