@@ -102,6 +102,12 @@ def test_the_command_prints_the_run_that_was_asked_for(monkeypatch, capsys):
     assert container["volumeMounts"] == [{"name": "runs", "mountPath": "/runs"}]
 
 
+def test_a_pod_never_starts_again_by_itself():
+    spec = manifest(cluster_run("v5p:4x4x4"))["spec"]
+    assert spec["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] == 0
+    assert spec["failurePolicy"]["maxRestarts"] > 0  # all of them do, together
+
+
 def test_several_slices_are_several_jobs():
     spec = manifest(cluster_run("v5p:4x4x4", num_slices=3))["spec"]["replicatedJobs"][0]
     assert spec["replicas"] == 3

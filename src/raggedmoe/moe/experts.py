@@ -18,6 +18,7 @@ from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 from raggedmoe.kernels.expert_ffn.matmuls import add_bias
 from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
 from raggedmoe.kernels.qarray import QArray
+from raggedmoe.lora import add_grouped_adapter, dense_adapter
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.records import RouteMetadata, StageSettings
 from raggedmoe.params import Params
@@ -37,8 +38,12 @@ def gmm_up(
     columns: slice,
 ) -> UpSums:
     """Multiply some columns of the rows by both up projections: what they add to the float32 sums, without biases."""
-    matmul = _matmul(metadata, settings, transpose_rhs=True, dtype=accumulator(rows.dtype))
-    return {name: matmul(rows, _columns(weights[name], columns)) for name in ("wi_0", "wi_1") if name in weights}
+    matmul = functools.partial(_matmul, metadata, settings, dtype=accumulator(rows.dtype))
+    lora, sums = settings.config.lora, {}
+    for name in (name for name in ("wi_0", "wi_1") if name in weights):
+        product = matmul(transpose_rhs=True)(rows, _columns(weights[name], columns))
+        sums[name] = add_grouped_adapter(product, rows, weights, name, lora, matmul, inputs=columns)
+    return sums
 
 
 @stage(sums=PER_DEVICE, result=BETWEEN_PROJECTIONS)
@@ -65,11 +70,13 @@ def gmm_down(
     hidden: Float[Array, "R F"], weights: Params, metadata: RouteMetadata, *, settings: StageSettings, columns: slice
 ) -> Float[Array, "R columns"]:
     """Multiply the hidden rows by some columns of the down projection, and add its bias."""
-    wo, bias = _columns(weights["wo"], columns), _down_bias(weights, settings)
-    wide = hidden.dtype if bias is None else accumulator(hidden.dtype)
-    out = _matmul(metadata, settings, transpose_rhs=False, dtype=wide)(hidden, wo)
+    wo, bias, lora = _columns(weights["wo"], columns), _down_bias(weights, settings), settings.config.lora
+    wide = hidden.dtype if bias is None and lora is None else accumulator(hidden.dtype)
+    matmul = functools.partial(_matmul, metadata, settings, dtype=wide)
+    out = matmul(transpose_rhs=False)(hidden, wo)
+    out = add_grouped_adapter(out, hidden, weights, "wo", lora, matmul, outputs=columns)
     if bias is None:
-        return out
+        return out.astype(hidden.dtype)
     out = add_bias(out, bias[:, columns], group_bounds(metadata.group_sizes, wo.shape[0], hidden.shape[0]))
     return _mask_rows(out, metadata).astype(hidden.dtype)
 
@@ -104,6 +111,8 @@ def expert_ffn(
 def fuses_experts(x: Float[Array, "T D"], weights: Params, settings: StageSettings) -> bool:
     """Tell whether the experts are one `expert_ffn`: if the backend says so, or for "auto" where it is the fastest."""
     config, execution = settings.config, settings.execution
+    if config.lora is not None:  # its own matmuls are between those that would be fused
+        return False
     if execution.moe_backend != "auto" or execution.width_chunks > 1 or settings.on_mesh.axes(WIDTH_TENSOR):
         return execution.backend.fused
     if strategy_name(config, execution) in ("capacity", "dense") or execution.kernel_choice.grouped_matmul != "auto":
@@ -119,10 +128,15 @@ def shared_experts(x: Float[Array, "T D"], params: Params, activation: str) -> F
     """Compute the MLP of every token, by ``wi_0, wi_1, wo``, times the sigmoid of its ``gate`` if there is one."""
     wide, dtype = accumulator(x.dtype), x.dtype
     matmul = functools.partial(jnp.matmul, precision=matmul_precision(dtype), preferred_element_type=wide)
-    up = None if "wi_1" not in params else checkpoint_name(matmul(x, params["wi_1"].astype(dtype).T), "mlp_up")
-    gate = checkpoint_name(matmul(x, params["wi_0"].astype(dtype).T), "mlp_up")
-    hidden = ACTIVATIONS[activation](gate, up).astype(dtype)
-    out = checkpoint_name(matmul(hidden, params["wo"].astype(dtype)), "mlp_down")
+
+    def multiply(rows: Float[Array, "T I"], name: str, kept: str) -> Float[Array, "T O"]:
+        weight, added = params[name].astype(dtype), dense_adapter(rows, params, name)
+        sums = matmul(rows, weight if name == "wo" else weight.T)
+        return checkpoint_name(sums if added is None else sums + added, kept)
+
+    up = multiply(x, "wi_1", "mlp_up") if "wi_1" in params else None
+    hidden = ACTIVATIONS[activation](multiply(x, "wi_0", "mlp_up"), up).astype(dtype)
+    out = multiply(hidden, "wo", "mlp_down")
     if "gate" in params:
         out = out * jax.nn.sigmoid(matmul(x, params["gate"].astype(dtype)))[:, None]
     return out.astype(dtype)

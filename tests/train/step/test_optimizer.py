@@ -202,7 +202,7 @@ def test_a_parameter_decays_exactly_if_it_is_drawn_at_random(preset):
 def test_bfloat16_parameters_have_float32_moments():
     params = {name: jnp.asarray(value, jnp.bfloat16) for name, value in drawn(0).items()}
     optimizer = make_optimizer(OptimizerConfig(schedule_steps=STEPS), SPECS)
-    state = state_from_params(params, optimizer, jax.random.key(0))
+    state = state_from_params(params, SPECS, optimizer, jax.random.key(0))
     moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
     assert len(moments) == 2 * len(params)
     assert {leaf.dtype for leaf in moments} == {jnp.dtype(jnp.float32)}

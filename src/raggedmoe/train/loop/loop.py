@@ -118,6 +118,7 @@ def _train(config: ResolvedConfig, devices: RunDevices, screen: Screen, callback
                     log=RunLog(config, metrics, screen, speed, callbacks),
                     companions=companions_of_run(config, data),
                     parent=start.parent,
+                    base=start.base,
                 )
                 run.describe(speed)
                 state = run.initial_state(start)

@@ -9,7 +9,7 @@ import numpy as np
 
 from raggedmoe import compat
 from raggedmoe.hardware import Hardware
-from raggedmoe.models.companions import Companions
+from raggedmoe.models.companions import AdapterBase, Companions
 from raggedmoe.models.config_json import to_json
 from raggedmoe.models.count import count_params
 from raggedmoe.models.module import Decoder
@@ -51,6 +51,7 @@ class Run:
     log: RunLog
     companions: Companions  # of the trained model
     parent: dict[str, Any] | None  # the checkpoint of another run that it began with
+    base: AdapterBase | None = None  # where the frozen weights are from, that adapters are trained beside
     batches: Batches = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +81,7 @@ class Run:
             },
             "settings": config.asked.values(),
             "parent": self.parent,
+            "base": None if self.base is None else vars(self.base),
             "notes": list(config.notes),
             "data": self.data.describe(),
             "data_fingerprint": self.data.fingerprint,
@@ -131,7 +133,7 @@ class Run:
         """Return the held-out loss in nats per target, written down; None: nothing is held out."""
         if self.programs.held_out is None:
             return None
-        sums_and_counts = [self.programs.held_out(state.params, batch) for batch in self.held_out]
+        sums_and_counts = [self.programs.held_out(state.model_params, batch) for batch in self.held_out]
         sums = np.asarray(jax.device_get(sums_and_counts), np.float64).sum(0)
         loss = float(sums[0] / sums[1])
         self.log.held_out(step, loss, int(sums[1]))
@@ -149,10 +151,11 @@ class Run:
             "load": self.log.load.tolist(),
             "settings": self.config.asked.values(),
             "parent": self.parent,
+            "base": None if self.base is None else vars(self.base),
             "data_fingerprint": self.data.fingerprint,
             "devices": self.config.plan.num_devices,
         }
-        self.checkpoints.save(step, state, extra, metric=metric)
+        self.checkpoints.save(step, replace(state, frozen={}), extra, metric=metric)
         self.log.restart_clock()
 
     def abandon(self, error: OSError) -> None:
@@ -163,10 +166,11 @@ class Run:
 
     def finish(self, state: TrainState) -> tuple[Decoder | None, str]:
         """Write the trained model, and return it with how it went. Process 0 does; all take part."""
-        params = on_first_host(state.params)
+        params = on_first_host(state.model_params)
         if params is None:
             return None, ""
-        model = Decoder(self.config.step.model, params=params, companions=self.companions)
+        companions = replace(self.companions, base=self.base)
+        model = Decoder(self.config.step.model, params=params, companions=companions)
         folder = run_folder.save_model(self.config.folder, model)
         self.log.flush()
         record = read_run(self.config.folder)

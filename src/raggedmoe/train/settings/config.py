@@ -103,6 +103,12 @@ class TrainConfig(Section):
         start = self.run.load_parameters_path
         return self.model_folder if start is None else as_path(start)
 
+    @property
+    def base_folder(self) -> AnyPath | None:
+        """The folder of the weights that adapters are trained beside, if there is one; a branch has its parent's."""
+        start = self.run.load_parameters_path
+        return self.model_folder if start is None else as_path(start)
+
     def values(self) -> dict[str, Any]:
         """Return all settings by name, as JSON holds them."""
         values = {name: self.get(name) for name in SETTINGS}

@@ -88,6 +88,7 @@ def kernel_names(operation: str) -> tuple[str, str, str]:
 
 
 MUON_SETTINGS = ("muon_beta", "muon_consistent_rms", "muon_weight_decay")
+LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets", "lora_router")
 # Settings that are read only if something else is so: the condition, and what to say.
 READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     "bias_update_rate": (
@@ -123,6 +124,10 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     ),
     "decay_fraction": (_decays_at_the_end, "it belongs to schedule=wsd"),
     "decay_style": (_decays_at_the_end, "it belongs to schedule=wsd"),
+    **dict.fromkeys(
+        LORA_SETTINGS[1:],
+        (lambda config, step: config.overrides.lora_rank is not None, "there are no adapters: it belongs to lora_rank"),
+    ),
     **dict.fromkeys(MUON_SETTINGS, (_has_muon, "it belongs to opt_type=muon")),
     "weight_decay_of": (lambda config, step: config.optimizer.weight_decay > 0, "nothing decays"),
     "final_fraction": (

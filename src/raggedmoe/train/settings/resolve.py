@@ -7,11 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.interop.named_model import named_model
+from raggedmoe.interop.named_model import named_model, stored_dtype
 from raggedmoe.kernels.registry import KernelChoice
+from raggedmoe.lora import LoraConfig
 from raggedmoe.models.config import ModelConfig, check_execution
 from raggedmoe.models.execution import ModelExecution
-from raggedmoe.models.parameters import param_specs
+from raggedmoe.models.parameters import check_lora, param_specs
 from raggedmoe.models.sizes import FIELDS, OTHERS, resize
 from raggedmoe.moe.config import RouterConfig
 from raggedmoe.moe.execution import ACROSS_RANKS, MoEExecution
@@ -19,7 +20,7 @@ from raggedmoe.sharding.plan import Plan
 from raggedmoe.storage import AnyPath, as_path
 from raggedmoe.train.settings.config import TrainConfig
 from raggedmoe.train.settings.model_defaults import with_model_defaults, with_recipe
-from raggedmoe.train.settings.notes import kernel_names, list_notes
+from raggedmoe.train.settings.notes import LORA_SETTINGS, kernel_names, list_notes
 from raggedmoe.train.settings.sections import CheckpointConfig, DataConfig, RunConfig
 from raggedmoe.train.settings.step import ResolvedStep
 
@@ -148,12 +149,51 @@ def make_model(config: TrainConfig, hardware: Hardware) -> ModelConfig:
         ours_typed and not config.is_typed("load_balance_loss_weight")
     ):
         router = _with_load_balance_loss(config, model, router)
-    return replace(
+    lora = _make_lora(config, model.lora)
+    model = replace(
         model,
         moe=replace(model.moe, router=router, capacity_factor=overrides.capacity_factor),
         dtype=jnp.dtype(auto if overrides.dtype == "auto" else overrides.dtype),
-        param_dtype=jnp.dtype(overrides.weight_dtype),
+        param_dtype=_weight_dtype(config, lora),
+        lora=lora,
     )
+    try:
+        check_lora(model)
+    except ValueError as error:
+        raise ValueError(f"lora_targets: {error}") from None
+    return model
+
+
+def _make_lora(config: TrainConfig, of_folder: LoraConfig | None) -> LoraConfig | None:
+    """Make what is to be adapted; None: the weights themselves are trained. A folder with adapters says it itself."""
+    overrides = config.overrides
+    if of_folder is not None:
+        named = [name for name in LORA_SETTINGS if config.is_given(name)]
+        if named:
+            raise ValueError(
+                f"{', '.join(named)}: {config.model_name} has adapters already, which are trained on; leave it out, or "
+                "name the model that they are for"
+            )
+        return of_folder
+    if overrides.lora_rank is None:
+        return None
+    if config.run.from_scratch:
+        raise ValueError(
+            f"lora_rank={overrides.lora_rank}: expected a model with parameters, got from_scratch=true: what "
+            "adapters are beside does not learn; leave one of them out"
+        )
+    router, rank = overrides.lora_router, overrides.lora_rank
+    return LoraConfig(rank=rank, alpha=overrides.lora_alpha, targets=overrides.lora_targets, router=router)
+
+
+def _weight_dtype(config: TrainConfig, lora: LoraConfig | None) -> Any:
+    """Return the type of the weights that was asked for; of frozen ones by default that which they are stored in."""
+    asked, folder = config.overrides.weight_dtype, config.base_folder
+    if asked is None and lora is not None and folder is not None:
+        stored = jnp.dtype(stored_dtype(folder))
+        if stored in (jnp.float32, jnp.bfloat16):
+            return stored
+    return jnp.dtype(config.overrides.value_of("weight_dtype"))
 
 
 def _make_router(config: TrainConfig, router: RouterConfig) -> RouterConfig:

@@ -9,6 +9,7 @@ from datetime import date
 from typing import Any
 
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, Ordered
+from raggedmoe.lora import GROUPS, ROUTERS
 from raggedmoe.models.execution import SAVED_NAMES
 from raggedmoe.moe.execution import BACKENDS, canonical_backend
 from raggedmoe.sharding.axes import SPLITS
@@ -32,7 +33,12 @@ class ModelOverrides(Section):
     dtype: str = setting(
         default="auto", help="Type of activations; auto: float32 on a CPU, else bfloat16", choices=("auto", *TYPES)
     )
-    weight_dtype: str = setting(default="float32", help="Type of the master weights", choices=TYPES)
+    weight_dtype: str | None = setting(
+        default=None,
+        otherwise="float32",
+        help="Type of the master weights; none: float32, or as they are stored where adapters are trained beside them",
+        choices=TYPES,
+    )
     vocab_size: int | None = setting(
         default=None, help="Vocabulary size; none, here and below: as the model has", at_least=1
     )
@@ -111,6 +117,21 @@ class ModelOverrides(Section):
         help="Weight of MaxText's load-balancing loss (per sequence, K times ours, mean over layers); sets aux_loss "
         "and its weight",
         at_least=0,
+    )
+    lora_rank: int | None = setting(
+        default=None,
+        help="Train adapters of this rank beside the model's weights, which are frozen; none: train the weights",
+        at_least=1,
+    )
+    lora_alpha: float = setting(
+        default=32.0, help="An adapter's product is multiplied by lora_alpha / lora_rank", above=0
+    )
+    lora_targets: tuple[str, ...] = setting(
+        default=tuple(GROUPS),
+        help=f"What has adapters: {', '.join(GROUPS)}, or matrices by name, such as attention.wq or moe.wi_0",
+    )
+    lora_router: str = setting(
+        default="frozen", help="Whether routers are trained whole beside adapters", choices=ROUTERS
     )
     aux_loss_weight: float | None = setting(
         default=None, help="Weight of the load-balancing loss; none: as the model has", at_least=0
