@@ -61,7 +61,7 @@ def stored_dtype(folder: AnyPath) -> Any:
         named = config.get("dtype") or config.get("torch_dtype") or "float32"
         return jnp.dtype(named if named in ("bfloat16", "float16") else "float32")
     if native.is_native(folder):
-        return native.load_config(folder).param_dtype
+        return native.read_model_config(folder).param_dtype
     return majority_dtype(dequantize_tensors(read_config_json(folder), read_tensor_headers(folder)))
 
 
