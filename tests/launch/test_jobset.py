@@ -242,7 +242,7 @@ def test_a_topology_that_is_not_offered_is_refused(name):
         ((*RENDER, "--", "train", "fsdp_parallelism=1024"), "fsdp_parallelism=1024 = 1024 devices, but there are 512"),
         (
             (*RENDER, "--", "train", "deepseek-v3", "expert_parallelism=512"),
-            r"expert=256 is not divisible by expert_parallelism=512",
+            r"expert_parallelism=512 does not divide num_experts=256",
         ),
         (
             (*RENDER, "--slices", "2", *TRAIN, "dcn_data_parallelism=1"),

@@ -20,6 +20,16 @@ WIDTH_DIMS = ("model_dim", "q_latent", "kv_latent")
 TENSOR_DIMS = ("head", "kv_head", "mlp_dim", "shared_dim", "vocab")
 
 
+class UnevenSplitError(ValueError):
+    """A dimension of routed experts that the degrees of parallelism which split it do not divide."""
+
+    def __init__(self, name: str, dim: str, size: int, degrees: Mapping[str, int]) -> None:
+        self.dim, self.size, self.degrees = dim, size, degrees
+        self.fitting = [number for number in divisors(size) if number <= 4096]
+        by = " × ".join(f"{axis}_parallelism={degree}" for axis, degree in degrees.items())
+        super().__init__(f"{name}: its {dim}={size} is not divisible by {by}; a product may be in {self.fitting}")
+
+
 def partition(name: str, spec: ParamSpec, mesh: LogicalMesh) -> PartitionSpec:
     """Say how a parameter is split over the logical axes of a mesh.
 
@@ -40,11 +50,8 @@ def partition(name: str, spec: ParamSpec, mesh: LogicalMesh) -> PartitionSpec:
         axes = splits.get(dim, ())
         while size % mesh.size(*axes):
             if routed and "lora_rank" not in spec.axes:
-                degrees = " × ".join(f"{axis}_parallelism={mesh.size(axis)}" for axis in axes if mesh.size(axis) > 1)
-                fitting = [n for n in divisors(size) if n <= 4096]
-                raise ValueError(
-                    f"{name}: its {dim}={size} is not divisible by {degrees}; a product may be in {fitting}"
-                )
+                degrees = {axis: mesh.size(axis) for axis in axes if mesh.size(axis) > 1}
+                raise UnevenSplitError(name, dim, size, degrees)
             axes = axes[:-1]
         entries.append(axes)
     return PartitionSpec(*entries) if splits else PartitionSpec()

@@ -88,7 +88,7 @@ def test_a_run_of_one_step_is_at_the_end_of_a_cosine_and_at_the_peak_otherwise(s
 )
 def test_a_setting_that_makes_no_sense_is_refused(changes, words):
     with pytest.raises(ValueError, match=words):
-        OptimizerConfig(**{"schedule_steps": STEPS, **changes})
+        OptimizerConfig(**{"schedule_steps": STEPS, **changes}).for_run(1000)
 
 
 SPECS = {

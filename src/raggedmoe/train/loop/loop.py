@@ -100,7 +100,7 @@ def _train(config: ResolvedConfig, devices: RunDevices, screen: Screen, callback
             with open_metrics(config, start, screen) as metrics:
                 held_out = data.held_out_batches(config.run.batches_per_evaluation, config.micro_batch_size)
                 began = time.perf_counter()
-                example = held_out[0] if held_out else None
+                example = next(iter(held_out.values()))[0] if held_out else None
                 programs = compile_programs(step, next(data.train_batches()), example, sharding)
                 check_compiled_fit(programs.bytes_needed, devices.memory, config.plan)
                 screen.say(f"compiled in {time.perf_counter() - began:.1f} s")

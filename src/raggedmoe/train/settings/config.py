@@ -60,6 +60,8 @@ class TrainConfig(Section):
                 f"from_scratch=true: model_name={self.model_name} is no folder, so it has no parameters to leave out; "
                 + ("leave it out" if start is None else f"leave out load_parameters_path={start}, or one of the others")
             )
+        if self.optimizer.schedule_steps is not None:
+            self.optimizer.check_fits(self.optimizer.schedule_steps, self.shown("schedule_steps"), self.shown)
 
     def get(self, name: str) -> Any:
         """Return the value of a setting by the name that a user types."""
