@@ -10,9 +10,9 @@ import pytest
 
 from raggedmoe import interop
 from raggedmoe.interop import native
+from raggedmoe.interop.kept_experts import MATRICES
 from raggedmoe.kernels.dequantize import dequantize
 from raggedmoe.kernels.qarray import QArray
-from raggedmoe.models.decoder import EXPERT_WEIGHTS
 from raggedmoe.models.generate import generate
 from tests.interop.folders import GOLDEN, bits, stored_quantised, write_checkpoint
 from tests.interop.test_quantized import fp8_folder, mxfp4_folder
@@ -22,7 +22,7 @@ def assert_stands_for_what_is_loaded(folder):
     kept, loaded = interop.load(folder, keep_quantised=True), interop.load(folder)
     assert kept.config == loaded.config
     quantised = {name for name, array in kept.params.items() if isinstance(array, QArray)}
-    matrices = {name for name in loaded.params if name.endswith(EXPERT_WEIGHTS[:3])}
+    matrices = {name for name in loaded.params if name.endswith(MATRICES)}
     assert quantised == matrices != set()
     for name, array in loaded.params.items():
         found = kept.params[name]
@@ -37,7 +37,7 @@ def assert_stands_for_what_is_loaded(folder):
 def test_experts_in_fp8_stand_for_those_that_are_dequantised(block, tmp_path):
     folder, _, _, _ = fp8_folder(tmp_path / "fp8", block)
     kept = assert_stands_for_what_is_loaded(folder)
-    for name in (name for name in kept.params if name.endswith(EXPERT_WEIGHTS[:3])):
+    for name in (name for name in kept.params if name.endswith(MATRICES)):
         array = kept.params[name]
         assert array.qvalue.nbytes == np.prod(array.shape)
 
@@ -45,7 +45,7 @@ def test_experts_in_fp8_stand_for_those_that_are_dequantised(block, tmp_path):
 def test_experts_in_mxfp4_stand_for_those_that_are_dequantised_and_take_half_a_byte(tmp_path):
     folder, _, _ = mxfp4_folder(tmp_path / "mxfp4")
     kept = assert_stands_for_what_is_loaded(folder)
-    for name in (name for name in kept.params if name.endswith(EXPERT_WEIGHTS[:3])):
+    for name in (name for name in kept.params if name.endswith(MATRICES)):
         array = kept.params[name]
         assert array.qvalue.nbytes == np.prod(array.shape) // 2
         assert array.scale.nbytes == np.prod(array.shape) // 32
@@ -113,7 +113,7 @@ def test_greedy_text_is_that_of_transformers_which_dequantises(stored, tmp_path)
     ours = [token for (token,) in generate(model, [prompt], max_new_tokens=24)]
     assert ours == out[0, len(prompt) :].tolist()
     assert len(set(ours)) > 4
-    kept = [array for name, array in model.params.items() if name.endswith(EXPERT_WEIGHTS[:3])]
+    kept = [array for name, array in model.params.items() if name.endswith(MATRICES)]
     in_file = sum(
         tensor.nbytes
         for name, tensor in stored_quantised(folder).items()

@@ -29,11 +29,11 @@ def list_notes(
 
 
 def _remarks(config: TrainConfig, plan: Plan, num_devices: int) -> list[str]:
-    """What a user may not expect."""
+    """List what a user may not expect."""
     remarks, checkpoints, interval = [], config.checkpoints, config.run.steps_between_evaluations
     if plan.num_devices < num_devices:
         remarks.append(f"{plan.num_devices} of {num_devices} devices used; fsdp_parallelism=-1 takes them all")
-    keeps_best = checkpoints.enable_checkpointing and checkpoints.keep_best and config.data.held_out
+    keeps_best = checkpoints.enable_checkpointing and checkpoints.keep_best and config.data.holds_out
     period = checkpoints.steps_between_checkpoints
     if keeps_best and (not interval or period % interval):
         remarks.append(
@@ -56,7 +56,7 @@ def _saves(config: TrainConfig, step: ResolvedStep) -> bool:
 
 
 def _holds_out(config: TrainConfig, step: ResolvedStep) -> bool:
-    return config.data.held_out > 0
+    return config.data.holds_out
 
 
 def _decays_at_the_end(config: TrainConfig, step: ResolvedStep) -> bool:
@@ -83,7 +83,7 @@ NO_GROUPS = "as in MaxText, DeepSeek V3's routers alone have groups"
 
 
 def kernel_names(operation: str) -> tuple[str, str, str]:
-    """The settings that choose an operation's kernels: of both directions, and of each."""
+    """Name the settings that choose an operation's kernels: of both directions, and of each."""
     return operation, f"{operation}.{FORWARD}", f"{operation}.{BACKWARD}"
 
 

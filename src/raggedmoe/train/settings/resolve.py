@@ -119,6 +119,7 @@ def _check_places(config: TrainConfig) -> None:
         "load_parameters_path": (config.run.load_parameters_path,),
         "init_from": (config.run.init_from,),
         "dataset_path": config.data.dataset_path,
+        "eval_paths": tuple(path for paths in config.data.named_eval_paths.values() for path in paths),
         "tokenizer_path": (config.data.tokenizer_path,),
     }
     for name, named in places.items():

@@ -3,6 +3,7 @@
 A setting that MaxText has too has its name there; `raggedmoe.interop.maxtext` translates MaxText's other settings.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import date
@@ -15,13 +16,13 @@ from raggedmoe.moe.config import ROUTER_WORDS
 from raggedmoe.moe.execution import BACKENDS, canonical_backend
 from raggedmoe.sharding.axes import SPLITS
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.train.settings.fields import Section, section, setting
+from raggedmoe.train.settings.fields import Section, section_class, setting
 
 TYPES = ("float32", "bfloat16")
 LEFT = "; -1: all devices that are left"
 
 
-@section
+@section_class
 class ModelOverrides(Section):
     """What changes the model from its preset: layers, types, sizes and the router."""
 
@@ -157,7 +158,7 @@ def _kernels_of(operation: str, direction: str) -> Any:
     )
 
 
-@section
+@section_class
 class ExecutionSettings(Section):
     """How the model runs: kernels, rematerialisation, the ways of tokens to experts. No checkpoint depends on it."""
 
@@ -232,7 +233,7 @@ class ExecutionSettings(Section):
         return self.value_of("scan_layers")
 
     def kernel_choice(self, operation: str) -> Choice:
-        """The implementation of an operation that is asked for, one for each direction where they differ."""
+        """Return the implementation of an operation that is asked for, one for each direction where they differ."""
 
         def unpack_single(names: tuple[str, ...]) -> Ordered:
             return names[0] if len(names) == 1 else names
@@ -244,7 +245,7 @@ class ExecutionSettings(Section):
         return forward if forward == backward else Directions(forward=forward, backward=backward)
 
 
-@section
+@section_class
 class MeshSettings(Section):
     """How many devices split what: the degrees of parallelism."""
 
@@ -295,10 +296,11 @@ PEAK_LEARNING_RATE = 3e-3  # the demo's
 BYTES = "bytes"  # the tokenizer_path that says so
 OF_FILES = ("text", "chat", "hf", "tokens")  # the datasets that are read from dataset_path
 OF_CONVERSATIONS = ("chat", "hf")  # those that a chat template may write
+HELD_OUT = "held-out"  # what the share of the data that is not trained on is called among sets to evaluate on
 WITHOUT_TOKENIZER = ("tokens", "synthetic")  # the datasets that no tokenizer of the run makes
 
 
-@section
+@section_class
 class DataConfig(Section):
     """What to train on, and in which rows and order.
 
@@ -354,6 +356,10 @@ class DataConfig(Section):
     held_out: float = setting(
         default=0.05, help="Share of the data that is held out for evaluation", at_least=0, at_most=0.5
     )
+    eval_paths: tuple[str, ...] = setting(
+        default=(),
+        help="More data to evaluate on, as NAME=PATH,NAME=PATH, read as dataset_path is; each name has a loss",
+    )
     data_seed: int = setting(default=0, help="Seed of the train/held-out split and of the shuffling")
 
     def __post_init__(self) -> None:
@@ -373,6 +379,7 @@ class DataConfig(Section):
             raise ValueError(f"dataset_type={self.dataset} reads no {unread}; leave it out, or use dataset_type=text")
         if not all(suffix.startswith(".") for suffix in self.dataset_suffixes):
             raise ValueError(f"expected dataset_suffixes such as .txt, got {','.join(self.dataset_suffixes)}")
+        self._check_eval_paths()
         if self.chat_date is not None:
             try:
                 date.fromisoformat(self.chat_date)
@@ -383,6 +390,33 @@ class DataConfig(Section):
     def dataset(self) -> str:
         """What the data are made of: the type that was asked for, or else Python's own sources."""
         return self.value_of("dataset_type")
+
+    def _check_eval_paths(self) -> None:
+        for entry in self.eval_paths:
+            name, _, path = entry.partition("=")
+            if not re.fullmatch(r"[\w.-]+", name) or name == HELD_OUT or not path:
+                raise ValueError(
+                    f"eval_paths={','.join(self.eval_paths)}: expected NAME=PATH, with a name of letters and digits "
+                    f"other than {HELD_OUT}, got {entry!r}"
+                )
+        if self.eval_paths and self.dataset == "synthetic":
+            raise ValueError(
+                f"dataset_type=synthetic reads no eval_paths={','.join(self.eval_paths)}; leave it out, or use "
+                "dataset_type=text"
+            )
+
+    @property
+    def named_eval_paths(self) -> dict[str, tuple[str, ...]]:
+        """The files or folders of each set to evaluate on, by its name."""
+        paths: dict[str, tuple[str, ...]] = {}
+        for name, _, path in (entry.partition("=") for entry in self.eval_paths):
+            paths[name] = (*paths.get(name, ()), path)
+        return paths
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.held_out > 0 or bool(self.eval_paths)
 
     @property
     def sequence_length(self) -> int:
@@ -395,7 +429,7 @@ class DataConfig(Section):
         return TOKENS_PER_DEVICE // BYTE_LENGTH if self.per_device_batch_size is None else self.per_device_batch_size
 
 
-@section
+@section_class
 class StepSettings(Section):
     """What a step adds up, beside the optimizer."""
 
@@ -418,7 +452,7 @@ class StepSettings(Section):
         return self.value_of("bias_update_rate")
 
 
-@section
+@section_class
 class OptimizerConfig(Section):
     """The settings of the optimizer, AdamW or Muon, and of its schedule."""
 
@@ -490,7 +524,7 @@ class OptimizerConfig(Section):
     )
 
     def for_run(self, steps: int) -> "OptimizerConfig":
-        """The configuration for a run of so many steps, which the schedule spans if it is not told otherwise."""
+        """Return the configuration for a run of so many steps, which the schedule spans if it is not told otherwise."""
         made = replace(self, schedule_steps=steps) if self.schedule_steps is None else self
         made.check_fits(made.num_steps, f"{'schedule_' if made is self else ''}steps={made.num_steps}")
         return made
@@ -549,7 +583,7 @@ class OptimizerConfig(Section):
 SHORT_RUN = 20  # steps of a run that prints every one
 
 
-@section
+@section_class
 class RunConfig(Section):
     """A run's length, folder and seed, and what is done how often beside its steps."""
 
@@ -655,7 +689,7 @@ class RunConfig(Section):
         return self.value_of("eval_steps")
 
 
-@section
+@section_class
 class CheckpointConfig(Section):
     """When checkpoints are written, and which are kept."""
 
