@@ -24,6 +24,9 @@ logger = logging.getLogger("raggedmoe")
 
 OPERATIONS = ("ragged_gather", "ragged_gather_reduce", "grouped_matmul", "expert_ffn", "attention")
 FORWARD, BACKWARD = "forward", "backward"
+# The gradients of a grouped matmul's operands, where they are chosen each by itself: a forward call, whose ``lhs`` is the
+# cotangent, and a transposed matmul, whose call has ``cotangent`` beside the operands. A backward choice is for both.
+DLHS, DRHS = "dlhs", "drhs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,9 @@ class Implementation:
     # Like forward, but also returns what it computed on its way that the operation's backward passes can use.
     forward_keeping: Callable[..., Any] | None = None
     quantized: str | None = None  # what it does with quantised operands; None: it takes none
+    # The operation whose groups are of what is summed, ``lhs_gᵀ @ cotangent_g``: the gradient of a grouped matmul's
+    # ``rhs``, which those who quantise its operands call by itself. None: it comes with the other gradient alone.
+    transposed: Callable[..., Any] | None = None
     takes_hardware: bool = False  # its functions have a keyword `hardware`, the chip that they are compiled for
 
     @property
@@ -138,7 +144,10 @@ class Selection:
     @property
     def function(self) -> Callable[..., Any]:
         """The function that computes the call: equal selections give the very same one, so that traces are shared."""
-        return self._bound(self.chosen.forward if self.call.direction == FORWARD else self.chosen.backward)
+        if self.call.direction == DRHS:
+            assert self.chosen.transposed is not None
+            return self._bound(self.chosen.transposed)
+        return self._bound(self.chosen.backward if self.call.direction == BACKWARD else self.chosen.forward)
 
     @property
     def function_keeping(self) -> Callable[..., Any] | None:
@@ -170,7 +179,9 @@ def implementations(operation: str) -> dict[str, Implementation]:
 
 
 def _order_of(choice: Choice, direction: str) -> Ordered:
-    return getattr(choice, direction) if isinstance(choice, Directions) else choice
+    if not isinstance(choice, Directions):
+        return choice
+    return choice.forward if direction == FORWARD else choice.backward
 
 
 def check_choice(operation: str, choice: Choice) -> None:
@@ -207,6 +218,7 @@ def _assess(
     reason = (
         compat.version_why_not(implementation.full_name, jax_version)
         or _quantized_why_not(implementation, call)
+        or _transposed_why_not(implementation, call)
         or implementation.why_not(call, hardware)
     )
     absent = implementation.why_absent() if reason is None else None
@@ -237,6 +249,13 @@ def _quantized_why_not(implementation: Implementation, call: Call) -> str | None
         return None
     operands = ", ".join(f"{name} ({qtype})" for name, qtype in call.formats.items())
     return f"it takes no quantised operands, such as {operands}"
+
+
+def _transposed_why_not(implementation: Implementation, call: Call) -> str | None:
+    """Say that an implementation cannot compute the gradient of ``rhs`` by itself, where a call asks for that."""
+    if call.direction != DRHS or implementation.transposed is not None:
+        return None
+    return "it computes both gradients together, and quantised operands' are computed each by itself"
 
 
 def candidates(
