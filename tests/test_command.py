@@ -132,6 +132,26 @@ def test_what_others_call_a_setting_is_none_of_ours_and_leads_to_one():
         ("train zzzzzzz=1", "unknown setting 'zzzzzzz': nothing is named like it."),
         ("train olmo", "unknown model 'olmo': expected a folder with a model, or one of"),
         ("train olmo lr=1", "2 words cannot be taken:"),
+        ("train optimizer=muon", "unknown setting 'optimizer': did you mean opt_type?"),
+        ("train epochs=3", "unknown setting 'epochs': did you mean steps?"),
+        ("train seq=64", "unknown setting 'seq': did you mean max_target_length?"),
+        ("train eval_dataset=x", "unknown setting 'eval_dataset': did you mean held_out?"),
+        ("plan olmoe --devces 3", "unknown option '--devces': did you mean --devices?"),
+        ("plan olmoe --devices 3 lr=1", "unknown setting 'lr': did you mean learning_rate?"),
+        ("plan olmoe --devices 3 --lr 1", "unknown setting 'lr': did you mean learning_rate?"),
+        ("plan olmoe --hardware h10", "unknown hardware 'h10': expected one of cpu, "),
+        ("launch --proceses 2 -- train", "unknown option '--proceses': did you mean --processes?"),
+        ("explain deepsek-v3", "unknown model 'deepsek-v3': expected a folder with a model, or one of"),
+        ("explain --model deepsek-v3", "unknown model 'deepsek-v3': expected one of"),
+        ("compile deepseek-v9", "unknown subject 'deepseek-v9': expected one of ragged_gather,"),
+        ("compile model deepseek-v9", "unknown model 'deepseek-v9': expected a folder with a model, or one of"),
+        ("compile layer deepseek-v9 --tokens 8", "unknown model 'deepseek-v9': expected a folder with a model"),
+        ("bench layr", "unknown subject 'layr': expected one of ragged_gather,"),
+        ("bench layer olmo num_experts=8", "unknown subject 'olmo': expected one of ragged_gather,"),
+        ("models olmo", "unknown model 'olmo': expected a folder with a model, or one of"),
+        ("verify grouped_matmull", "unknown subject 'grouped_matmull': expected one of ragged_gather,"),
+        ("generate out --promt a", "unknown option '--promt': did you mean --prompt?"),
+        ("tokenize a b --zzzzzz", "unknown option '--zzzzzz': nothing is named like it. `raggedmoe tokenize --help`"),
     ],
 )
 def test_a_mistyped_name_is_answered(typed, said):
@@ -153,6 +173,18 @@ def test_a_mistyped_name_is_answered(typed, said):
         "train lr=1 --help",
         "generate out/demo/model --prompt a=b",
         "bench layer --case mixtral",
+        "bench layer sweep train --dtypes float32 bfloat16 --json --plot out.png",
+        "bench layer some/folder expert_parallelism=2 --devices 2",
+        "compile load_parameters_path=model",
+        "compile run.toml --topology cpu",
+        "compile layer llama4-scout",
+        "compile grouped_matmul --no-json --against dense",
+        "explain --model llama4-scout --hardware tpu7x --moe_backend auto",
+        "models tests docs/there-may-be-one",
+        "plan --devices=2 --vocab-size 300 --steps 3",
+        "launch --render jobset --xla-flags --xla_a=b --image i -- train olmoe-tiny",
+        "generate out --prompt --lr",
+        "verify",
     ],
 )
 def test_what_may_be_right_is_left_to_the_command(typed):
@@ -166,11 +198,22 @@ def test_a_setting_that_is_not_known_is_answered_alike_with_and_without_jax():
         assert str(error.value) == answers.unknown_setting(name)
 
 
-def test_a_mistyped_name_is_answered_without_loading_jax():
-    script = "import sys; sys.argv = ['raggedmoe', 'train', 'lr=1']; import raggedmoe_command as c\n"
+@pytest.mark.parametrize(
+    "typed", [("train", "lr=1"), ("explain", "lr=1", "--hardware", "cpu"), ("bench", "layer", "olmoe", "lr=1")]
+)
+def test_a_mistyped_name_is_answered_without_loading_jax(typed):
+    script = f"import sys; sys.argv = ['raggedmoe', *{typed}]; import raggedmoe_command as c\n"
     script += "try: c.main()\nexcept SystemExit as end: print(end.code, 'jax' in sys.modules, 'numpy' in sys.modules)"
     done = run(script=script)
     assert done.stdout == "2 False False\n"
+    assert "did you mean learning_rate?" in done.stderr
+
+
+@pytest.mark.ci
+def test_the_package_runs_as_the_console_script_does():
+    """With the environment that is prepared before JAX is there: in a process that has not loaded it."""
+    done = run("lr=1", script="import runpy, sys; sys.argv[1:] = ['train', 'lr=1']; runpy.run_module('raggedmoe')")
+    assert done.returncode == 2
     assert "did you mean learning_rate?" in done.stderr
 
 

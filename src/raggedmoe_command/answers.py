@@ -5,12 +5,13 @@ The names are in `names.json`, which `python -m raggedmoe.cli.known_names --writ
 
 import difflib
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from raggedmoe_command.words import may_be_model, models_among, sort_words, subjects_among, takes_models
 
 NAMES = Path(__file__).parent / "names.json"
 HELP = ("-h", "--help")
@@ -21,9 +22,8 @@ see which kernel runs where and why, verify it and measure it.
 """
 MORE = "`raggedmoe COMMAND --help` says more; `raggedmoe demo` is a good beginning."
 ONLY_SETTINGS = ("train", "demo")  # commands that have no options of their own
-OF_A_MODEL = ("train", "plan", "launch")  # commands whose first word is a model, if it is no setting
 WITH_SETTINGS = ("train", "demo", "plan", "explain", "compile", "bench", "launch")
-FILES = (".yml", ".yaml", ".toml", ".json")
+CHIP = "hardware"  # the option whose value is the name of a chip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +43,45 @@ def answer(arguments: Sequence[str]) -> Answer | None:
         hint = close_names(command, names["commands"])
         also = f"; did you mean {hint[0]!r}?" if hint else ";"
         return Answer(text=f"raggedmoe: unknown command {command!r}{also} `raggedmoe --help` lists them all", code=2)
-    if command not in WITH_SETTINGS or set(HELP) & set(arguments):
+    if set(HELP) & set(arguments):
         return None
-    words = _own_words(command, arguments[1:])
-    wrong = [unknown_setting(_name(word)) for word in words if _is_unknown_setting(word, names)]
-    wrong += [_model_error(word, names) for word in _models(command, words) if word not in names["models"]]
+    wrong = list(_mistakes(command, arguments[1:], names))
     if not wrong:
         return None
     first = wrong[0] if len(wrong) == 1 else "\n  ".join([f"{len(wrong)} words cannot be taken:", *wrong])
     return Answer(text=f"raggedmoe: {first}", code=2)
+
+
+def _mistakes(command: str, arguments: Sequence[str], names: Mapping[str, Any]) -> Iterator[str]:
+    """Yield an error for each name that there is not."""
+    settings = {*names["settings"], *names["maxtext"]} if command in WITH_SETTINGS else set()
+    options = {} if command in ONLY_SETTINGS else names["options"][command]
+    if command == "launch" and "--" in arguments:  # what each process runs
+        start = list(arguments).index("--")
+        yield from _mistakes("train", arguments[start + 2 :], names)
+        arguments, settings = arguments[:start], set()
+    words = sort_words(arguments, options, settings)
+    for name, value in words.options:
+        plain = name.replace("_", "-").removeprefix("no-")
+        if plain not in options and name not in settings and name.replace("-", "_") not in settings:
+            yield _unknown_option(command, name, options, bool(settings))
+        if plain == "model" and value and not may_be_model(value, names["layers"]):
+            yield unknown("model", value, names["layers"])
+        if plain == CHIP and value and value not in names[CHIP]:
+            yield unknown(CHIP, value, names[CHIP])
+    for word in words.settings if settings else ():
+        name = word.partition("=")[0]
+        if not {name, name.replace("-", "_")} & settings:
+            yield unknown_setting(name)
+    known = names["layers"] if command == "compile" and words.plain[:1] == ("layer",) else names["models"]
+    for word in models_among(command, words.plain):
+        if not may_be_model(word, known):
+            yield unknown("model", word, known, "a folder with a model, or one of")
+    takes_model = takes_models(command, words.plain)
+    for word in subjects_among(command, words.plain):
+        subjects = names["subjects"][command]
+        if word not in subjects and not (takes_model and may_be_model(word, known)):
+            yield unknown("subject", word, (*subjects, *(known if takes_model else ())))
 
 
 @cache
@@ -81,34 +111,18 @@ def unknown_setting(name: str) -> str:
     return f"unknown setting {name!r}: {hint} `raggedmoe train --help` lists them all"
 
 
-def _own_words(command: str, words: Sequence[str]) -> Sequence[str]:
-    """Return the words that are a model and settings: not options that the command has for itself, nor their values."""
-    if command in ONLY_SETTINGS:
-        return words
-    if command == "launch":
-        return words[list(words).index("--") + 2 :] if "--" in words else ()
-    return words[: next((number for number, word in enumerate(words) if word.startswith("-")), len(words))]
-
-
-def _name(word: str) -> str:
-    return word.lstrip("-").partition("=")[0]
-
-
-def _is_unknown_setting(word: str, names: Mapping[str, Any]) -> bool:
-    """Whether a word is a setting, `key=value` or `--key`, of a name that there is not."""
-    is_setting = word.startswith("--") or "=" in word
-    return is_setting and not {_name(word), _name(word).replace("-", "_")} & {*names["settings"], *names["maxtext"]}
-
-
-def _models(command: str, words: Sequence[str]) -> list[str]:
-    """Return the word that must be a model's name. A folder, a file of settings or an option's value is none."""
-    first = words[0] if words and command in OF_A_MODEL else "-"
-    is_other = first.startswith("-") or "=" in first or "/" in first or os.path.exists(first)
-    return [] if is_other or first.endswith(FILES) else [first]
-
-
-def _model_error(word: str, names: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(word.lower(), names["models"], n=1, cutoff=0.3)
+def unknown(what: str, name: str, known: Iterable[str], expected: str = "one of") -> str:
+    """Say that there is no such name, as `raggedmoe.names` does: all that there are, and the nearest."""
+    names = list(known)
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.3)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    known = ", ".join(names["models"])
-    return f"unknown model {word!r}: expected a folder with a model, or one of {known}{hint}"
+    return f"unknown {what} {name!r}: expected {expected} {', '.join(names)}{hint}"
+
+
+def _unknown_option(command: str, name: str, options: Iterable[str], takes_settings: bool) -> str:
+    """Say that a command has no such option, and which of its own, or else which setting, may have been meant."""
+    near = close_names(name.replace("_", "-"), options)
+    if takes_settings and not near:
+        return unknown_setting(name)
+    hint = f"did you mean {' or '.join(f'--{option}' for option in near)}?" if near else "nothing is named like it."
+    return f"unknown option '--{name}': {hint} `raggedmoe {command} --help` lists them all"

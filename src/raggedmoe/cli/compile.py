@@ -39,7 +39,7 @@ from raggedmoe.cli.compile_report import (
     schedule_table,
     whole_model_line,
 )
-from raggedmoe.interop.named_model import is_folder
+from raggedmoe.interop.named_model import is_folder, named_model
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.catalog import operation as operation_named
 from raggedmoe.kernels.proof import libtpu_version
@@ -51,9 +51,11 @@ from raggedmoe.moe.execution import canonical_backend
 from raggedmoe.names import check_known, unknown
 from raggedmoe.train.settings.config import TrainConfig
 from raggedmoe.train.settings.fields import with_defaults
+from raggedmoe.train.settings.files import is_file
 from raggedmoe.train.settings.words import read_words
 
 DIRECTIONS = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
+WHOLES = ("layer", "model")  # subjects that are no operation
 SHORT_DTYPES = {"bf16": "bfloat16", "f32": "float32", "f16": "float16"}
 
 
@@ -199,7 +201,7 @@ def _cases(
         raise ValueError(f"expected {', '.join(OPERATIONS)}, layer PRESET or model PRESET; got nothing to compile")
     if subject[0] == "layer":
         return [_layer(subject[1:], topology, dtype, moe_backend, tokens, forward)]
-    if subject[0] == "model" or subject[0] in (*MODELS, *ALIASES) or is_folder(subject[0]):
+    if subject[0] == "model" or _describes_run(subject[0]):
         words = subject[1:] if subject[0] == "model" else subject
         config, name = _read_run(words, topology, dtype, moe_backend)
         fewer = []
@@ -214,19 +216,27 @@ def _cases(
     ]
 
 
+def _describes_run(word: str) -> bool:
+    """Tell whether a word is a setting, a file of settings, or a model of `raggedmoe train`."""
+    return "=" in word or is_file(word) or word in (*MODELS, *ALIASES) or is_folder(word)
+
+
 def _layer(
     words: tuple[str, ...], topology: str, dtype: str, moe_backend: str, tokens: int, forward: bool
 ) -> CompileCase:
-    if not words or "=" in words[0]:
-        raise ValueError(f"expected layer PRESET, such as layer deepseek-v3, got {' '.join(('layer', *words))!r}")
-    layer_config(words[0])
+    if not words:
+        raise ValueError("expected layer PRESET, such as layer deepseek-v3, got 'layer'")
+    has_settings = len(words) > 1 or "=" in words[0] or is_file(words[0])
+    if not has_settings:
+        layer_config(words[0])
     passes = "forward" if forward else "forward and backward"
-    title = f"layer {' '.join(words)}, {tokens} tokens{' a device' if words[1:] else ''}, {dtype}, {passes}"
+    title = f"layer {' '.join(words)}, {tokens} tokens{' a device' if has_settings else ''}, {dtype}, {passes}"
     layer: MoELayer | MoELayerOnMesh
-    if not words[1:]:
+    if not has_settings:
         layer = MoELayer(preset=words[0], tokens=tokens, dtype=dtype, moe_backend=moe_backend, forward=forward)
     else:
         config = _with_backend(read_words(words), moe_backend)
+        named_model(config.model)
         chips = None if topology == HOST else topology
         layer = MoELayerOnMesh(config=config, tokens=tokens, topology=chips, dtype=dtype, forward=forward)
     return CompileCase(title=title, subject=layer, topology=topology)
@@ -243,6 +253,7 @@ def _read_run(words: tuple[str, ...], topology: str, dtype: str, moe_backend: st
     if not words:
         raise ValueError("expected model PRESET, such as model deepseek-v3-tiny; `raggedmoe models` lists them")
     config = _with_backend(read_words(words), moe_backend)
+    named_model(config.model)  # a folder that is not there is named now, and not by a process for each case
     mesh = config.mesh if topology == HOST else config.mesh.on_all_devices()
     name = " ".join(words if mesh == config.mesh else (*words, "fsdp_parallelism=-1"))
     overrides = with_defaults(config.overrides, {"dtype": dtype})
@@ -270,7 +281,7 @@ def _operation_cases(
     against: tuple[str, ...],
 ) -> Iterator[CompileCase]:
     if name not in OPERATIONS:
-        raise unknown("subject", name, (*OPERATIONS, "layer", "model", *MODELS, *ALIASES))
+        raise unknown("subject", name, (*OPERATIONS, *WHOLES, *MODELS, *ALIASES))
     known = [kernel for kernel in implementations(name) if kernel != "reference"]
     chosen = known if implementation == "all" else [implementation]
     for kernel in chosen:

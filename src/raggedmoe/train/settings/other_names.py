@@ -3,11 +3,14 @@
 # What other programs call a setting of ours, for the hint at one that is not known.
 OTHER_NAMES = {
     **dict.fromkeys(("lr", "max_lr", "peak_lr"), "learning_rate"),
+    **dict.fromkeys(("optimizer", "optim", "optimizer_type"), "opt_type"),
     **dict.fromkeys(("batch_size", "bs", "micro_batch_size", "per_device_train_batch_size"), "per_device_batch_size"),
     **dict.fromkeys(
-        ("seq_len", "seq_length", "sequence_length", "max_seq_len", "context_length", "block_size"), "max_target_length"
+        ("seq", "seq_len", "seq_length", "sequence_length", "max_seq_len", "context_length", "block_size"),
+        "max_target_length",
     ),
     **dict.fromkeys(("max_steps", "num_steps", "train_steps", "num_train_steps", "iters", "max_iters"), "steps"),
+    **dict.fromkeys(("epoch", "epochs", "num_epochs", "num_train_epochs"), "steps"),
     **dict.fromkeys(("warmup", "warm_up_steps"), "warmup_steps"),
     **dict.fromkeys(("wd", "decay"), "weight_decay"),
     **dict.fromkeys(("grad_clip", "clip", "max_grad_norm", "clip_grad"), "gradient_clipping_threshold"),
@@ -22,6 +25,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("name", "run", "exp_name", "experiment"), "run_name"),
     **dict.fromkeys(("dataset", "data_type"), "dataset_type"),
     **dict.fromkeys(("data", "data_path", "data_dir", "train_data", "train_file", "path"), "dataset_path"),
+    **dict.fromkeys(("eval_dataset", "eval_data", "validation_data", "validation_split", "val_split"), "held_out"),
     **dict.fromkeys(("tokenizer", "tokenizer_name", "vocab_file"), "tokenizer_path"),
     **dict.fromkeys(("eval_every", "eval_steps_interval", "evaluation_interval"), "eval_interval"),
     **dict.fromkeys(("save_every", "save_interval", "save_steps", "checkpoint_interval"), "checkpoint_period"),
