@@ -149,7 +149,7 @@ NO_EFFECT: dict[str, str] = {
 # Features that do not exist here: refused with the reason, and with what comes nearest, unless the value is harmless.
 REFUSED: dict[str, str] = {
     "quantised experts are not built; leave it out, weights are multiplied in dtype": (
-        "quantization= use_qwix_quantization=false use_manual_quantization=false replicate_quant_scale=false "
+        "use_qwix_quantization=false use_manual_quantization=false replicate_quant_scale=false "
         "quant_cfg_path= quantization_local_shard_count=-1 weight_quantization_calibration_method=absmax "
         "act_quantization_calibration_method=absmax bwd_quantization_calibration_method=absmax constant_bound_config= "
         "checkpoint_is_quantized=false save_quantized_params_path= experimental_sa_quant_q_fp8=false "

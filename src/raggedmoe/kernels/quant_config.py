@@ -2,6 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+import jax
 
 from raggedmoe.kernels.qarray import LHS_FORMATS
 from raggedmoe.names import check_known
@@ -57,3 +60,27 @@ QUANTIZATIONS: dict[str, QuantConfig] = {
     "fp8_weights": QuantConfig(weights=E4M3),
     "int8_weights": QuantConfig(weights=INT8),
 }
+
+
+def rounding_key(config: QuantConfig | None, key: jax.Array | None, *numbers: Any) -> jax.Array | None:
+    """Derive a key for stochastic rounding from another and some numbers; None where nothing is rounded so."""
+    if config is None or not config.stochastic_rounding or key is None:
+        return None
+    for number in numbers:
+        key = jax.random.fold_in(key, number)
+    return key
+
+
+def check_layer(config: QuantConfig | None, *, moe_backend: str, fused: bool, strategy: str, width_chunks: int) -> None:
+    """Require that the experts of a layer are grouped matmuls of whole rows, which is what can be quantised."""
+    reasons = {
+        f"moe_backend={moe_backend!r}": fused
+        and "its fused kernel rounds nothing between its matmuls; use moe_backend='auto'",
+        f"width_chunks={width_chunks}": width_chunks > 1
+        and "a part of a row would have a scale of its own; use width_chunks=1",
+        f"strategy={strategy!r}": strategy in ("dense", "capacity")
+        and "its matmul is one batched matmul of all experts; use a strategy with rows for each expert, as 'local' is",
+    }
+    for wrong, reason in reasons.items():
+        if config is not None and reason:
+            raise ValueError(f"quantization cannot be used with {wrong}: {reason}, or leave the quantization out")

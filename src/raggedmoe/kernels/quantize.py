@@ -59,9 +59,7 @@ def constant_scale(array: Float[Array, "..."], value: float, scale_shape: tuple[
     return jnp.where(finite, np.asarray(value, accumulator(array.dtype)), jnp.nan)
 
 
-def encode(
-    array: Float[Array, "..."], scale: Float[Array, "..."], qtype: str, key: jax.Array | None = None
-) -> Array:
+def encode(array: Float[Array, "..."], scale: Float[Array, "..."], qtype: str, key: jax.Array | None = None) -> Array:
     """Divide an array by its scales, and round to the format; what is larger than its largest value becomes that.
 
     It is rounded to the nearest value, ties to even. With ``key`` chance takes one of the two nearest, each as often as

@@ -24,8 +24,8 @@ logger = logging.getLogger("raggedmoe")
 
 OPERATIONS = ("ragged_gather", "ragged_gather_reduce", "grouped_matmul", "expert_ffn", "attention")
 FORWARD, BACKWARD = "forward", "backward"
-# The gradients of a grouped matmul's operands, where they are chosen each by itself: a forward call, whose ``lhs`` is the
-# cotangent, and a transposed matmul, whose call has ``cotangent`` beside the operands. A backward choice is for both.
+# The gradients of a grouped matmul's operands, where they are chosen each by itself: a forward call, whose ``lhs`` is
+# the cotangent, and a transposed matmul, whose call has ``cotangent`` beside both. A backward choice is for both.
 DLHS, DRHS = "dlhs", "drhs"
 
 

@@ -12,33 +12,38 @@ from jaxtyping import Array, Float, Int
 
 from raggedmoe.hardware import hardware_of_device, target_hardware
 from raggedmoe.kernels.arrays import accumulator, matmul_precision, pvary_over
+from raggedmoe.kernels.batched_matmul import batched_matmul
 from raggedmoe.kernels.expert_ffn import api
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 from raggedmoe.kernels.expert_ffn.matmuls import add_bias
-from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
+from raggedmoe.kernels.grouped_matmul.api import group_bounds
+from raggedmoe.kernels.grouped_matmul.quantized_matmuls import grouped_matmuls
 from raggedmoe.kernels.qarray import QArray
+from raggedmoe.kernels.quant_config import rounding_key
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.records import RouteMetadata, StageSettings
 from raggedmoe.params import Params
-from raggedmoe.sharding.axes import HIDDEN_TENSOR, TENSOR, WIDTH_TENSOR
-from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, stage
+from raggedmoe.sharding.axes import AXES, HIDDEN_TENSOR, TENSOR, WIDTH_TENSOR
+from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, REPLICATED, TOKENS, stage
 
 UpSums = dict[str, Float[Array, "R F"]]  # by the names of the up projections
 
 
-@stage(rows=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, result=PER_DEVICE, checked=False)
+@stage(rows=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, key=REPLICATED, result=PER_DEVICE, checked=False)
 def gmm_up(
     rows: Float[Array, "R columns"],
     weights: Params,
     metadata: RouteMetadata,
+    key: jax.Array | None = None,
     *,
     settings: StageSettings,
     columns: slice,
 ) -> UpSums:
     """Multiply some columns of the rows by both up projections: what they add to the float32 sums, without biases."""
-    matmul = _matmul(metadata, settings, transpose_rhs=True, dtype=accumulator(rows.dtype))
-    return {name: matmul(rows, _columns(weights[name], columns)) for name in ("wi_0", "wi_1") if name in weights}
+    matmuls = _matmuls(metadata, key, settings, transpose_rhs=True, dtype=accumulator(rows.dtype))
+    names = tuple(name for name in ("wi_0", "wi_1") if name in weights)
+    return dict(zip(names, matmuls(rows, tuple(_columns(weights[name], columns) for name in names))))
 
 
 @stage(sums=PER_DEVICE, result=BETWEEN_PROJECTIONS)
@@ -60,14 +65,20 @@ def activate(
     return pvary_over(hidden, settings.on_mesh.axes(TENSOR))
 
 
-@stage(hidden=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, result=PER_DEVICE, checked=False)
+@stage(hidden=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, key=REPLICATED, result=PER_DEVICE, checked=False)
 def gmm_down(
-    hidden: Float[Array, "R F"], weights: Params, metadata: RouteMetadata, *, settings: StageSettings, columns: slice
+    hidden: Float[Array, "R F"],
+    weights: Params,
+    metadata: RouteMetadata,
+    key: jax.Array | None = None,
+    *,
+    settings: StageSettings,
+    columns: slice,
 ) -> Float[Array, "R columns"]:
     """Multiply the hidden rows by some columns of the down projection, and add its bias."""
     wo, bias = _columns(weights["wo"], columns), _down_bias(weights, settings)
     wide = hidden.dtype if bias is None else accumulator(hidden.dtype)
-    out = _matmul(metadata, settings, transpose_rhs=False, dtype=wide)(hidden, wo)
+    (out,) = _matmuls(metadata, key, settings, transpose_rhs=False, dtype=wide)(hidden, (wo,))
     if bias is None:
         return out
     out = add_bias(out, bias[:, columns], _bounds(metadata, wo.shape[0], hidden.shape[0]))
@@ -106,6 +117,8 @@ def expert_ffn(
 def fuses_experts(x: Float[Array, "T D"], weights: Params, settings: StageSettings) -> bool:
     """Tell whether the experts are one `expert_ffn`: if the backend says so, or for "auto" where it is the fastest."""
     config, execution = settings.config, settings.execution
+    if execution.quantization is not None:
+        return False
     if execution.moe_backend != "auto" or execution.width_chunks > 1 or settings.on_mesh.axes(WIDTH_TENSOR):
         return execution.backend.fused
     if strategy_name(config, execution) in ("capacity", "dense") or execution.kernel_choice.grouped_matmul != "auto":
@@ -148,36 +161,24 @@ def _mask_rows(rows: Float[Array, "R _"], metadata: RouteMetadata) -> Float[Arra
     return rows if metadata.used is None else jnp.where(metadata.used[:, None], rows, 0)
 
 
-def _matmul(
-    metadata: RouteMetadata, settings: StageSettings, *, transpose_rhs: bool, dtype: jnp.dtype
-) -> Callable[[jax.Array, Any], jax.Array]:
-    """Choose what multiplies rows by their experts' weights: a grouped matmul, or a batched one for equal groups."""
+def _matmuls(
+    metadata: RouteMetadata, key: jax.Array | None, settings: StageSettings, *, transpose_rhs: bool, dtype: jnp.dtype
+) -> Callable[[jax.Array, tuple[Any, ...]], tuple[jax.Array, ...]]:
+    """Choose what multiplies rows by their experts' weights: grouped matmuls, or batched ones for equal groups."""
     if metadata.group_sizes is None:
-        return functools.partial(_batched_matmul, metadata, 2 if transpose_rhs else 1, dtype)
+        options = {"used": metadata.used, "matrix_dim": 2 if transpose_rhs else 1, "dtype": dtype}
+        return lambda rows, weights: tuple(batched_matmul(rows, weight, **options) for weight in weights)
+    ranks = () if key is None else [lax.axis_index(axis) for axis in settings.on_mesh.axes(*AXES)]
     return functools.partial(
-        grouped_matmul,
+        grouped_matmuls,
+        config=settings.execution.quantization,
+        key=rounding_key(settings.execution.quantization, key, *ranks),
         group_sizes=metadata.group_sizes,
         transpose_rhs=transpose_rhs,
         preferred_element_type=dtype,
         implementation=settings.execution.kernel_choice.grouped_matmul,
         hardware=settings.execution.hardware,
     )
-
-
-def _batched_matmul(
-    metadata: RouteMetadata, rhs_dim: int, dtype: jnp.dtype, rows: Float[Array, "R _"], weights: Float[Array, "G _ _"]
-) -> Float[Array, "R _"]:
-    """Multiply the rows by their experts' weights, of which ``rhs_dim`` is contracted, where all have as many rows."""
-    # Masked before and after: what an expert's weights hold, NaN too, is for the rows of its own tokens alone.
-    parts = _mask_rows(rows, metadata).reshape(weights.shape[0], -1, rows.shape[1])
-    out = lax.dot_general(
-        parts,
-        weights,
-        (((2,), (rhs_dim,)), ((0,), (0,))),
-        precision=matmul_precision(rows.dtype),
-        preferred_element_type=accumulator(rows.dtype),
-    )
-    return _mask_rows(out.astype(dtype).reshape(rows.shape[0], out.shape[-1]), metadata)
 
 
 def _bounds(metadata: RouteMetadata, num_groups: int, num_rows: int) -> Int[Array, " N"]:

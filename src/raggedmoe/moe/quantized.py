@@ -17,7 +17,9 @@ def check_quantized_experts(params: Params, config: MoEConfig, execution: MoEExe
         return params
     reason = None
     strategy = strategy_name(config, execution)
-    if not set(quantized) <= set(EXPERT_MATRICES):
+    if execution.quantization is not None:
+        reason = "the execution's quantization quantises arrays; leave it out"
+    elif not set(quantized) <= set(EXPERT_MATRICES):
         reason = f"{sorted(set(quantized) - set(EXPERT_MATRICES))} are multiplied as arrays; dequantise them"
     elif mesh is not None:
         reason = "on a mesh experts are split and gathered as arrays; dequantise them, or run on one device"

@@ -251,5 +251,6 @@ def _make_moe_execution(config: TrainConfig, plan: Plan) -> MoEExecution:
         token_chunks=asked.token_chunks,
         width_chunks=asked.width_chunks,
         recompute_dispatch=asked.recompute_dispatch,
+        quantization=asked.quant_config,
         tensor_split=config.mesh.tensor_split,
     )
