@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from raggedmoe.cli.tokenize import tokenize_
 from raggedmoe.cli.train import train
 from tests.train.runs import TINY, command, curve, lines
 
@@ -34,9 +35,9 @@ def uninterrupted(tmp_path_factory):
     """
 
     @functools.cache
-    def make(steps: int) -> Path:
+    def make(steps: int, *more: str) -> Path:
         folder = tmp_path_factory.mktemp("uninterrupted")
-        assert train((*WORDS, f"steps={steps}", f"base_output_directory={folder}")) == 0
+        assert train((*WORDS, f"steps={steps}", f"base_output_directory={folder}", *more)) == 0
         return folder / "run"
 
     return make
@@ -68,9 +69,9 @@ def _wait(process: subprocess.Popen, seconds: float) -> None:
         time.sleep(0.002)
 
 
-def check_kills(tmp_path: Path, expected: Path, steps: int, kills: int, seed: int) -> None:
+def check_kills(tmp_path: Path, expected: Path, steps: int, kills: int, seed: int, more: tuple[str, ...] = ()) -> None:
     run, draw = tmp_path / "run", random.Random(seed)
-    words = (*WORDS, f"steps={steps}", f"base_output_directory={tmp_path}")
+    words = (*WORDS, f"steps={steps}", f"base_output_directory={tmp_path}", *more)
     killed = 0
     while killed < kills:
         with subprocess.Popen(
@@ -104,3 +105,12 @@ def test_a_run_killed_in_a_checkpoint_equals_the_uninterrupted_one_bit_for_bit(t
 @pytest.mark.slow
 def test_a_run_killed_twenty_times_equals_the_uninterrupted_one_bit_for_bit(tmp_path, uninterrupted):
     check_kills(tmp_path, uninterrupted(LONG), LONG, kills=20, seed=100)
+
+
+@pytest.mark.slow
+def test_a_run_on_token_files_killed_in_a_checkpoint_equals_the_uninterrupted_one(tmp_path, uninterrupted):
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text(f"Text {number} goes on for a while.\n" * (number + 1))
+    assert tokenize_((str(tmp_path), str(tmp_path / "tokens")), held_out=0.2) == 0
+    data = ("dataset_type=tokens", f"dataset_path={tmp_path / 'tokens'}")
+    check_kills(tmp_path, uninterrupted(SHORT, *data), SHORT, kills=1, seed=0, more=data)

@@ -1,12 +1,18 @@
 """Conversations: their text by the tokenizer's own template, the answers that are learned, and rows that cut none."""
 
 import json
+from datetime import date
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from raggedmoe.hardware import target_hardware
+from raggedmoe.models.presets import model_preset
 from raggedmoe.train.data.batches import open_data
+from raggedmoe.train.settings.config import list_changes
+from raggedmoe.train.settings.model_defaults import keep_earlier_defaults, with_model_defaults
+from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.settings.sections import DataConfig
 from raggedmoe.train.settings.words import read_words
 
@@ -198,6 +204,29 @@ def test_a_template_cannot_reach_python(folder):
     (folder / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(ValueError, match=r"refuses it: .*unsafe"):
         opened(folder, {"messages": SHORT})
+
+
+def test_the_date_that_a_template_asks_for_is_the_runs(folder):
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y, %H:%M') }}: " + PLAIN)
+    first, same, other = (
+        opened(folder, {"messages": SHORT}, chat_date=day) for day in ("2026-05-31", "2026-05-31", "2026-06-01")
+    )
+    assert texts_of(first)[0][0].startswith("31 May 2026, 00:00: ")
+    assert first.fingerprint == same.fingerprint != other.fingerprint
+
+
+def test_a_run_keeps_the_day_on_which_it_began():
+    model, hardware = model_preset("demo"), target_hardware()
+    words = ("dataset_type=chat", "dataset_path=x", "tokenizer_path=y")
+    assert resolve(read_words(words), hardware).data.chat_date == date.today().isoformat()
+    resumed = keep_earlier_defaults(read_words(words), {"chat_date": "2026-05-31"})
+    assert with_model_defaults(resumed, model).data.chat_date == "2026-05-31"
+    typed = keep_earlier_defaults(read_words((*words, "chat_date=2026-06-01")), {"chat_date": "2026-05-31"})
+    assert with_model_defaults(typed, model).data.chat_date == "2026-06-01"
+    assert list_changes({"chat_date": "2026-05-31"}, typed.values()) == ["chat_date=2026-05-31 is now 2026-06-01"]
+    assert with_model_defaults(read_words(("dataset_type=stdlib",)), model).data.chat_date is None
+    with pytest.raises(ValueError, match="chat_date=tomorrow: expected a date such as 2026-05-31"):
+        read_words((*words, "chat_date=tomorrow"))
 
 
 def test_transformers_learns_the_same_tokens(folder):

@@ -125,6 +125,27 @@ def test_another_tokenizer_takes_the_place_of_all_that_the_model_had_of_its_own(
     assert json.loads(found.files["tokenizer_config.json"])["eos_token"] == "<end>"
 
 
+def test_the_models_own_tokenizer_elsewhere_takes_nothing_from_the_model(path, tmp_path):
+    elsewhere = tmp_path / "tokens" / "tokenizer.json"
+    elsewhere.parent.mkdir()
+    elsewhere.write_bytes(path.read_bytes())
+    of_model = Companions(
+        files={"tokenizer.json": path.read_bytes(), "tokenizer_config.json": b'{"pad_token": "<pad>"}'},
+        config_json={"eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 1},
+    )
+    tokenizer = ended(elsewhere, "<end>")
+    found = tokenizer.with_companions(of_model, path.parent)
+    assert found.config_json == of_model.config_json
+    assert found.files["tokenizer_config.json"] == of_model.files["tokenizer_config.json"]
+    # As `raggedmoe tokenize` writes a folder of a tokenizer that came alone.
+    minimal = tokenizer.with_companions(Companions(), None).files["tokenizer_config.json"]
+    elsewhere.with_name("tokenizer_config.json").write_bytes(minimal)
+    elsewhere.with_name("chat_template.jinja").write_text("new")
+    found = tokenizer.with_companions(of_model, path.parent)
+    assert found.files["tokenizer_config.json"] == of_model.files["tokenizer_config.json"]
+    assert found.files["chat_template.jinja"] == b"new"
+
+
 LLAMA = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PROSE = "It ends here.\nA line.\n\nAnother one!\n  indented (so).\n3 items:\n- one\n\n\nword\nword\n" * 9
 

@@ -3,15 +3,18 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer, models
 
+from raggedmoe.cli.tokenize import tokenize_
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.interop.named_model import load_config
 from raggedmoe.models.presets import PRESETS
+from raggedmoe.train.data.tokenizer import BYTES
 from raggedmoe.train.settings.config import config_of
 from raggedmoe.train.settings.model_defaults import check_data, keep_earlier_defaults, peak_learning_rate
 from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.settings.words import read_words
-from tests.interop.folders import GOLDEN, copied
+from tests.interop.folders import GOLDEN, change_config, copied
 
 CPU = HARDWARE["cpu"]
 
@@ -119,6 +122,42 @@ def test_a_tokenizer_in_another_form_is_named(folder):
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
     with pytest.raises(ValueError, match=r"got tokenizer\.model alone; write one with transformers"):
         checked(str(folder), "dataset_type=stdlib")
+
+
+def test_tokens_that_are_not_the_models_are_refused(folder, tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("some text " * 9)
+    vocab = {text: number for number, text in enumerate(["text", "some", "more"])}
+    theirs = Tokenizer(models.WordLevel(vocab, unk_token="text"))
+    theirs.save(str(folder / "tokenizer.json"))
+
+    def tokens(name, *options):
+        tokenize_((str(tmp_path / "text"), str(tmp_path / name)), **dict(options))
+        return (str(folder), "dataset_type=tokens", f"dataset_path={tmp_path / name}")
+
+    as_bytes, own = tokens("bytes"), tokens("own", ("tokenizer", folder))
+    with pytest.raises(ValueError, match=r"expected tokens of the tokenizer .* token 0 is .* and not 'text'"):
+        checked(*as_bytes)
+    checked(*as_bytes, "from_scratch=true")
+    checked(*own)
+    theirs.add_tokens(["new"])
+    theirs.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"token 3 is 'none' and not 'new'; .*--tokenizer"):
+        checked(*own)
+    (folder / "tokenizer.json").unlink()
+    change_config(folder, vocab_size=600)
+    with pytest.raises(ValueError, match="got others: bytes for a vocabulary of 600"):
+        checked(*as_bytes)
+    (folder / "tokenizer.json").write_text(BYTES.text)  # without an end
+    checked(*as_bytes)
+
+
+def test_what_tokens_do_not_read_is_said(folder):
+    said = ("add_eos=false", "dataset_suffixes=.txt", "held_out=0.2", "chat_date=2026-05-31")
+    notes = resolved("demo", "dataset_type=tokens", "dataset_path=x", *said).notes
+    for word in said:
+        assert any(note.startswith(f"{word}: changes nothing: ") for note in notes), word
+    assert not resolved("demo", "dataset_type=tokens", "dataset_path=x", "held_out=0").notes
 
 
 OLD = {"dataset_type": "stdlib", "tokenizer_path": None, "max_target_length": 256, "per_device_batch_size": 16}

@@ -119,7 +119,9 @@ def open_data(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
         corpus = read_standard_library(tokenizer)
     elif config.dataset_type == "chat":
         suffixes = config.dataset_suffixes or chat.SUFFIXES
-        corpus = chat.read_chat_files(config.dataset_path, suffixes, tokenizer, config.sequence_length)
+        corpus = chat.read_chat_files(
+            config.dataset_path, suffixes, tokenizer, config.sequence_length, config.chat_date
+        )
     else:
         corpus = read_text_files(config.dataset_path, config.dataset_suffixes or TEXT_SUFFIXES, tokenizer)
     train, held_out = split_documents(corpus.documents, share=config.held_out, seed=config.data_seed)

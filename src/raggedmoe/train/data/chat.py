@@ -17,16 +17,23 @@ CALL = 1000  # conversations that the tokenizer gets in a call
 
 
 def read_chat_files(
-    paths: Sequence[str], suffixes: Sequence[str], tokenizer: TextTokenizer, sequence_length: int
+    paths: Sequence[str],
+    suffixes: Sequence[str],
+    tokenizer: TextTokenizer,
+    sequence_length: int,
+    today: str | None = None,
 ) -> Corpus:
-    """Read a conversation from each line of the files. One of more tokens than a sequence is cut."""
+    """Read a conversation from each line of the files. One of more tokens than a sequence is cut.
+
+    ``today`` is the date that a chat template may ask for, by default that of the clock.
+    """
     if tokenizer.library is None:
         raise ValueError(
             "dataset_type=chat: expected the tokenizer of a model, got bytes; use a model's folder, or "
             "tokenizer_path=.../tokenizer.json"
         )
     assert tokenizer.path is not None
-    template = ChatTemplate.read(tokenizer.path.parent)
+    template = ChatTemplate.read(tokenizer.path.parent, today)
     named = [
         (f"{name}:{number}", chat)
         for name, path, content in read_files(paths, suffixes)

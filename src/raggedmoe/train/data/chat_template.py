@@ -33,8 +33,8 @@ class ChatTemplate:
     special_tokens: Mapping[str, str]
 
     @classmethod
-    def read(cls, folder: AnyPath) -> "ChatTemplate":
-        """Read the template that lies beside a tokenizer.json."""
+    def read(cls, folder: AnyPath, today: str | None = None) -> "ChatTemplate":
+        """Read the template that lies beside a tokenizer.json. ``today`` is the date that it may ask for."""
         settings = read_json_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
         text = (folder / FILE).read_text(encoding="utf-8") if (folder / FILE).is_file() else None
         text = _template_of(settings.get("chat_template")) if text is None else text
@@ -43,7 +43,7 @@ class ChatTemplate:
             return cls(folder=folder, special_tokens=special)
         return cls(
             folder=folder,
-            template=_compile(folder, text),
+            template=_compile(folder, text, datetime.now() if today is None else datetime.fromisoformat(today)),
             marks_answers="generation" in text and "endgeneration" in text,
             special_tokens=special,
         )
@@ -109,7 +109,7 @@ def _token_text(value: Any) -> str:
     return str(value.get("content", "")) if isinstance(value, dict) else str(value)
 
 
-def _compile(folder: AnyPath, text: str) -> Any:
+def _compile(folder: AnyPath, text: str, now: datetime) -> Any:
     """Compile a template as transformers does: sandboxed, as it comes from whoever made the checkpoint."""
     try:
         import jinja2
@@ -140,7 +140,7 @@ def _compile(folder: AnyPath, text: str) -> Any:
     )
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = now.strftime
     try:
         return environment.from_string(text)
     except jinja2.TemplateError as error:

@@ -95,12 +95,15 @@ class TextTokenizer:
     def with_companions(self, of_model: Companions, folder: AnyPath | None) -> Companions:
         """Return a model's companions with this tokenizer, and with the files that belong to it.
 
-        If it is the one of the model's own ``folder``, they are those of the model. Otherwise the files beside it take
-        the place of all that the model has of its old tokenizer.
+        If it is the model's own, which may lie elsewhere too, they are those of the model, with what lies beside it
+        there. Otherwise the files beside it take the place of all that the model has of its old tokenizer.
         """
         files = dict(of_model.files)
         config_json = dict(of_model.config_json)
-        if self.path is None or folder is None or self.path.parent.absolute() != folder.absolute():
+        is_the_models = self._lies_in(folder) or files.get(TOKENIZER) == self.text.encode()
+        if is_the_models:
+            files |= self._files_beside()
+        else:
             generation = _without_tokens(json.loads(files.get(GENERATION, b"{}")))
             files = {name: content for name, content in files.items() if name.startswith(("LICENSE", "NOTICE"))}
             files |= {GENERATION: as_json(generation)} if generation else {}
@@ -114,6 +117,17 @@ class TextTokenizer:
             config_json["eos_token_id"] = _with_token(config_json.get("eos_token_id"), self.end)
             files[GENERATION] = as_json(generation)
         return Companions(files=files, config_json=config_json)
+
+    def _lies_in(self, folder: AnyPath | None) -> bool:
+        return self.path is not None and folder is not None and self.path.parent.absolute() == folder.absolute()
+
+    def _files_beside(self) -> dict[str, bytes]:
+        """Read the files beside it that somebody wrote for it, such as a chat template; `_minimal_config` is ours."""
+        if self.path is None:
+            return {}
+        ours = as_json(self._minimal_config())
+        beside = read_companions(self.path.parent).files
+        return {name: content for name, content in beside.items() if name != GENERATION and content != ours}
 
     def _minimal_config(self) -> dict[str, Any]:
         """Make a tokenizer_config.json that has transformers take the tokenizer.json as it is."""

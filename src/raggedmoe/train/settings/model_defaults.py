@@ -1,19 +1,24 @@
 """Settings that follow the model where they are not given: tokenizer, sequence length, batch and learning rate."""
 
 from collections.abc import Mapping
+from datetime import date
 from typing import Any
 
+from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.models.config import ModelConfig
+from raggedmoe.storage import AnyPath, as_path
 from raggedmoe.train.settings.config import SETTINGS, TrainConfig
 from raggedmoe.train.settings.fields import SomeSection, with_values
 from raggedmoe.train.settings.sections import (
     BYTE_LENGTH,
     BYTES,
+    OF_CONVERSATIONS,
     PEAK_LEARNING_RATE,
     TOKENS_PER_DEVICE,
     WITHOUT_TOKENIZER,
 )
 
+NUM_BYTES = 256
 MOST_BYTES = 512  # entries of a vocabulary of bytes, at most: 256, and some special tokens
 MOST_LENGTH = 2048
 DEMO_WIDTH = 192
@@ -49,6 +54,8 @@ def with_model_defaults(config: TrainConfig, model: ModelConfig) -> TrainConfig:
     elif data.per_device_batch_size is None:
         values["per_device_batch_size"] = data.sequences_per_device
     values["tokenizer_path"] = _tokenizer_path(config)
+    if data.dataset_type in OF_CONVERSATIONS and data.chat_date is None:
+        values["chat_date"] = date.today().isoformat()
     if optimizer.learning_rate is None:
         rate = peak_learning_rate(model, loaded=config.parameters_folder is not None or _begins_with_weights(config))
         optimizer = with_values(optimizer, {"learning_rate": rate})
@@ -83,6 +90,8 @@ def missing_data(config: TrainConfig, model: ModelConfig) -> str | None:
             f"{config.model} is no model of bytes: expected the data to train it on, got none; use dataset_type=text "
             "dataset_path=FILES_OR_FOLDERS, or dataset_type=synthetic, or dataset_type=stdlib for Python's own sources"
         )
+    if data.dataset_type == "tokens":
+        return _foreign_tokens(config, model)
     if folder is None or data.dataset_type in WITHOUT_TOKENIZER or data.tokenizer_path is not None:
         return None
     others = [name for name in OTHER_TOKENIZERS if (folder / name).is_file()]
@@ -94,6 +103,42 @@ def missing_data(config: TrainConfig, model: ModelConfig) -> str | None:
         f"{folder}: expected the model's {TOKENIZER}, got {found}; {how}, or name another with tokenizer_path=..., or "
         f"train on bytes with tokenizer_path={BYTES}"
     )
+
+
+def _foreign_tokens(config: TrainConfig, model: ModelConfig) -> str | None:
+    """Say how the tokens of files differ from those that loaded parameters know; None: they do not."""
+    folder, tokens = config.parameters_folder, as_path(config.data.dataset_path[0])
+    if (
+        folder is None or not (tokens / TOKENIZER).is_file()
+    ):  # new parameters learn any; where none are, reading says so
+        return None
+    theirs = token_texts(tokens / TOKENIZER)
+    are_bytes = len(theirs) == NUM_BYTES
+    if (folder / TOKENIZER).is_file():
+        ours = token_texts(folder / TOKENIZER)
+        differing = [number for number in sorted(ours | theirs) if ours.get(number) != theirs.get(number)]
+        # Of bytes the last may be the end of a text, as it is in none.
+        if not differing or (are_bytes and len(ours) == NUM_BYTES and differing == [NUM_BYTES - 1]):
+            return None
+        texts = (repr(known.get(differing[0], "none")) for known in (theirs, ours))
+        found = f"token {differing[0]} is {' and not '.join(texts)}"
+    elif are_bytes and not is_of_bytes(model):
+        found = f"bytes for a vocabulary of {model.vocab_size}"
+    else:
+        return None
+    return (
+        f"dataset_path={tokens}: expected tokens of the tokenizer that belongs to {folder}, got others: {found}; use "
+        f"`raggedmoe tokenize FILES OUT --tokenizer {folder}`, or from_scratch=true for new parameters"
+    )
+
+
+def token_texts(path: AnyPath) -> dict[int, str]:
+    """Read which text each number of a tokenizer.json stands for."""
+    described = read_json_object(path)
+    vocab = described.get("model", {}).get("vocab", {})
+    pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], number) for number, entry in enumerate(vocab))
+    texts = {number: text for text, number in pairs}
+    return texts | {added["id"]: added["content"] for added in described.get("added_tokens", ())}
 
 
 # What settings that follow the model had as their default before they did.
@@ -118,6 +163,8 @@ def keep_earlier_defaults(config: TrainConfig, earlier: Mapping[str, Any]) -> Tr
     defaults = {**EARLIER_DEFAULTS, **{name: value for name, value in BEFORE_IT_WAS.items() if name not in earlier}}
     if config.run.load_parameters_path is not None:
         defaults["model_name"] = "demo"  # alone, the path was not the model too
+    if earlier.get("chat_date") is not None:  # the day on which the run began
+        defaults["chat_date"] = earlier["chat_date"]
     kept: dict[str, dict[str, Any]] = {}
     for name, value in defaults.items():
         declared = SETTINGS[name]

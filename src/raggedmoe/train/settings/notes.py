@@ -7,7 +7,7 @@ from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.execution import ACROSS_RANKS
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.train.settings.config import TrainConfig
-from raggedmoe.train.settings.sections import BYTES, OF_FILES
+from raggedmoe.train.settings.sections import BYTES, OF_CONVERSATIONS, WITHOUT_TOKENIZER
 from raggedmoe.train.settings.step import StepConfig
 
 Condition = Callable[[TrainConfig, StepConfig], bool]
@@ -90,13 +90,23 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     ),
     "mtp_loss_weight": (lambda config, step: step.model.mtp_layers > 0, "it has no multi-token prediction"),
     "dataset_suffixes": (
-        lambda config, step: config.data.dataset_type in OF_FILES,
+        lambda config, step: config.data.dataset_type in ("text", "chat"),
         "it belongs to dataset_type=text and chat",
     ),
-    **{
-        name: (lambda config, step: config.data.dataset_type != "synthetic", "synthetic rows are no documents")
-        for name in ("packing", "add_eos")
-    },
+    "chat_date": (
+        lambda config, step: config.data.dataset_type in OF_CONVERSATIONS,
+        "it belongs to dataset_type=chat",
+    ),
+    "packing": (lambda config, step: config.data.dataset_type != "synthetic", "synthetic rows are no documents"),
+    "add_eos": (
+        lambda config, step: config.data.dataset_type not in WITHOUT_TOKENIZER,
+        "the tokens are made already, with ends or without",
+    ),
+    "held_out": (
+        lambda config, step: config.data.dataset_type not in WITHOUT_TOKENIZER or not config.data.held_out,
+        "of tokens that are made already no share is taken: those of `raggedmoe tokenize` were divided there; 0 holds "
+        "out nothing",
+    ),
     "eos_token": (
         lambda config, step: config.data.add_eos and config.data.tokenizer_path not in (None, BYTES),
         "it belongs to add_eos=true with a tokenizer",

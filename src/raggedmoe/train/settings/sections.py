@@ -5,6 +5,7 @@ A setting that MaxText has too has its name there; `raggedmoe.interop.maxtext` t
 
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import date
 from typing import Any
 
 from raggedmoe.kernels.quant_config import QUANTIZATIONS, QuantConfig
@@ -311,6 +312,7 @@ BYTE_LENGTH, TOKENS_PER_DEVICE = 256, 4096  # of a sequence of bytes, and of a m
 PEAK_LEARNING_RATE = 3e-3  # the demo's
 BYTES = "bytes"  # the tokenizer_path that says so
 OF_FILES = ("text", "chat", "tokens")  # the datasets that are read from dataset_path
+OF_CONVERSATIONS = ("chat",)  # those that a chat template may write
 WITHOUT_TOKENIZER = ("tokens", "synthetic")  # the datasets that no tokenizer of the run makes
 
 
@@ -341,6 +343,9 @@ class DataConfig(Section):
     add_eos: bool = setting(default=True, help="End each document with the end-of-text token, which a model learns")
     eos_token: str | None = setting(
         default=None, help="Text of the end-of-text token; none: what belongs to the tokenizer says; of bytes, 0xff"
+    )
+    chat_date: str | None = setting(
+        default=None, help="Date, as 2026-05-31, that a chat template may ask for; none: the day on which the run began"
     )
     max_target_length: int | None = setting(
         default=None,
@@ -377,6 +382,11 @@ class DataConfig(Section):
             )
         if not all(suffix.startswith(".") for suffix in self.dataset_suffixes):
             raise ValueError(f"expected dataset_suffixes such as .txt, got {','.join(self.dataset_suffixes)}")
+        if self.chat_date is not None:
+            try:
+                date.fromisoformat(self.chat_date)
+            except ValueError:
+                raise ValueError(f"chat_date={self.chat_date}: expected a date such as 2026-05-31") from None
 
     @property
     def sequence_length(self) -> int:
