@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from raggedmoe.kernels.qarray import LHS_FORMATS
+from raggedmoe.kernels.registry import Choice, quantizes_why_not
 from raggedmoe.names import check_known
 from raggedmoe.params import check_sizes
 
@@ -71,16 +72,32 @@ def rounding_key(config: QuantConfig | None, key: jax.Array | None, *numbers: An
     return key
 
 
-def check_layer(config: QuantConfig | None, *, moe_backend: str, fused: bool, strategy: str, width_chunks: int) -> None:
-    """Require that the experts of a layer are grouped matmuls of whole rows, which is what can be quantised."""
+def check_layer(
+    config: QuantConfig | None, moe_backend: str, fused: bool, strategy: str, width_chunks: int, kernels: Choice
+) -> None:
+    """Require that the experts of a layer are grouped matmuls of whole rows, by kernels that can be quantised."""
+    if config is None:
+        return
+    why_not = quantizes_why_not("grouped_matmul", kernels)
     reasons = {
         f"moe_backend={moe_backend!r}": fused
         and "its fused kernel rounds nothing between its matmuls; use moe_backend='auto'",
         f"width_chunks={width_chunks}": width_chunks > 1
         and "a part of a row would have a scale of its own; use width_chunks=1",
         f"strategy={strategy!r}": strategy in ("dense", "capacity")
-        and "its matmul is one batched matmul of all experts; use a strategy with rows for each expert, as 'local' is",
+        and "it is one batched matmul of all experts; use a strategy with rows for each expert, as 'local' is",
+        f"moe_backend={moe_backend!r} and the kernels of grouped_matmul": why_not,
     }
     for wrong, reason in reasons.items():
-        if config is not None and reason:
+        if reason:
             raise ValueError(f"quantization cannot be used with {wrong}: {reason}, or leave the quantization out")
+
+
+def check_blocks(config: QuantConfig | None, **sizes: int) -> None:
+    """Require that blocks divide the sizes of a layer."""
+    for name, size in sizes.items():
+        if config is not None and config.block is not None and size % config.block:
+            raise ValueError(
+                f"quantization: {name}={size} is not divisible by block={config.block} (quantization_block of a run); "
+                "use a divisor of it, or none"
+            )

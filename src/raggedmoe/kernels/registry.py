@@ -178,7 +178,8 @@ def implementations(operation: str) -> dict[str, Implementation]:
     return by_name
 
 
-def _order_of(choice: Choice, direction: str) -> Ordered:
+def order_of(choice: Choice, direction: str) -> Ordered:
+    """Return what a choice says of a direction: the backward one also of each gradient by itself."""
     if not isinstance(choice, Directions):
         return choice
     return choice.forward if direction == FORWARD else choice.backward
@@ -187,7 +188,7 @@ def _order_of(choice: Choice, direction: str) -> Ordered:
 def check_choice(operation: str, choice: Choice) -> None:
     """Require that a choice names implementations that exist."""
     for direction in (FORWARD, BACKWARD):
-        _names(operation, _order_of(choice, direction), implementations(operation))
+        _names(operation, order_of(choice, direction), implementations(operation))
 
 
 def _names(operation: str, ordered: Ordered, known: Iterable[str]) -> tuple[str, ...] | None:
@@ -251,6 +252,18 @@ def _quantized_why_not(implementation: Implementation, call: Call) -> str | None
     return f"it takes no quantised operands, such as {operands}"
 
 
+def quantizes_why_not(operation: str, choice: Choice) -> str | None:
+    """Say why none of the kernels that a choice names can multiply operands that are quantised on the way, if so."""
+    known = implementations(operation)
+    for direction in (FORWARD, BACKWARD):
+        names = _names(operation, order_of(choice, direction), known)
+        taken = [n for n in names or () if known[n].quantized and (direction == FORWARD or known[n].transposed)]
+        if names is not None and not taken:
+            able = [name for name, i in known.items() if i.quantized and i.transposed]
+            return f"{' and '.join(names)} ({direction}) takes no quantised operands; use auto, {', '.join(able)}"
+    return None
+
+
 def _transposed_why_not(implementation: Implementation, call: Call) -> str | None:
     """Say that an implementation cannot compute the gradient of ``rhs`` by itself, where a call asks for that."""
     if call.direction != DRHS or implementation.transposed is not None:
@@ -269,7 +282,7 @@ def candidates(
 ) -> tuple[Candidate, ...]:
     """List the implementations that the choice allows, in order, each with the reason not to take it, or None."""
     known = implementations(call.operation) if known is None else known
-    names = _names(call.operation, _order_of(choice, call.direction), known)
+    names = _names(call.operation, order_of(choice, call.direction), known)
     auto = names is None
     if names is None:
         last = max((max(i.rank.values(), default=0) for i in known.values()), default=0) + 1
@@ -295,7 +308,7 @@ def select(
     considered = candidates(call, choice, hardware, jax_version=jax_version, certificates=certificates, known=known)
     for candidate in considered:
         if candidate.reason is None:
-            if candidate.level is Level.UNPROVEN and _order_of(choice, call.direction) != "auto":
+            if candidate.level is Level.UNPROVEN and order_of(choice, call.direction) != "auto":
                 report_unproven(
                     candidate.implementation.full_name, call.direction, hardware.name, jax_version, candidate.shown_by
                 )
@@ -312,7 +325,7 @@ def select(
     reasons = "\n".join(f"  {c.implementation.name}: {c.reason}" for c in considered)
     raise CannotRunError(
         f"{call.operation} ({call.direction}) on {hardware.name}: no implementation in "
-        f"{_order_of(choice, call.direction)!r} can run:\n{reasons}"
+        f"{order_of(choice, call.direction)!r} can run:\n{reasons}"
     )
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from raggedmoe.kernels.expert_ffn.api import check_activation
+from raggedmoe.kernels.quant_config import check_blocks
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.names import check_known, refuse_keywords_of
 from raggedmoe.params import ParamSpec, check_sizes, divisors
@@ -236,6 +237,7 @@ def check_execution(config: MoEConfig, execution: MoEExecution) -> None:
                 f"the kernel choice for {operation} would never be read with moe_backend={execution.moe_backend!r} and "
                 f"strategy={strategy!r}: {reason}; leave it out"
             )
+    check_blocks(execution.quantization, model_dim=config.model_dim, expert_dim=config.expert_dim)
     if config.model_dim % execution.width_chunks:
         raise ValueError(f"model_dim={config.model_dim} is not divisible by width_chunks={execution.width_chunks}")
     if execution.token_chunks > 1 and strategy == "capacity":

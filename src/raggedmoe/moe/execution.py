@@ -85,13 +85,8 @@ class MoEExecution:
                     f"moe_backend={self.moe_backend!r} fuses the activation, which needs the sums over the whole width "
                     f"and cannot be used with {name}={getattr(self, name)!r}: use {name}={whole!r} or another backend"
                 )
-        check_layer(
-            self.quantization,
-            moe_backend=self.moe_backend,
-            fused=self.backend.fused,
-            strategy=self.strategy or self.backend.strategy,
-            width_chunks=self.width_chunks,
-        )
+        strategy, kernels = self.strategy or self.backend.strategy, self.kernel_choice.grouped_matmul
+        check_layer(self.quantization, self.moe_backend, self.backend.fused, strategy, self.width_chunks, kernels)
         if self.recompute_dispatch and self.strategy in ACROSS_RANKS:
             raise ValueError(
                 f"recompute_dispatch=True would send the rows of strategy={self.strategy!r} a second time; leave it "

@@ -117,11 +117,10 @@ def expert_ffn(
 def fuses_experts(x: Float[Array, "T D"], weights: Params, settings: StageSettings) -> bool:
     """Tell whether the experts are one `expert_ffn`: if the backend says so, or for "auto" where it is the fastest."""
     config, execution = settings.config, settings.execution
-    if execution.quantization is not None:
-        return False
     if execution.moe_backend != "auto" or execution.width_chunks > 1 or settings.on_mesh.axes(WIDTH_TENSOR):
         return execution.backend.fused
-    if strategy_name(config, execution) in ("capacity", "dense") or execution.kernel_choice.grouped_matmul != "auto":
+    splits = execution.quantization is not None or execution.kernel_choice.grouped_matmul != "auto"
+    if splits or strategy_name(config, execution) in ("capacity", "dense"):
         return False
     mesh = settings.on_mesh.mesh
     device = None if mesh is None or execution.hardware else mesh.abstract_mesh.abstract_device

@@ -132,6 +132,8 @@ def _select(
         wide_cotangent = jax.ShapeDtypeStruct(cotangent.shape, wide)
         of_rows = jax.eval_shape(lambda g: _quantize_cotangent_rows(config, g, None), wide_cotangent)
         of_groups = jax.eval_shape(lambda g: _stored(g, _ones(g), config.cotangents, None), wide_cotangent)
+    folds = config.cotangents is not None and config.block is None
+    read_rows = _without_scale(rows) if folds and isinstance(rows, QArray) else rows
     placed = placement(*jax.tree.leaves((lhs, weights)), group_sizes)
 
     def function(direction: str, transpose_rhs: bool, dtype: Any, **operands: Any) -> Any:
@@ -143,8 +145,8 @@ def _select(
     return _StaticPart(
         config=config,
         forward=function(FORWARD, transpose_rhs, out_dtype, lhs=rows, rhs=matrix),
-        dlhs=function(DLHS, not transpose_rhs, wide, lhs=of_rows, rhs=matrix),
-        drhs=function(DRHS, transpose_rhs, wide, lhs=rows, rhs=weight, cotangent=of_groups),
+        dlhs=function(DLHS, not transpose_rhs, wide, lhs=of_rows, rhs=_without_scale(matrix) if folds else matrix),
+        drhs=function(DRHS, transpose_rhs, wide, lhs=read_rows, rhs=weight, cotangent=of_groups),
         transpose_rhs=transpose_rhs,
         dtype=lhs.dtype,
         out_dtype=out_dtype,
@@ -205,7 +207,7 @@ def _lhs_gradient(static, matrix, bounds, group, here, cotangent, key):
     if config.block is None:
         of_channel = matrix.scale.reshape(matrix.scale.shape[0], -1)  # [G O]
         cotangent = jnp.where(here[:, None], cotangent * jnp.take(of_channel, group, axis=0), 0)
-        matrix = QArray(matrix.qvalue, _ones(matrix), None, matrix.qtype)
+        matrix = _without_scale(matrix)
     return static.dlhs(_quantize_cotangent_rows(config, cotangent, key), matrix, bounds, **options)
 
 
@@ -224,7 +226,7 @@ def _weight_gradient(static, rows, bounds, group, here, cotangent, key):
         return product(rows, cotangent.astype(static.dtype))
     if isinstance(rows, QArray) and config.block is None:
         cotangent = jnp.where(here[:, None], cotangent * rows.scale, 0)
-        rows = QArray(rows.qvalue, _ones(rows), None, rows.qtype)
+        rows = _without_scale(rows)
     scale = _group_scale(config, cotangent, bounds, group, here)  # [G O]
     of_rows = jnp.take(scale, group, axis=0)
     out = product(rows, _stored(cotangent, of_rows, qtype, key, _ones(cotangent)))
@@ -248,7 +250,7 @@ def _group_scale(config, cotangent, bounds, group, here):
     of_group = jnp.where(finite & (of_group > 0), of_group, 1)
     shares = jnp.abs(cotangent) / jnp.take(of_group, group)[:, None]
     shares = jnp.where(jnp.take(finite, group)[:, None], shares, 0)
-    of_column = jnp.max(shares, axis=0) / np.asarray(LARGEST[config.cotangents], cotangent.dtype)
+    of_column = jnp.max(shares, axis=0, keepdims=True) / np.asarray(LARGEST[config.cotangents], cotangent.dtype)
     scale = jnp.maximum(of_group[:, None] * of_column, jnp.finfo(cotangent.dtype).tiny)
     return jnp.where(finite[:, None], scale, jnp.nan)
 
@@ -292,6 +294,11 @@ def _stored(array: Array, scale: Array, qtype: str, key: Any, kept: Array | None
     if qtype != "int8":
         values = lax.bitcast_convert_type(values, jnp.uint8)
     return QArray(values, scale if kept is None else kept, None, qtype)
+
+
+def _without_scale(operand: QArray) -> QArray:
+    """Return the values of a quantised operand with a scale of one, where theirs is in the other operand."""
+    return QArray(operand.qvalue, _ones(operand), None, operand.qtype)
 
 
 def _ones(array: Array | QArray) -> Array:

@@ -235,13 +235,14 @@ class ExecutionSettings(Section):
         """What is quantised of the experts' matmuls, None where nothing is."""
         if self.quantization == "none":
             return None
+        config = QUANTIZATIONS[self.quantization]
         return replace(
-            QUANTIZATIONS[self.quantization],
+            config,
             block=self.quantization_block,
             weight_scale=self.quantization_weight_scale,
-            row_scale=self.quantization_row_scale,
-            cotangent_scale=self.quantization_cotangent_scale,
-            stochastic_rounding=self.stochastic_rounding,
+            row_scale=self.quantization_row_scale if config.rows else None,
+            cotangent_scale=self.quantization_cotangent_scale if config.cotangents else None,
+            stochastic_rounding=self.stochastic_rounding and config.cotangents is not None,
         )
 
     def kernel_choice(self, operation: str) -> Choice:
