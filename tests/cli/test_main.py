@@ -93,7 +93,7 @@ def test_the_other_processes_do_not_wait_for_one_that_could_not_write(monkeypatc
     assert left == [(code, failed)]
 
 
-@pytest.mark.parametrize("command", ["models", "import", "export", "generate"])
+@pytest.mark.parametrize("command", ["models", "import", "export", "quantise", "generate"])
 def test_help_is_printed_and_is_no_failure(command, raggedmoe):
     code, out, _ = raggedmoe(command, "--help")
     assert code == 0
@@ -110,6 +110,6 @@ def test_help_of_train_has_the_default_the_type_and_the_help_of_every_setting(ra
         assignment, kind, text = printed[name]
         default = assignment.partition("=")[2]
         read = setting.parse(default)
-        assert read == setting.default or (read is None and setting.default == ()), name
+        assert read == setting.usual or (read is None and setting.usual == ()), name
         assert kind == ("choice" if setting.choices else setting.type.name), name
         assert text.startswith(setting.help), name

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+from safetensors import deserialize
 from safetensors.numpy import load_file, save_file
 
 from raggedmoe.models.config import ModelConfig
@@ -88,6 +90,26 @@ def bits(array: Any) -> np.ndarray:
 def stored(folder: Path) -> dict[str, np.ndarray]:
     """A folder's tensors, read by the `safetensors` package."""
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+TYPES = {
+    "F32": np.float32,
+    "I32": np.int32,
+    "I64": np.int64,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+}
+
+
+def stored_quantised(folder: Path) -> dict[str, np.ndarray]:
+    """A folder's tensors, as `stored` returns them, which does not know types of 8 bits."""
+    return {
+        name: np.frombuffer(bytes(entry["data"]), TYPES[entry["dtype"]]).reshape(entry["shape"])
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, entry in deserialize(path.read_bytes())
+    }
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Path:

@@ -29,7 +29,7 @@ CONFIG = {
 # Prints the parameters' bytes and how much the process's largest size grew while it loaded, or saved.
 MEASURE = r"""
 import re, sys
-import jax.numpy as jnp
+import jax, jax.numpy as jnp
 from raggedmoe import interop
 
 def largest():
@@ -38,14 +38,24 @@ def largest():
 
 jnp.zeros(8).block_until_ready()
 before = largest()
-model = interop.load(sys.argv[1])
+model = interop.load(sys.argv[1], keep_quantised="keep" in sys.argv)
 params = model.params
 loaded = largest()
-size = sum(array.nbytes for array in params.values())
-if len(sys.argv) > 2:
+size = sum(array.nbytes for array in jax.tree.leaves(params))
+if len(sys.argv) > 3:
     interop.save(model, sys.argv[2], layout=sys.argv[3])
 print(size, loaded - before, largest() - loaded)
 """
+
+
+# Prints how much the largest size grew while a folder was quantised.
+MEASURE_QUANTISING = (
+    MEASURE[: MEASURE.index("model =")]
+    + r"""
+interop.quantise(sys.argv[1], sys.argv[2], sys.argv[3])
+print(0, 0, largest() - before)
+"""
+)
 
 
 def _weights(*shape):
@@ -91,10 +101,10 @@ def large(tmp_path):
     return write
 
 
-def measured(*arguments: Path | str) -> tuple[int, int, int]:
+def measured(*arguments: Path | str, script: str = MEASURE) -> tuple[int, int, int]:
     """Bytes of the parameters, growth while they were loaded, growth while they were saved; in a new process."""
     run = subprocess.run(
-        [sys.executable, "-c", MEASURE, *map(str, arguments)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True, check=True
     )
     size, loading, saving = map(int, run.stdout.split())
     return size, loading, saving
@@ -109,3 +119,19 @@ def test_loading_takes_at_most_1_3_times_the_parameters_and_saving_0_3_more(layo
     assert loading >= 0.9 * size, "the parameters themselves must be in what was measured"
     assert loading <= 1.3 * size, f"loading {loading / size:.2f} times the parameters"
     assert saving <= 0.3 * size, f"saving {saving / size:.2f} times the parameters"
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the peak that Linux keeps for each process")
+@pytest.mark.parametrize("to", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
+def test_quantising_holds_pieces_and_loading_what_is_stored(to, large, tmp_path):
+    folder, out = large("per_expert"), tmp_path / "out"
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    _, _, quantising = measured(folder, out, to, script=MEASURE_QUANTISING)
+    assert quantising <= 0.4 * stored, f"quantising {quantising / stored:.2f} times the model"
+    in_files = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    assert in_files <= 0.55 * stored
+    size, loading, _ = measured(out, "keep")
+    attention = 4 * WIDTH * WIDTH  # its values, which take twice their bytes when they are widened
+    assert abs(size - in_files - attention) <= 0.01 * in_files
+    assert 0.9 * size <= loading <= 1.3 * size, f"loading {loading / size:.2f} times the parameters"

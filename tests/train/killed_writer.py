@@ -18,7 +18,7 @@ warnings.simplefilter("ignore")  # about forks: there is no other thread yet
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from raggedmoe.train.checkpoint.checkpoints import CheckpointConfig, Checkpoints  # noqa: E402
+from raggedmoe.train.checkpoint.checkpoints import Checkpoints  # noqa: E402
 
 ROWS = 50_000
 
@@ -28,7 +28,7 @@ def state_at(step: int) -> dict:
 
 
 def write_for_ever(folder: Path, ready: int) -> None:
-    checkpoints = Checkpoints(CheckpointConfig(folder=folder))
+    checkpoints = Checkpoints(folder)
     restored = checkpoints.restore(state_at(0))
     step = 0
     if restored is not None:

@@ -14,10 +14,11 @@ from raggedmoe.hardware import HARDWARE
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.training import train_sharding
 from raggedmoe.train.checkpoint import checkpoints as checkpoint
-from raggedmoe.train.checkpoint.checkpoints import CheckpointConfig, Checkpoints
+from raggedmoe.train.checkpoint.checkpoints import Checkpoints
 from raggedmoe.train.loop import begin
 from raggedmoe.train.loop.begin import check_processes_agree
 from raggedmoe.train.settings.resolve import resolve
+from raggedmoe.train.settings.sections import CheckpointConfig
 from raggedmoe.train.settings.words import read_words
 from raggedmoe.train.step import programs as programs_module
 from raggedmoe.train.step.fit import state_bytes
@@ -119,7 +120,7 @@ def test_steps_of_muon_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
     state = copied(first_state(MUON))
     for _ in range(2):
         state, _ = programs.step(state, BATCH)
-    with Checkpoints(CheckpointConfig(folder=tmp_path, asynchronous=False)) as checkpoints:
+    with Checkpoints(tmp_path, CheckpointConfig(async_checkpointing=False)) as checkpoints:
         checkpoints.save(2, state, {})
         state = checkpoints.restore(state_template(MUON)).state
     for _ in range(2):
@@ -150,7 +151,7 @@ def test_a_new_state_is_made_in_its_parts_and_is_the_same_on_every_mesh():
 )
 def test_a_checkpoint_of_one_mesh_is_restored_on_another(tmp_path, there):
     state = placed(first_state(WHOLE), SPLIT, WHOLE)
-    with Checkpoints(CheckpointConfig(folder=tmp_path, asynchronous=False)) as checkpoints:
+    with Checkpoints(tmp_path, CheckpointConfig(async_checkpointing=False)) as checkpoints:
         checkpoints.save(1, state, {})
         restored = checkpoints.restore(state_template(WHOLE, there)).state
     assert_same_bits(restored, state)
@@ -193,7 +194,7 @@ def test_a_folder_that_a_process_does_not_see_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(checkpoint, "broadcast_from_first", lambda mine: "step_000000000007.partial")
     monkeypatch.setattr(checkpoint, "VISIBLE_SECONDS", 0.1)
     with pytest.raises(OSError, match=r"expected a folder that all processes see, .* is not seen by process 1; name"):
-        Checkpoints(CheckpointConfig(folder=tmp_path))
+        Checkpoints(tmp_path)
 
 
 # --- Whole runs

@@ -19,7 +19,7 @@ from raggedmoe.params import ParamSpec
 from raggedmoe.sharding.axes import DATA, EXPERT, FSDP, TENSOR, TOKEN_AXES, axes_of
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.rules import is_routed
-from raggedmoe.train.settings.step import StepConfig
+from raggedmoe.train.settings.step import ResolvedStep
 
 FORWARD, BACKWARD = "forward", "backward"
 WIDE = 4  # bytes of the router's numbers, and of counts
@@ -75,7 +75,7 @@ def layer_collectives(config: MoEConfig, execution: MoEExecution, plan: Plan, st
     return _on_mesh(collectives, plan)
 
 
-def collectives_across_slices(run: StepConfig, plan: Plan, step: Step) -> list[Collective]:
+def collectives_across_slices(run: ResolvedStep, plan: Plan, step: Step) -> list[Collective]:
     """List all of a model that crosses slices in a micro-batch: sums of gradients, and what routers sum forward.
 
     Of a gradient it is the part that a device stores. Those of routed experts have the type of activations, as they are

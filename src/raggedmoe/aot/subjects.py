@@ -36,7 +36,7 @@ from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh
 from raggedmoe.sharding.stage import TOKENS
 from raggedmoe.train.settings.config import TrainConfig
 from raggedmoe.train.settings.resolve import resolve
-from raggedmoe.train.settings.step import StepConfig
+from raggedmoe.train.settings.step import ResolvedStep
 
 if TYPE_CHECKING:
     from raggedmoe.sharding.training import TrainSharding
@@ -249,7 +249,7 @@ SplitOverDevices = MoELayerOnMesh | TrainingStep | ModelForward  # by the run's 
 class _RunDescription:
     """A run as its settings describe it: its step, its sharding, and the shapes of its state and of a batch."""
 
-    step: StepConfig
+    step: ResolvedStep
     sharding: "TrainSharding"
     template: "TrainState"
     batch: "Batch"

@@ -3,7 +3,6 @@
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from json import JSONDecodeError, dumps, loads
 from pathlib import Path
@@ -218,9 +217,9 @@ def _layer_on_devices(
         raise ValueError(f"expected --tokens >= 1, got {tokens}")
     earlier = {} if compare is None else earlier_figures(_read_json(compare), str(compare))
     config = read_words(words)
-    mesh = config.mesh.on_all_devices()
-    if mesh != config.mesh:
-        words, config = (*words, "fsdp_parallelism=-1"), replace(config, mesh=mesh)
+    on_all = config.on_all_devices()
+    if on_all != config:
+        words, config = (*words, "fsdp_parallelism=-1"), on_all
     found_devices = _devices(config, devices)
     title = f"{target_hardware().name}, {os.cpu_count()} cores, JAX {compat.JAX_VERSION}"
     console = Console(stderr=json == ())

@@ -50,7 +50,6 @@ from raggedmoe.models.presets import PRESETS as MODELS
 from raggedmoe.moe.execution import canonical_backend
 from raggedmoe.names import check_known, unknown
 from raggedmoe.train.settings.config import TrainConfig
-from raggedmoe.train.settings.fields import with_defaults
 from raggedmoe.train.settings.files import is_file
 from raggedmoe.train.settings.words import read_words
 
@@ -236,7 +235,7 @@ def _layer(
         layer = MoELayer(preset=words[0], tokens=tokens, dtype=dtype, moe_backend=moe_backend, forward=forward)
     else:
         config = _with_backend(read_words(words), moe_backend)
-        named_model(config.model)
+        named_model(config.model_name)
         chips = None if topology == HOST else topology
         layer = MoELayerOnMesh(config=config, tokens=tokens, topology=chips, dtype=dtype, forward=forward)
     return CompileCase(title=title, subject=layer, topology=topology)
@@ -244,8 +243,9 @@ def _layer(
 
 def _with_backend(config: TrainConfig, moe_backend: str) -> TrainConfig:
     """Return the configuration with a backend, unless it was given one."""
-    execution = with_defaults(config.execution, {"moe_backend": moe_backend})
-    return dataclasses.replace(config, execution=execution)
+    if config.execution.moe_backend != "auto":
+        return config
+    return dataclasses.replace(config, execution=dataclasses.replace(config.execution, moe_backend=moe_backend))
 
 
 def _read_run(words: tuple[str, ...], topology: str, dtype: str, moe_backend: str) -> tuple[TrainConfig, str]:
@@ -253,11 +253,12 @@ def _read_run(words: tuple[str, ...], topology: str, dtype: str, moe_backend: st
     if not words:
         raise ValueError("expected model PRESET, such as model deepseek-v3-tiny; `raggedmoe models` lists them")
     config = _with_backend(read_words(words), moe_backend)
-    named_model(config.model)  # a folder that is not there is named now, and not by a process for each case
-    mesh = config.mesh if topology == HOST else config.mesh.on_all_devices()
-    name = " ".join(words if mesh == config.mesh else (*words, "fsdp_parallelism=-1"))
-    overrides = with_defaults(config.overrides, {"dtype": dtype})
-    return dataclasses.replace(config, mesh=mesh, overrides=overrides), name
+    named_model(config.model_name)  # a folder that is not there is named now, and not by a process for each case
+    on_all = config if topology == HOST else config.on_all_devices()
+    name = " ".join(words if on_all == config else (*words, "fsdp_parallelism=-1"))
+    if config.overrides.dtype != "auto":
+        return on_all, name
+    return dataclasses.replace(on_all, overrides=dataclasses.replace(config.overrides, dtype=dtype)), name
 
 
 def _model(config: TrainConfig, name: str, topology: str, layers: int | None, forward: bool) -> CompileCase:

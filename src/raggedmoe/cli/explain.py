@@ -23,10 +23,9 @@ from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.decoder import decode
 from raggedmoe.models.families.llama4 import LAYERS
 from raggedmoe.models.parameters import param_specs
-from raggedmoe.moe.config import MoEConfig, check_execution
+from raggedmoe.moe.config import EXPERT_MATRICES, MoEConfig, check_execution
 from raggedmoe.moe.execution import MoEExecution, canonical_backend
 from raggedmoe.moe.layer import moe_route_and_compute
-from raggedmoe.moe.quantized import EXPERT_MATRICES
 from raggedmoe.names import check_known
 from raggedmoe.train.settings.resolve import make_execution, make_model
 from raggedmoe.train.settings.words import read_words

@@ -161,7 +161,7 @@ def _check_cluster_run(run: ClusterRun) -> list[str]:
             f"the degrees use {plan.num_devices} devices, but {run.num_slices} × {run.slice.name} has "
             f"{num_devices}; expected all of them: set one degree to -1, or use a smaller topology"
         )
-    check_data(resolved.asked, resolved.step.model)
+    check_data(config, resolved.step.model)
     if not config.checkpoints.enable_checkpointing:
         return ["enable_checkpointing=false: after a failure the run begins anew"]
     place = as_path(config.run.base_output_directory)

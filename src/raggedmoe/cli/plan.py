@@ -33,7 +33,7 @@ from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.rules import is_routed
 from raggedmoe.train.settings.model_defaults import missing_data
 from raggedmoe.train.settings.resolve import resolve
-from raggedmoe.train.settings.step import StepConfig
+from raggedmoe.train.settings.step import ResolvedStep
 from raggedmoe.train.settings.words import read_words
 from raggedmoe.train.step.fit import state_bytes
 
@@ -82,10 +82,10 @@ def plan(
         print(dumps(_as_json(config.step, made, step, collectives, across, state, moe_layers), indent=1))
         return 0
     console = Console(highlight=False)
-    console.print(f"[bold]{asked.model}[/] on {_mesh_line(made, chip, topology)}")
+    console.print(f"[bold]{asked.model_name}[/] on {_mesh_line(made, chip, topology)}")
     for note in config.notes:
         console.print(f"  {note}")
-    missing = missing_data(config.asked, model)
+    missing = missing_data(asked, model)
     if missing is not None:  # it can be planned, but not trained so
         console.print(f"  {missing}")
     console.print(f"strategy {strategy}; {tokens:,} tokens of a micro-batch on each device, {step.dtype}")
@@ -111,7 +111,7 @@ def plan(
 
 
 def _print_layer(
-    console: Console, run: StepConfig, made: Plan, step: Step, collectives: list[Collective], layers: int
+    console: Console, run: ResolvedStep, made: Plan, step: Step, collectives: list[Collective], layers: int
 ) -> None:
     console.print(
         "router and routed experts of each MoE layer, a micro-batch: bytes of a collective, and what a device sends of "
@@ -123,7 +123,7 @@ def _print_layer(
         console.print(line)
 
 
-def _print_across_slices(console: Console, run: StepConfig, made: Plan, collectives: list[Collective]) -> None:
+def _print_across_slices(console: Console, run: ResolvedStep, made: Plan, collectives: list[Collective]) -> None:
     """Print what crosses slices in a whole step: sums of gradients and a few numbers, all by the data axis."""
     console.print(
         f"across {made.slices} slices, a micro-batch of the whole model: the sums of all gradients, each of the part "
@@ -245,7 +245,9 @@ def _over(axes: Sequence[str], sizes: Mapping[str, int]) -> str:
     return " × ".join(f"{axis} {sizes[axis]}" for axis in axes if sizes[axis] > 1)
 
 
-def _volume_lines(run: StepConfig, made: Plan, step: Step, collectives: list[Collective], layers: int) -> Iterator[str]:
+def _volume_lines(
+    run: ResolvedStep, made: Plan, step: Step, collectives: list[Collective], layers: int
+) -> Iterator[str]:
     model, execution = run.model, run.execution
     strategy = strategy_name(model.moe, execution.moe)
     total, again = sum(collective.sent_bytes for collective in collectives), sent_again(collectives)
@@ -278,7 +280,7 @@ def _buffer_line(config: MoEConfig, execution: MoEExecution, made: Plan, step: S
 
 
 def _as_json(
-    run: StepConfig,
+    run: ResolvedStep,
     made: Plan,
     step: Step,
     collectives: list[Collective],

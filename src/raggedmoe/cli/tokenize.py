@@ -15,7 +15,7 @@ from raggedmoe.train.data.token_files import (
     write_tokens,
 )
 
-SUFFIXES = (".jsonl", ".txt", ".text", ".md", ".rst", ".tex", ".py")
+SUFFIXES = (".jsonl", ".parquet", ".arrow", ".txt", ".text", ".md", ".rst", ".tex", ".py")
 
 
 def tokenize_(
@@ -24,6 +24,8 @@ def tokenize_(
     train_vocab_size: int | None = None,
     held_out: float = 0.01,
     suffixes: tuple[str, ...] = SUFFIXES,
+    split: str | None = None,
+    column: str | None = None,
     seed: int = 0,
 ) -> int:
     """Write the tokens of files to a folder, of which a run reads only what it needs: dataset_type=tokens.
@@ -31,7 +33,8 @@ def tokenize_(
       raggedmoe tokenize books/ more.jsonl tokens --tokenizer path/to/hf-folder
       raggedmoe train path/to/hf-folder dataset_type=tokens dataset_path=tokens
 
-    A file is a document, and of jsonl each line's "text" is one. Each ends with the tokenizer's end of a text.
+    A file is a document, of jsonl each line's "text" is one, and of parquet and arrow files the text of each row. Each
+    ends with the tokenizer's end of a text.
 
     Args:
         paths: files and folders of text, and at last the folder to write, which must be new.
@@ -39,6 +42,8 @@ def tokenize_(
         train_vocab_size: train a tokenizer with so many tokens (BPE of bytes) on the files, and use that.
         held_out: share of the documents that is held out for evaluation.
         suffixes: suffixes of the files to read in folders.
+        split: split of a dataset of Hugging Face, such as test; by default train, or all if there is none of that name.
+        column: column of parquet and arrow files that has the text; by default "text".
         seed: seed of which documents are held out.
     """
     if len(paths) < 2:
@@ -53,8 +58,10 @@ def tokenize_(
         raise ValueError(f"{out}: expected a folder of this machine, as tokens are read part by part")
     made = bytes_or_tokenizer(tokenizer)
     if train_vocab_size is not None:
-        made = train_tokenizer(sources, suffixes, train_vocab_size)
-    description = write_tokens(sources, folder, made, suffixes=suffixes, held_out=held_out, seed=seed)
+        made = train_tokenizer(sources, suffixes, train_vocab_size, split=split, column=column)
+    description = write_tokens(
+        sources, folder, made, suffixes=suffixes, held_out=held_out, seed=seed, split=split, column=column
+    )
     train, rest = description[TRAIN], description[HELD_OUT]
     print(
         f"wrote {train['tokens']:,} {made.unit} of {train['documents']:,} documents to train on, and "

@@ -75,7 +75,7 @@ def help_sections() -> dict[str, list[Setting]]:
 
 
 def _assignment(setting: Setting) -> str:
-    default = ",".join(setting.default) if isinstance(setting.default, tuple) else setting.default
+    default = ",".join(setting.usual) if isinstance(setting.usual, tuple) else setting.usual
     return f"{setting.name}={'none' if default in (None, '') else str(default).lower()}"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from raggedmoe.interop.arrays import aligned_empty, to_device
 from raggedmoe.interop.layout import parameter_views
 from raggedmoe.interop.matching import Target
-from raggedmoe.interop.quantized import BlockFp8Tensor, Mxfp4Tensor, QuantizedTensor, ReadableTensor
+from raggedmoe.interop.quantized import QuantizedTensor, ReadableTensor
 from raggedmoe.kernels.qarray import QArray
 from raggedmoe.models.module import Decoder
 from raggedmoe.params import ParamSpec
@@ -20,7 +20,7 @@ MATRICES = (".moe.wi_0", ".moe.wi_1", ".moe.wo")
 class KeptBuffer:
     """The values and scales of one parameter, while they are read."""
 
-    values: np.ndarray  # uint8; of mxfp4 two in a byte
+    values: np.ndarray  # int8, or bits in uint8; of mxfp4 two in a byte
     scales: np.ndarray
     qtype: str
 
@@ -51,7 +51,7 @@ def kept_params(pairs: Sequence[tuple[Target, ReadableTensor]]) -> set[str]:
 
 def _form(target: Target, spec: ParamSpec, tensor: ReadableTensor) -> object:
     """Return what must be the same for all tensors of a parameter; None: it cannot stay as it is stored."""
-    if not isinstance(tensor, BlockFp8Tensor | Mxfp4Tensor):
+    if not isinstance(tensor, QuantizedTensor):
         return None
     dims = target.entry.layout.dims
     if any(len(dim) > 1 and block > 1 for dim, block in zip(dims, tensor.kept_block)):
@@ -74,7 +74,8 @@ def make_buffer(param: str, whole: ParamSpec, target: Target, tensor: QuantizedT
     shape = whole.shape if tensor.qtype != "mxfp4" else (*whole.shape[:-1], whole.shape[-1] // 2)
     scales = (*lead, *_scale_shape(target, spec, tensor))
     dtype = np.uint8 if tensor.qtype == "mxfp4" else np.float32
-    return KeptBuffer(values=aligned_empty(shape, np.uint8), scales=aligned_empty(scales, dtype), qtype=tensor.qtype)
+    codes = np.int8 if tensor.qtype == "int8" else np.uint8
+    return KeptBuffer(values=aligned_empty(shape, codes), scales=aligned_empty(scales, dtype), qtype=tensor.qtype)
 
 
 def fill_values(target: Target, piece: np.ndarray, place: slice, axis: int, buffers: Sequence[KeptBuffer]) -> None:

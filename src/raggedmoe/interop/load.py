@@ -41,8 +41,8 @@ def load(
         `raggedmoe import` or a run made; it may be in an object store, ``s3://bucket/folder``.
       dtype: the type of activations; by default that of the weights.
       param_dtype: the type of the weights; by default that of most of the checkpoint. Routers stay in float32.
-      keep_quantised: leave the experts in the fp8 or mxfp4 that the folder has, for inference on one device. The other
-        weights are dequantised, as all are otherwise.
+      keep_quantised: leave the experts in the fp8, int8 or mxfp4 that the folder has, for inference on one device. The
+        other weights are dequantised, as all are otherwise.
       progress: show a bar on standard error.
 
     Raises:

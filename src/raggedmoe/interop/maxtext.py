@@ -160,6 +160,16 @@ SHAPE_KEYS = (
 NAMES_OF_A_SHAPE = (*SHAPE_KEYS, "base_num_decoder_layers", "mtp_num_layers", "global_parameter_scale")
 
 
+def _data_columns(text: str) -> Translation:
+    """Translate the columns of a dataset: one of text or messages, or prompt and completion, which are found here."""
+    names = [part.strip(" []\"'") for part in text.split(",")]
+    if names == ["prompt", "completion"]:
+        return Translation()
+    if len(names) > 1:
+        raise ValueError(f"train_data_columns={text}: expected one column, or prompt,completion")
+    return Translation(settings={"dataset_column": names[0]})
+
+
 def _full_state(text: str) -> Translation:
     return Translation(settings={} if text == "" else {"init_from": text, "init_state": "all"})
 
@@ -199,13 +209,15 @@ TRANSLATED: dict[str, Translator] = {
     # data and learning
     "dataset_type": _one_of(
         "dataset_type",
-        {name: {"dataset_type": name} for name in ("stdlib", "text", "chat", "tokens", "synthetic")},
+        {name: {"dataset_type": name} for name in ("stdlib", "text", "chat", "hf", "tokens", "synthetic")},
         dict.fromkeys(
-            ("tfds", "hf", "grain", "c4_mlperf", "olmo_grain"),
-            "that pipeline is not built; use dataset_type=text or chat with dataset_path, or synthetic",
+            ("tfds", "grain", "c4_mlperf", "olmo_grain"),
+            "that pipeline is not built; use dataset_type=text, chat or hf with dataset_path, or synthetic",
         ),
     ),
     "dataset_path": _unless("dataset_path", "", None),
+    "train_split": _rename("dataset_split"),
+    "train_data_columns": _data_columns,
     "eval_interval": _unless("eval_interval", "-1", "0"),
     "eval_steps": _evaluation_steps,
     "warmup_steps_fraction": lambda text: Translation(settings={"warmup_fraction": text, "warmup_from": "zero"}),
@@ -289,6 +301,22 @@ def _grouped_matmul(typed: Mapping[str, str]) -> Translation:
     if "megablox" not in on:
         return Translation()
     return Translation(settings={"grouped_matmul": "megablox,cpu,xla" if on["megablox"] else "xla"})
+
+
+BUILDERS = ("parquet", "arrow")  # values of hf_path that say how files are read, and not where they are
+
+
+def _hf_dataset(typed: Mapping[str, str]) -> Translation:
+    """Translate where a dataset of Hugging Face is. Nothing is downloaded: it has to be a file or folder here."""
+    path, folder, files = (typed.get(name, "") for name in ("hf_path", "hf_data_dir", "hf_train_files"))
+    if "*" in files:
+        raise ValueError(f"hf_train_files={files}: patterns are not expanded; name the files, or the folder with them")
+    if files:
+        return Translation(settings={"dataset_path": ",".join(part.strip(" []\"'") for part in files.split(","))})
+    if path in ("json", "csv", "text"):
+        raise ValueError(f"hf_path={path}: parquet and arrow files are read; use dataset_type=chat or text for others")
+    place = "/".join(part for part in ("" if path in BUILDERS else path, folder) if part)
+    return Translation(settings={"dataset_path": place} if place else {})
 
 
 def _attention(typed: Mapping[str, str]) -> Translation:
@@ -379,6 +407,7 @@ def _remat_names(names: Iterable[str]) -> str:
 
 
 GROUPS: tuple[Group, ...] = (
+    Group(names=("hf_path", "hf_data_dir", "hf_train_files"), translate=_hf_dataset),
     Group(names=("attention", "use_tokamax_splash"), translate=_attention),
     Group(names=("megablox", "use_tokamax_gmm", "use_gmm_v2"), translate=_grouped_matmul),
     Group(names=QUANTIZATION_NAMES, translate=_quantization),

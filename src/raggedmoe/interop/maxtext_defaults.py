@@ -14,6 +14,7 @@ adam_eps_root=0 opt_type=adamw muon_beta=0.95 muon_weight_decay=0 muon_consisten
 adam_b1=0.9 adam_b2=0.95 adam_eps=1e-8 adam_weight_decay=0.1 mu_dtype=
 grad_dtype=float32 gradient_clipping_threshold=1.0 gradient_accumulation_steps=1 data_shuffle_seed=0
 init_weights_seed=0 per_device_batch_size=12.0 max_target_length=2048 packing=true dataset_type=tfds dataset_path=
+train_split=train train_data_columns=text hf_path= hf_data_dir= hf_train_files=
 tokenizer_path= eval_interval=-1 eval_steps=-1 dtype=bfloat16 weight_dtype=float32 scan_layers=true
 attention=autoselected use_tokamax_splash=false enable_checkpointing=true async_checkpointing=true
 checkpoint_period=10000 max_num_checkpoints_to_keep=none profiler= profiler_steps=5 skip_first_n_steps_for_profiler=1
@@ -248,16 +249,16 @@ REFUSED: dict[str, str] = {
         "multi_tier_checkpointing_backup_interval_minutes=none multi_tier_checkpointing_backup_interval_steps=none "
         "mtc_data_parallelism=0 enable_emergency_checkpoint=false local_checkpoint_directory= local_checkpoint_period=0"
     ),
-    "data are text files or synthetic; use dataset_type=text with dataset_path": (
-        "dataset_name=c4/en:3.1.0 eval_dataset_name=c4/en:3.1.0 train_split=train eval_split=validation hf_path= "
-        "hf_name= hf_data_dir= hf_data_files= hf_train_files= hf_eval_split= hf_eval_files= hf_access_token= "
+    "data are files of this machine, or synthetic; use dataset_type=text, chat or hf with dataset_path": (
+        "dataset_name=c4/en:3.1.0 eval_dataset_name=c4/en:3.1.0 eval_split=validation "
+        "hf_name= hf_data_files= hf_eval_split= hf_eval_files= hf_access_token= "
         "grain_train_files= grain_eval_files= grain_train_mixture_config_path= grain_file_type=arrayrecord "
         "grain_packing_type=first_fit grain_worker_count=1 grain_per_worker_buffer_size=1 grain_num_threads=16 "
         "grain_prefetch_buffer_size=500 grain_worker_count_eval=1 grain_per_worker_buffer_size_eval=1 "
         "grain_ram_budget_mb=1024 grain_num_threads_eval=16 grain_prefetch_buffer_size_eval=500 "
         "grain_data_source_max_workers=16 grain_shuffle_buffer_size=100 grain_use_elastic_iterator=false "
         "colocated_python_data_input=false olmo_index_path= olmo_path_remap_from= olmo_path_remap_to= "
-        "olmo_apply_ngram_filter=true max_corpus_chars=10000000 train_data_columns=text train_image_column=image "
+        "olmo_apply_ngram_filter=true max_corpus_chars=10000000 train_image_column=image "
         "eval_data_columns=text eval_image_column=image num_epoch=1 generate_padding_batch_train=false "
         "generate_padding_batch_eval=false expansion_factor_real_data=-1 eval_per_device_batch_size=0 "
         "enable_rampup_batch_size=false per_device_batch_size_start=4.0 per_device_batch_size_increment=2.0 "

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: DeepSeek's fp8 with a scale for each block, and gpt-oss's mxfp4.
+"""Quantized checkpoints: DeepSeek's fp8 with a scale for each block, gpt-oss's mxfp4, int8 of compressed-tensors.
 
 A dequantized tensor, in bfloat16, takes the place of the stored ones that it is made of, and is read like them, some
 rows at a time. `kept_experts.py` reads its values and scales apart instead.
@@ -12,6 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 import ml_dtypes
 import numpy as np
 
+from raggedmoe.interop import compressed_tensors
+from raggedmoe.interop.compressed_tensors import Int8Tensor
 from raggedmoe.interop.hf_config import ConfigReader
 from raggedmoe.interop.safetensors_file import BrokenFileError, StoredTensor
 from raggedmoe.storage import AnyPath
@@ -143,7 +145,7 @@ class Mxfp4Tensor:
         return self.exponents.read()
 
 
-QuantizedTensor = BlockFp8Tensor | Mxfp4Tensor
+QuantizedTensor = BlockFp8Tensor | Mxfp4Tensor | Int8Tensor
 
 
 def dequantize_tensors(reader: ConfigReader, tensors: Mapping[str, StoredTensor]) -> dict[str, ReadableTensor]:
@@ -156,9 +158,11 @@ def dequantize_tensors(reader: ConfigReader, tensors: Mapping[str, StoredTensor]
         return _fp8(reader, settings, tensors)
     if method == "mxfp4":
         return _mxfp4(tensors)
+    if method == compressed_tensors.METHOD:
+        return {**compressed_tensors.pair_tensors(reader.path, settings, tensors)}
     raise ValueError(
-        f"{reader.path}: weights quantised by {method!r} are not supported; expected fp8 (DeepSeek's blocks), mxfp4 or "
-        "none: get the model in bfloat16"
+        f"{reader.path}: weights quantised by {method!r} are not supported; expected fp8 (DeepSeek's blocks), mxfp4, "
+        f"{compressed_tensors.METHOD} (int8) or none: get the model in bfloat16"
     )
 
 

@@ -39,15 +39,13 @@ def load_balance_loss(
     probabilities = jnp.where(mask[:, None], probabilities, 0).reshape(parts, -1, num_experts)
     counts = jax.vmap(lambda part: expert_counts(part, num_experts))(experts.reshape(parts, -1, per_token))
     tokens = mask.reshape(parts, -1).sum(1, dtype=jnp.int32)
-    sums = probabilities.sum(1)
-    if num_sequences is None:
-        counts, tokens, sums = lax.psum(counts, axes), lax.psum(tokens, axes), lax.psum(sums, axes)
+    # One sequence of all devices' tokens, or on each device sequences of its own.
+    of_sequence, of_mean = (axes, ()) if num_sequences is None else ((), axes)
+    counts, tokens, sums = lax.psum((counts, tokens, probabilities.sum(1)), of_sequence)
     safe = jnp.maximum(tokens, 1)[:, None].astype(sums.dtype)
     losses = num_experts * (counts.astype(sums.dtype) / (safe * per_token) * (sums / safe)).sum(1)
-    if num_sequences is None:
-        return losses[0]
-    present = lax.psum((tokens > 0).sum(), axes)
-    return lax.psum(losses.sum(), axes) / jnp.maximum(present, 1).astype(losses.dtype)
+    present = lax.psum((tokens > 0).sum(), of_mean)
+    return lax.psum(losses.sum(), of_mean) / jnp.maximum(present, 1).astype(losses.dtype)
 
 
 def router_z_loss(logits: Float[Array, "T E"], mask: Bool[Array, " T"], axes: tuple[str, ...] = ()) -> Float[Array, ""]:

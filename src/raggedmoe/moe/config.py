@@ -1,6 +1,7 @@
 """What an MoE layer is: small frozen configurations, checked when they are made. A checkpoint holds them."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.names import check_known, refuse_keywords_of
 from raggedmoe.params import ParamSpec, check_sizes, divisors
 
+EXPERT_MATRICES = ("wi_0", "wi_1", "wo")  # what may be quantised
 ROUTER_WORDS = {  # the words that each field of a `RouterConfig` takes
     "score": ("softmax", "sigmoid", "sqrt_softplus", "logits"),
     "selection": ("learned", "random", "hash", "balanced", "expert_choice"),
@@ -208,8 +210,10 @@ def strategy_name(config: MoEConfig, execution: MoEExecution) -> str:
     return "capacity" if config.capacity_factor is not None else execution.strategy or execution.backend.strategy
 
 
-def check_execution(config: MoEConfig, execution: MoEExecution) -> None:
-    """Require that a layer of this configuration can run with this execution."""
+def check_execution(
+    config: MoEConfig, execution: MoEExecution, quantized: Collection[str] = (), mesh: object = None
+) -> None:
+    """Require that a layer of this configuration can run so, where these of its parameters are quantised."""
     if not isinstance(execution, MoEExecution):
         raise TypeError(f"expected execution to be a MoEExecution, got {type(execution).__name__}")
     strategy = strategy_name(config, execution)
@@ -245,3 +249,14 @@ def check_execution(config: MoEConfig, execution: MoEExecution) -> None:
             f"strategy='capacity' gives each expert slots in whole sequences; it cannot be used with "
             f"token_chunks={execution.token_chunks}: use token_chunks=1, or leave capacity_factor out"
         )
+    others = sorted(set(quantized) - set(EXPERT_MATRICES))
+    arrays_only = (
+        (others, f"{others} are multiplied as arrays; dequantise them"),
+        (execution.quantization, "the execution's quantization quantises arrays; leave it out"),
+        (mesh, "on a mesh experts are split and gathered as arrays; dequantise them, or run on one device"),
+        (strategy != "local", f"strategy={strategy!r} multiplies by all experts at once; use strategy='local'"),
+        (execution.width_chunks > 1, "a part of the width may begin within a block of a scale; use width_chunks=1"),
+    )
+    for applies, reason in arrays_only:
+        if quantized and applies:
+            raise ValueError(f"expected arrays as {', '.join(quantized)}, got quantised ones: {reason}")

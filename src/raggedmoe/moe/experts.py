@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from raggedmoe.hardware import hardware_of_device, target_hardware
 from raggedmoe.kernels.arrays import accumulator, matmul_precision, pvary_over
-from raggedmoe.kernels.batched_matmul import batched_matmul
 from raggedmoe.kernels.expert_ffn import api
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases
@@ -58,7 +57,7 @@ def activate(
 ) -> Float[Array, "R F"]:
     """Add the biases to the complete sums of both up projections, and apply the activation."""
     if biases:
-        bounds = _bounds(metadata, biases["bias_wi_0"].shape[0], sums["wi_0"].shape[0])
+        bounds = group_bounds(metadata.group_sizes, biases["bias_wi_0"].shape[0], sums["wi_0"].shape[0])
         sums = {w: _mask_rows(add_bias(added, biases[f"bias_{w}"], bounds), metadata) for w, added in sums.items()}
     hidden = ACTIVATIONS[settings.config.experts.activation](sums["wi_0"], sums.get("wi_1")).astype(dtype)
     # Backward, summed over the tensor ranks once for all width chunks.
@@ -81,7 +80,7 @@ def gmm_down(
     (out,) = _matmuls(metadata, key, settings, transpose_rhs=False, dtype=wide)(hidden, (wo,))
     if bias is None:
         return out
-    out = add_bias(out, bias[:, columns], _bounds(metadata, wo.shape[0], hidden.shape[0]))
+    out = add_bias(out, bias[:, columns], group_bounds(metadata.group_sizes, wo.shape[0], hidden.shape[0]))
     return _mask_rows(out, metadata).astype(hidden.dtype)
 
 
@@ -97,15 +96,13 @@ def expert_ffn(
     settings: StageSettings,
 ) -> Float[Array, "R D"]:
     """Compute both projections and the activation in one operation, which never holds all hidden rows."""
-    bias, group_sizes = _down_bias(weights, settings), metadata.group_sizes
-    if group_sizes is None:
-        group_sizes = jnp.full(weights["wi_0"].shape[0], rows.shape[0] // weights["wi_0"].shape[0], jnp.int32)
+    bias = _down_bias(weights, settings)
     out = api.expert_ffn(
         _mask_rows(rows, metadata),
         weights["wi_0"],
         weights.get("wi_1"),
         weights["wo"],
-        group_sizes,
+        metadata.group_sizes,
         biases=None if bias is None else ExpertBiases(biases["bias_wi_0"], biases.get("bias_wi_1"), bias),
         activation=settings.config.experts.activation,
         implementation=settings.execution.kernel_choice.expert_ffn,
@@ -164,9 +161,9 @@ def _matmuls(
     metadata: RouteMetadata, key: jax.Array | None, settings: StageSettings, *, transpose_rhs: bool, dtype: jnp.dtype
 ) -> Callable[[jax.Array, tuple[Any, ...]], tuple[jax.Array, ...]]:
     """Choose what multiplies rows by their experts' weights: grouped matmuls, or batched ones for equal groups."""
-    if metadata.group_sizes is None:
-        options = {"used": metadata.used, "matrix_dim": 2 if transpose_rhs else 1, "dtype": dtype}
-        return lambda rows, weights: tuple(batched_matmul(rows, weight, **options) for weight in weights)
+    if metadata.used is not None:
+        sums = "grd,gfd->grf" if transpose_rhs else "grf,gfd->grd"
+        return lambda rows, weights: tuple(_batched_matmul(metadata, sums, dtype, rows, weight) for weight in weights)
     ranks = () if key is None else [lax.axis_index(axis) for axis in settings.on_mesh.axes(*AXES)]
     return functools.partial(
         grouped_matmuls,
@@ -180,7 +177,12 @@ def _matmuls(
     )
 
 
-def _bounds(metadata: RouteMetadata, num_groups: int, num_rows: int) -> Int[Array, " N"]:
-    if metadata.group_sizes is None:
-        return jnp.arange(num_groups + 1, dtype=jnp.int32) * (num_rows // num_groups)
-    return group_bounds(metadata.group_sizes, num_groups, num_rows)
+def _batched_matmul(
+    metadata: RouteMetadata, sums: str, dtype: jnp.dtype, rows: Float[Array, "R _"], weights: Float[Array, "G F D"]
+) -> Float[Array, "R _"]:
+    """Multiply the rows by their experts' weights, where all experts have as many rows; ``sums`` is for einsum."""
+    # Masked before and after: what an expert's weights hold, NaN too, is for the rows of its own tokens alone.
+    parts = _mask_rows(rows, metadata).reshape(weights.shape[0], -1, rows.shape[1])
+    wide, precision = accumulator(rows.dtype), matmul_precision(rows.dtype)
+    out = jnp.einsum(sums, parts, weights, precision=precision, preferred_element_type=wide)
+    return _mask_rows(out.astype(dtype).reshape(rows.shape[0], out.shape[-1]), metadata)

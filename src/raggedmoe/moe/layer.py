@@ -12,13 +12,12 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from raggedmoe.kernels.eager import compile_once
-from raggedmoe.kernels.qarray import QArray
+from raggedmoe.kernels.qarray import Quantized, check_operand
 from raggedmoe.kernels.quant_config import rounding_key
 from raggedmoe.moe.config import MoEConfig, check_execution, is_expert_choice
 from raggedmoe.moe.dispatch import check_ranks, dispatch, prepare, unpermute
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import activate, expert_ffn, fuses_experts, gmm_down, gmm_up, shared_experts, tp_reduce
-from raggedmoe.moe.quantized import check_quantized_experts
 from raggedmoe.moe.records import MoEOutput, RouteMetadata, RouteOutput, StageSettings
 from raggedmoe.moe.router import check_replay, route
 from raggedmoe.params import Params
@@ -31,10 +30,12 @@ KEEP_MATMULS = jax.checkpoint_policies.save_only_these_names("moe_up", "moe_down
 
 
 def _check_call(
-    x: Any, params: Any, config: MoEConfig, execution: Any = DEFAULT_EXECUTION, *, replay: Any = None, **_: Any
+    x: Any, params: Params, config: MoEConfig, execution: Any = DEFAULT_EXECUTION, *, mesh: Any = None, **options: Any
 ) -> None:
     """Refuse what cannot run; the values of a recorded routing can be looked at here, outside of jit, alone."""
-    check_execution(config, execution)
+    quantized = [name for name, array in params.items() if isinstance(array, Quantized)]
+    check_execution(config, execution, quantized, mesh)
+    replay = options.get("replay")
     if replay is not None and not is_expert_choice(config):
         check_replay(replay, x.shape[0], config.experts_per_token, config.num_experts)
 
@@ -63,7 +64,6 @@ def moe_route_and_compute(
     """
     mesh = logical_mesh(mesh)
     on_mesh = replace(mesh or LogicalMesh(), tensor_split=execution.tensor_split)
-    params = check_quantized_experts(params, config, execution, mesh)
     split_over(mesh, x.shape[0], "tokens")
     sequences = sequences_of_device(num_sequences, config, mesh)
     settings = StageSettings(config=config, execution=execution, on_mesh=on_mesh, num_sequences=sequences)
@@ -102,13 +102,16 @@ def routed_experts(
     execution, on_mesh, specs = settings.execution, settings.on_mesh, settings.config.param_specs()
     run = functools.partial(on_mesh.run, settings=settings)
     # In the type that they are multiplied in, which is also what is sent.
-    experts = {name: params[name] for name in params if not name.startswith(("router_", "shared_"))}
-    experts = {name: array if isinstance(array, QArray) else array.astype(x.dtype) for name, array in experts.items()}
+    experts: dict[str, Any] = {
+        name: check_operand("MoE", name, array, "G F D") if isinstance(array, Quantized) else array.astype(x.dtype)
+        for name, array in params.items()
+        if not name.startswith(("router_", "shared_"))
+    }
     biases = {name: experts.pop(name) for name in params if name.startswith("bias_wi")}
     weights = all_gather_params(experts, specs, on_mesh, PER_DEVICE)
     up_biases = all_gather_params(biases, specs, on_mesh, BETWEEN_PROJECTIONS)
     width_parts = even_parts(x.shape[1] // on_mesh.size(WIDTH_TENSOR), execution.width_chunks)
-    fused = fuses_experts(x, params, settings)
+    fused = fuses_experts(x, experts, settings)
     key_of = functools.partial(rounding_key, execution.quantization, key)
 
     def weighted_sum(x: Float[Array, "T D"], metadata: RouteMetadata, tokens: slice) -> Float[Array, "T D"]:

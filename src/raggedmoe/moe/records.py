@@ -72,10 +72,10 @@ class RouteMetadata:
     slot_of_row: Int[Array, " R"] | None  # the slot t·K + k that each row serves; out of range: none
     row_of_slot: Int[Array, "T K"] | None  # the row of each slot; out of range: none here
     weights: Float[Array, "T K"] | Float[Array, " R"]  # of the slots, or of the rows where there are no slots
-    group_sizes: Int[Array, " G"] | None  # rows of each expert held here, in order; None: R/G each
-    num_rows: Int[Array, "*one"]  # valid rows, at the front of the buffer
-    used: Bool[Array, " R"] | None  # of R/G rows each, those that stand for a token's choice; None: all valid ones
-    dropped: Int[Array, "*one"]  # routed slots (expert choice: tokens that count) that have no row anywhere
+    group_sizes: Int[Array, " G"]  # rows of each expert held here, in order; R/G each if `used` says which count
+    num_rows: Int[Array, "1"]  # valid rows, at the front of the buffer
+    used: Bool[Array, " R"] | None  # the rows that stand for a token's choice; None: all valid ones do
+    dropped: Int[Array, "1"]  # routed slots (expert choice: tokens that count) that have no row anywhere
     exchange: Exchange | None = None  # the rows above are sent to other ranks, whose groups they are in
 
 

@@ -1,5 +1,6 @@
 """The logical axes of a mesh: the four roles that its axes play here, whatever they are called."""
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,15 +61,8 @@ class LogicalMesh:
             if self.mesh is None:
                 return stage(*args, **static)
             in_specs, out_specs = jax.tree.map(self.spec, stage.partitions)
-
-            def add_dim(spec: PartitionSpec, part: Any) -> Any:  # to one number of each device
-                return jax.tree.map(lambda a: a if a.ndim else a.reshape((1,) * len(spec)), part)
-
-            def on_device(*parts: Any) -> Any:
-                return jax.tree.map(add_dim, out_specs, stage(*parts, **static))
-
             options = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": stage.checked}
-            return jax.shard_map(on_device, mesh=self.mesh, **options)(*args)
+            return jax.shard_map(functools.partial(stage, **static), mesh=self.mesh, **options)(*args)
 
 
 AnyMesh = Mesh | AbstractMesh | LogicalMesh

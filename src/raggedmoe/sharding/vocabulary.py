@@ -18,16 +18,15 @@ from raggedmoe.kernels.arrays import accumulator, pvary_like
 from raggedmoe.params import ParamSpec
 from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh, axes_of
 from raggedmoe.sharding.rules import partition
-from raggedmoe.sharding.stage import TOKENS
+from raggedmoe.sharding.stage import TOKENS, stage
 
 
 @dataclass(frozen=True)
 class TableSharding:
-    """How a table ``[V D]`` lies on a mesh. Its methods are for use inside `shard_map`."""
+    """How a table ``[V D]`` lies on a mesh. Its methods are for use in stages."""
 
     mesh: LogicalMesh
-    spec: PartitionSpec  # The partition of the table over the mesh's own axes.
-    token_spec: PartitionSpec  # The partition of tokens over the mesh's own axes.
+    spec: PartitionSpec  # The partition of the table over the logical axes.
     num_entries: int  # The entries of each tensor rank: V of them, or its own part.
     entry_axes: tuple[str, ...]  # The mesh's axes that entries are split over; none: every rank has all of them.
     width_axes: tuple[str, ...]  # The mesh's axes that widths are split over.
@@ -49,9 +48,8 @@ class TableSharding:
 
 def table_sharding(mesh: LogicalMesh, shape: tuple[int, ...]) -> TableSharding:
     """Return the sharding of a table of this shape, by the rules that split all parameters."""
-    logical = partition("table", ParamSpec(shape=shape, dtype=None, axes=("vocab", "model_dim")), mesh)
-    spec, num_entries = mesh.spec(logical), shape[0] // mesh.size(*axes_of(logical[0]))
-    return TableSharding(mesh, spec, mesh.spec(TOKENS), num_entries, *map(axes_of, spec))
+    spec = partition("table", ParamSpec(shape=shape, dtype=None, axes=("vocab", "model_dim")), mesh)
+    return TableSharding(mesh, spec, shape[0] // mesh.size(*axes_of(spec[0])), *map(axes_of, mesh.spec(spec)))
 
 
 def embedding_lookup(
@@ -59,6 +57,7 @@ def embedding_lookup(
 ) -> Float[Array, "B S D"]:
     """Look up the tokens' vectors in a table that is split over the mesh, in the type of the activations."""
 
+    @stage(ids=TOKENS, part=sharding.spec, result=TOKENS)
     def look_up(ids: jax.Array, part: jax.Array) -> jax.Array:
         entries, here = sharding.gather_width(part.astype(dtype)), sharding.local_ids(jnp.clip(ids, 0, last_id))
         vectors = jnp.take(entries, here, axis=0, mode="clip")
@@ -67,6 +66,7 @@ def embedding_lookup(
         is_here = (here >= 0) & (here < sharding.num_entries)
         return lax.psum(jnp.where(is_here[..., None], vectors, 0), sharding.entry_axes)
 
+    @stage(ids=TOKENS, cotangent=TOKENS, result=sharding.spec)
     def add_gradients(ids: jax.Array, cotangent: jax.Array) -> jax.Array:
         wide = cotangent.astype(accumulator(cotangent.dtype)).reshape(-1, table.shape[1])
         here = sharding.local_ids(jnp.clip(ids, 0, last_id)).reshape(-1)
@@ -74,11 +74,5 @@ def embedding_lookup(
         zeros = pvary_like(jnp.zeros((sharding.num_entries, table.shape[1]), wide.dtype), wide, here)
         return sharding.scatter_gradient(zeros.at[here].add(wide, mode="drop")).astype(table.dtype)
 
-    last_id, tokens = table.shape[0] - 1, sharding.token_spec
-    on_mesh = functools.partial(jax.shard_map, mesh=sharding.mesh.mesh)
-    return linear_call(
-        on_mesh(look_up, in_specs=(tokens, sharding.spec), out_specs=tokens),
-        on_mesh(add_gradients, in_specs=(tokens, tokens), out_specs=sharding.spec),
-        ids,
-        table,
-    )
+    last_id, run = table.shape[0] - 1, sharding.mesh.run
+    return linear_call(functools.partial(run, look_up), functools.partial(run, add_gradients), ids, table)

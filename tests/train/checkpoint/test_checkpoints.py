@@ -22,7 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from raggedmoe.train.checkpoint import checkpoints as checkpoint
 from raggedmoe.train.checkpoint import disk_folder, manifest
-from raggedmoe.train.checkpoint.checkpoints import CheckpointConfig, Checkpoints
+from raggedmoe.train.checkpoint.checkpoints import Checkpoints
+from raggedmoe.train.settings.sections import CheckpointConfig
 from tests.disk_calls import DiskCalls
 
 ROWS = 3000
@@ -42,7 +43,7 @@ def check_is_of(restored: checkpoint.RestoredCheckpoint | None, step: int) -> No
 
 
 def opened(folder: Path, **settings) -> Checkpoints:
-    return Checkpoints(CheckpointConfig(folder=folder, **settings))
+    return Checkpoints(folder, CheckpointConfig(**settings))
 
 
 def save(checkpoints: Checkpoints, step: int, metric: float | None = None) -> None:
@@ -211,10 +212,10 @@ def test_an_empty_folder_has_nothing_to_restore(tmp_path):
 )
 @pytest.mark.parametrize("restarts", [False, True])
 def test_the_last_and_the_best_stay(tmp_path, settings, metrics, kept, restarts):
-    checkpoints = opened(tmp_path, asynchronous=False, **settings)
+    checkpoints = opened(tmp_path, async_checkpointing=False, **settings)
     for step, metric in enumerate(metrics, start=1):
         if restarts:
-            checkpoints = opened(tmp_path, asynchronous=False, **settings)
+            checkpoints = opened(tmp_path, async_checkpointing=False, **settings)
         checkpoints.save(step, {}, {}, metric=metric)
     assert checkpoints.steps() == kept
     assert names(tmp_path) == {f"step_{step:08}" for step in kept}
@@ -263,7 +264,7 @@ def test_killed_at_any_moment_every_restart_resumes(tmp_path):
 
 def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     calls = DiskCalls(monkeypatch)
-    save(opened(tmp_path, asynchronous=False), 1)
+    save(opened(tmp_path, async_checkpointing=False), 1)
     calls.check_named_safely(tmp_path / "step_00000001")
 
 
@@ -550,7 +551,7 @@ def test_a_second_signal_does_not_wait_for_a_save_which_nobody_resumes_from(thre
 def test_a_save_that_is_not_asynchronous_raises_by_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_folder, "write_manifest", no_space)
     with pytest.raises(OSError, match="No space left"):
-        save(opened(tmp_path, asynchronous=False), 1)
+        save(opened(tmp_path, async_checkpointing=False), 1)
     assert names(tmp_path) == set()
 
 
@@ -558,8 +559,3 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="expected a folder for checkpoints that can be written"):
         opened(tmp_path / "file" / "checkpoints")
-
-
-def test_keeping_none_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="keep_last=0: expected at least 1"):
-        CheckpointConfig(folder=tmp_path, keep_last=0)

@@ -119,7 +119,7 @@ def test_the_manifest_is_the_last_object_and_nothing_is_read_back(object_server,
 
 
 def test_the_last_and_the_best_stay(folder):
-    checkpoints = opened(folder, asynchronous=False, keep_last=1)
+    checkpoints = opened(folder, async_checkpointing=False, keep_last=1)
     for step, metric in enumerate([3.0, 1.0, 2.0, 4.0, 5.0], start=1):
         checkpoints.save(step, state_at(step), {}, metric=metric)
     assert checkpoints.steps() == [2, 5]
@@ -191,7 +191,7 @@ def test_only_our_own_leftovers_are_removed(three):
 
 def test_two_runs_that_save_the_same_step_do_not_mix(folder):
     """One of them has lost the folder, and does not know it yet."""
-    first, second = (opened(folder, asynchronous=False) for _ in range(2))
+    first, second = (opened(folder, async_checkpointing=False) for _ in range(2))
     save(first, 1)
     name = second._place.begin(1)
     writing = second._place.start_writing(name, {"rows": jnp.zeros(3)})

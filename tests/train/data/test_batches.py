@@ -311,7 +311,7 @@ def test_bytes_are_stored_with_a_tokenizer_and_synthetic_tokens_with_none(folder
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dataset_type": "stdlb"}, "dataset_type: expected one of stdlib, text, chat, tokens, synthetic, got 'stdlb'"),
+        ({"dataset_type": "stdlb"}, "dataset_type: expected one of stdlib, text, chat, hf, tokens, .*got 'stdlb'"),
         ({"dataset_type": "text"}, "dataset_type=text: expected dataset_path with files or folders, got none"),
         ({"dataset_path": ("a",)}, "dataset_type=stdlib reads no dataset_path=a; .*use dataset_type=text"),
         ({"dataset_type": "synthetic", "tokenizer_path": "t.json"}, "synthetic reads no tokenizer_path=t.json"),

@@ -189,7 +189,7 @@ def test_what_cannot_be_read_is_named(folder):
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match=r"expected a chat template for messages, got neither chat_template\.jinja"):
         opened(folder, {"messages": SHORT})
-    with pytest.raises(ValueError, match="dataset_type=chat: expected the tokenizer of a model, got bytes"):
+    with pytest.raises(ValueError, match=r"dataset_type=chat or hf\): expected the tokenizer of a model, got bytes"):
         open_data(DataConfig(dataset_type="chat", dataset_path=(str(folder),)), 256, 1)
 
 

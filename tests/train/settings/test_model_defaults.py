@@ -1,6 +1,7 @@
 """Settings that follow the model: its folder's tokenizer, and lengths, batches and learning rates that suit it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -46,7 +47,7 @@ def test_load_parameters_path_alone_is_the_model_too(folder):
     assert alone.asked.model == str(folder)
     assert alone.step.model == resolved(str(folder)).step.model
     both = read_words(("demo", f"load_parameters_path={folder}"))
-    assert both.model == "demo"
+    assert both.model_name == "demo"
     assert both.parameters_folder == folder
 
 
@@ -98,8 +99,8 @@ def test_learning_rates_follow_the_model():
 
 
 def checked(*words):
-    config = resolved(*words)
-    check_data(config.asked, config.step.model)
+    config = read_words(words)
+    check_data(config, resolve(config, CPU).step.model)
 
 
 def test_a_model_of_tokens_without_data_is_refused():
@@ -108,6 +109,15 @@ def test_a_model_of_tokens_without_data_is_refused():
     for word in ("vocab_size=512", "dataset_type=stdlib", "dataset_type=synthetic"):
         checked("olmoe", "num_layers=1", word)
     checked("demo")
+
+
+def test_a_model_of_tokens_needs_data_whatever_else_of_them_is_set():
+    config = read_words(("olmoe-1b-7b", "num_layers=1"))
+    packed = replace(config, data=replace(config.data, packing=False))
+    with pytest.raises(ValueError, match="expected the data to train it on"):
+        check_data(packed, resolve(packed, CPU).step.model)
+    asked = replace(config, data=replace(config.data, dataset_type="stdlib"))
+    check_data(asked, resolve(asked, CPU).step.model)
 
 
 def test_a_folder_without_a_tokenizer_is_refused_unless_bytes_are_asked_for():
@@ -169,7 +179,7 @@ def test_a_run_that_began_with_other_defaults_keeps_them(folder):
     config = resolve(kept, CPU).asked
     assert (config.data.max_target_length, config.data.per_device_batch_size) == (256, 16)
     assert config.optimizer.learning_rate == 3e-3
-    check_data(config, resolve(kept, CPU).step.model)
+    check_data(kept, resolve(kept, CPU).step.model)
     assert keep_earlier_defaults(asked, {}) == asked
 
 
@@ -183,5 +193,5 @@ def test_what_is_given_or_was_given_is_not_replaced():
 
 def test_an_earlier_run_that_began_from_parameters_alone_was_of_the_demo(folder):
     asked = read_words((f"load_parameters_path={folder}",))
-    assert keep_earlier_defaults(asked, {"model_name": "demo"}).model == "demo"
-    assert keep_earlier_defaults(asked, {"model_name": str(folder)}).model == str(folder)
+    assert keep_earlier_defaults(asked, {"model_name": "demo"}).model_name == "demo"
+    assert keep_earlier_defaults(asked, {"model_name": str(folder)}).model_name == str(folder)

@@ -14,9 +14,9 @@ from raggedmoe.kernels.registry import Directions
 from raggedmoe.models.presets import model_preset
 from raggedmoe.moe.config import MoEConfig, strategy_name
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.train.settings.config import SETTINGS, TrainConfig, list_changes
+from raggedmoe.train.settings.config import SETTINGS, TrainConfig, config_of, list_changes
 from raggedmoe.train.settings.resolve import resolve
-from raggedmoe.train.settings.sections import RECIPES, MeshSettings, RunConfig
+from raggedmoe.train.settings.sections import RECIPES, CheckpointConfig, MeshSettings, RunConfig, StepSettings
 from raggedmoe.train.settings.words import read_words
 from tests.train.settings.resume_table import with_table
 
@@ -42,7 +42,7 @@ def test_without_a_word_the_demo_is_trained():
 def test_what_a_model_brings_along_gives_way_to_what_is_typed():
     assert configured("demo").step.optimizer.num_steps == RECIPES["demo"]["steps"]
     assert configured("demo", "steps=7").step.optimizer.num_steps == 7
-    assert configured("olmoe-tiny").step.optimizer.num_steps == SETTINGS["steps"].default
+    assert configured("olmoe-tiny").step.optimizer.num_steps == SETTINGS["steps"].otherwise
     assert all(set(brought) <= set(SETTINGS) for brought in RECIPES.values())
 
 
@@ -50,10 +50,11 @@ def test_what_a_model_brings_along_gives_way_to_what_is_typed():
 def test_every_setting_has_help_and_a_default_that_it_would_accept(key):
     assert key.help
     key.check(key.default)
-    if key.default is None or key.default == ():
+    key.check(key.usual)
+    if key.usual is None or key.usual == ():
         return
-    shown = ",".join(key.default) if isinstance(key.default, tuple) else str(key.default)
-    assert key.parse(shown) == key.default
+    shown = ",".join(key.usual) if isinstance(key.usual, tuple) else str(key.usual)
+    assert key.parse(shown) == key.usual
 
 
 def test_a_configuration_is_shown_as_a_user_would_write_it():
@@ -61,6 +62,33 @@ def test_a_configuration_is_shown_as_a_user_would_write_it():
     written = "TrainConfig(model='olmoe-tiny', mesh=MeshSettings(fsdp_parallelism=2), run=RunConfig(steps=3))"
     assert repr(config) == written
     assert eval(written) == config
+
+
+def test_another_model_brings_its_own_defaults_to_a_configuration_that_was_made_for_one():
+    of_demo = TrainConfig(run=RunConfig(eval_steps=5))
+    other = dataclasses.replace(of_demo, model="olmoe-tiny")
+    assert other == TrainConfig(model="olmoe-tiny", run=RunConfig(eval_steps=5))
+    assert resolve(other, CPU).asked.values() == configured("olmoe-tiny", "eval_steps=5").asked.values()
+    again = resolve(dataclasses.replace(other, model="demo"), CPU).asked.values()
+    assert again == configured("demo", "eval_steps=5").asked.values()
+    assert {name: again[name] for name in RECIPES["demo"]} == {**RECIPES["demo"], "eval_steps": 5}
+
+
+def test_what_is_set_to_what_another_model_would_have_stays():
+    config = TrainConfig(run=RunConfig(steps=SETTINGS["steps"].otherwise), step=StepSettings(bias_update_rate=1e-3))
+    asked = resolve(dataclasses.replace(config, checkpoints=CheckpointConfig(keep_last=3)), CPU).asked
+    assert (asked.run.steps, asked.step.bias_update_rate, asked.run.eval_steps) == (1000, 1e-3, 32)
+
+
+@pytest.mark.parametrize(
+    "config", [TrainConfig(), TrainConfig(model="olmoe-tiny", mesh=MeshSettings(data_parallelism=2))], ids=str
+)
+def test_a_replaced_configuration_is_the_one_that_was_there(config):
+    """There is nothing beside the values that a copy could lack."""
+    again = dataclasses.replace(config, run=dataclasses.replace(config.run), data=dataclasses.replace(config.data))
+    assert again == config
+    assert resolve(again, CPU, 2) == resolve(config, CPU, 2)
+    assert resolve(config_of(config.changes()), CPU, 2) == resolve(config, CPU, 2)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +324,7 @@ def test_flags_for_sparse_kernels_beside_a_dense_matmul_change_nothing_and_say_s
     ("words", "expected"),
     [
         (["eval_interval=-1"], {"eval_interval": 0}),
-        (["eval_steps=-1"], {"eval_steps": RECIPES["demo"]["eval_steps"]}),
+        (["eval_steps=-1"], {"eval_steps": None}),
         (["profiler="], {"profiler": "none"}),
         (["per_device_batch_size=1.0"], {"per_device_batch_size": 1}),
         (["capacity_factor=-1.00"], {"capacity_factor": None}),
@@ -378,7 +406,11 @@ def test_slots_of_a_capacity_factor_can_be_on_several_devices():
 
 def test_a_longer_schedule_makes_no_longer_run():
     config = configured("olmoe-tiny", "steps=3", "learning_rate_schedule_steps=100", "warmup_steps_fraction=0.5")
-    assert (config.run.steps, config.step.optimizer.num_steps, config.step.optimizer.num_warmup_steps) == (3, 100, 50)
+    assert (config.run.num_steps, config.step.optimizer.num_steps, config.step.optimizer.num_warmup_steps) == (
+        3,
+        100,
+        50,
+    )
 
 
 @pytest.mark.parametrize(("steps", "period"), [(20, 1), (21, 10)])
@@ -462,11 +494,11 @@ def test_fewer_layers_keep_the_dense_ones_among_them():
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in SETTINGS if name in TRANSLATED and SETTINGS[name].default not in (None, ())]
+    "name", [name for name in SETTINGS if name in TRANSLATED and SETTINGS[name].usual not in (None, ())]
 )
 def test_no_setting_of_ours_is_shadowed_by_a_different_one_of_theirs(name):
     key = SETTINGS[name]
-    assert TRANSLATED[name](str(key.default)).settings == {name: str(key.default)}
+    assert TRANSLATED[name](str(key.usual)).settings == {name: str(key.usual)}
 
 
 def test_what_every_maxtext_name_stands_for_is_a_setting_of_ours():

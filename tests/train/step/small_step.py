@@ -19,7 +19,7 @@ from raggedmoe.moe.config import RouterConfig
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.train.data.rows import Batch
 from raggedmoe.train.settings.sections import OptimizerConfig, StepSettings
-from raggedmoe.train.settings.step import StepConfig
+from raggedmoe.train.settings.step import ResolvedStep
 from raggedmoe.train.step.optimizer import make_optimizer
 from raggedmoe.train.step.state import state_from_params
 from raggedmoe.train.step.step import train_step
@@ -70,7 +70,7 @@ EINSUM = ModelExecution(moe=MoEExecution(moe_backend="dense"))  # experts that c
 ADAM = OptimizerConfig(
     schedule_steps=40, learning_rate=0.01, warmup_steps=4, adam_b1=0.0, gradient_clipping_threshold=0.0
 )
-WHOLE = StepConfig(
+WHOLE = ResolvedStep(
     model=whole_model(),
     execution=EINSUM,
     optimizer=ADAM,

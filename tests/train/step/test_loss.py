@@ -224,7 +224,8 @@ ON_MESHES = [
 @pytest.mark.parametrize(("plan", "vocab"), ON_MESHES, ids=["fsdp-expert-tensor", "data-tensor", "whole-vocabulary"])
 def test_on_a_mesh_it_is_the_same_and_no_token_or_logit_leaves_its_device(plan, vocab):
     mesh, arguments = plan.mesh(), drawn(32, vocab)
-    table = NamedSharding(mesh, table_sharding(logical_mesh(mesh), (vocab, D)).spec)
+    on_mesh = logical_mesh(mesh)
+    table = on_mesh.sharding(table_sharding(on_mesh, (vocab, D)).spec)
     tokens = NamedSharding(mesh, stage.TOKENS)
     places = (tokens, table, tokens, tokens)
     gradient = jax.value_and_grad(lambda *a: cross_entropy_sum(*a, mesh), (0, 1))

@@ -24,7 +24,7 @@ def expected_rate(config, step):
         return 0
     if step < config.warmup_steps:
         return PEAK * (step + (config.warmup_from == "first")) / config.warmup_steps
-    last = PEAK * config.final_fraction
+    last = PEAK * config.final_share
     step, after = step - config.warmup_steps, config.schedule_steps - config.warmup_steps
     decay = after if config.schedule == "cosine" else math.floor(config.decay_fraction * config.schedule_steps)
     if config.schedule == "constant" or step < after - decay:

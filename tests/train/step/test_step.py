@@ -14,7 +14,7 @@ from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.parameters import is_trained, param_specs
 from raggedmoe.moe.config import RouterConfig
 from raggedmoe.train.settings.sections import StepSettings
-from raggedmoe.train.settings.step import StepConfig
+from raggedmoe.train.settings.step import ResolvedStep
 from raggedmoe.train.step.optimizer import learning_rate_schedule
 from raggedmoe.train.step.step import batch_gradients
 from tests.train.step.small_step import (
@@ -92,7 +92,7 @@ def test_the_batch_wise_loss_is_that_of_each_micro_batch_and_the_capacity_that_o
     model = small_model(aux_loss_weight=1.0)
     moe = dataclasses.replace(model.moe, capacity_factor=0.5)
     model = dataclasses.replace(model, num_layers=1, mtp_layers=0, moe=moe)
-    config = StepConfig(model=model, optimizer=ADAM, losses=StepSettings(gradient_accumulation_steps=4))
+    config = ResolvedStep(model=model, optimizer=ADAM, losses=StepSettings(gradient_accumulation_steps=4))
     params = drawn_params(model)
 
     @jax.jit
@@ -114,7 +114,7 @@ def test_random_routing_differs_by_step_and_micro_batch():
     preset = tiny("mixtral-tiny", vocab_size=61, num_layers=1)
     moe = dataclasses.replace(preset.moe, router=RouterConfig(selection="random"))
     model = dataclasses.replace(preset, moe=moe)
-    config = StepConfig(
+    config = ResolvedStep(
         model=model, execution=EINSUM, optimizer=ADAM, losses=StepSettings(gradient_accumulation_steps=4)
     )
     rows = packed(ROWS[:2], model.vocab_size)

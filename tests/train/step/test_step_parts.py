@@ -10,7 +10,7 @@ import pytest
 
 from raggedmoe.models.decoder import mtp_mask
 from raggedmoe.train.settings.sections import OptimizerConfig, StepSettings
-from raggedmoe.train.settings.step import StepConfig
+from raggedmoe.train.settings.step import ResolvedStep
 from raggedmoe.train.step.step import layers_of_biases, mtp_weights, update_biases
 from tests.train.step.small_step import (
     ADAM,
@@ -75,7 +75,7 @@ MODELS = {
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 def test_layers_of_biases_are_found_by_their_number_in_the_model(model):
-    config = StepConfig(model=model, optimizer=ADAM)
+    config = ResolvedStep(model=model, optimizer=ADAM)
     # Each row of the load by the number of its layer, modules after the model's own.
     row_of_layer = {
         layer: row
@@ -96,7 +96,7 @@ def test_layers_of_biases_are_found_by_their_number_in_the_model(model):
 
 def test_biases_of_several_stacks_move_by_their_own_loads():
     model = MODELS["dense between"]
-    config = StepConfig(model=model, optimizer=ADAM, losses=StepSettings(bias_update_rate=RATE))
+    config = ResolvedStep(model=model, optimizer=ADAM, losses=StepSettings(bias_update_rate=RATE))
     rows, experts = len(model.moe_layers) + model.mtp_layers, model.moe.num_experts
     load = np.random.default_rng(0).integers(0, 5, (rows, experts), dtype=np.int32)
     _, biases = sorted_out(drawn_params(model))
@@ -122,7 +122,7 @@ def narrow_steps():
     """The state before and after three steps, and the last report."""
     model = dataclasses.replace(small_model(), num_layers=1, dense_layers=(0,), dtype=jnp.bfloat16)
     adam = OptimizerConfig(schedule_steps=40, learning_rate=1e-5, warmup_steps=0)
-    config = StepConfig(model=model, execution=EINSUM, optimizer=adam, losses=StepSettings(mtp_loss_weight=0.0))
+    config = ResolvedStep(model=model, execution=EINSUM, optimizer=adam, losses=StepSettings(mtp_loss_weight=0.0))
     before = first_state(config)
     ones = jnp.ones_like(before.params["final_norm"])
     before = after = dataclasses.replace(before, params={**before.params, "final_norm": ones})

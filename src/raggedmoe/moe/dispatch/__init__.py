@@ -31,7 +31,7 @@ def prepare(
     """Find out how some of each device's tokens reach their experts, and how many slots all devices drop."""
     metadata = _strategy(settings).prepare(routing.slice_tokens(tokens), settings)
     axes = settings.on_mesh.axes(*TOKEN_AXES)
-    dropped = lax.psum(metadata.dropped, axes) if may_drop(settings) else jnp.zeros((), jnp.int32)
+    dropped = lax.psum(metadata.dropped.squeeze(), axes) if may_drop(settings) else jnp.zeros((), jnp.int32)
     return offset_into_stacked_experts(metadata, first_expert, num_stacked), dropped
 
 
@@ -76,7 +76,7 @@ def offset_into_stacked_experts(
     """Place the rows' groups among the experts of all layers; those of other layers have no rows, and cost nothing."""
     if first_expert is None:
         return metadata
-    if metadata.group_sizes is None:
+    if metadata.used is not None:
         raise ValueError(
             "expected a strategy with ragged groups for weights of several layers, got one with equal ones"
         )

@@ -56,7 +56,7 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
         group_sizes=here.sum(0, dtype=jnp.int32),
         num_rows=metadata.num_rows,
         used=None,
-        dropped=(sizes[rank] - kept[rank]).sum(dtype=jnp.int32),
+        dropped=(sizes[rank] - kept[rank]).sum(dtype=jnp.int32, keepdims=True),
         exchange=Exchange(
             moves=Moves(
                 sent=kept[rank],

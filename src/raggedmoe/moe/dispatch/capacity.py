@@ -28,7 +28,8 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
         capacity = config.sequence_capacity(routing.mask.shape[0] // num_sequences)
         metadata = prepare_token_choice(routing, config.num_experts, capacity, num_sequences)
     assert metadata.used is not None
-    return replace(metadata, used=to_experts(metadata.used, settings))
+    used, held = to_experts(metadata.used, settings), num_held(settings)
+    return replace(metadata, used=used, group_sizes=jnp.full(held, used.size // held, jnp.int32))
 
 
 def dispatch(
@@ -92,10 +93,10 @@ def prepare_token_choice(routing: RouteOutput, num_experts: int, capacity: int, 
         slot_of_row=slot_of_row,
         row_of_slot=row_of_slot,
         weights=routing.weights,
-        group_sizes=None,
-        num_rows=jnp.asarray(num_rows, jnp.int32),
+        group_sizes=jnp.full(num_experts, num_rows // num_experts, jnp.int32),
+        num_rows=jnp.full(1, num_rows, jnp.int32),
         used=slot_of_row >= 0,
-        dropped=(routed & ~kept).sum(dtype=jnp.int32),
+        dropped=(routed & ~kept).sum(dtype=jnp.int32).reshape(1),
     )
 
 
@@ -109,10 +110,10 @@ def prepare_expert_choice(routing: RouteOutput) -> RouteMetadata:
         slot_of_row=None,
         row_of_slot=None,
         weights=routing.weights.reshape(-1),
-        group_sizes=None,
-        num_rows=jnp.asarray(tokens.size, jnp.int32),
+        group_sizes=jnp.full(routing.tokens.shape[0], routing.tokens.shape[1], jnp.int32),
+        num_rows=jnp.full(1, tokens.size, jnp.int32),
         used=tokens < routing.mask.shape[0],
-        dropped=(routing.mask & ~taken).sum(dtype=jnp.int32),
+        dropped=(routing.mask & ~taken).sum(dtype=jnp.int32, keepdims=True),
     )
 
 

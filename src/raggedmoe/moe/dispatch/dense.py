@@ -30,10 +30,10 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
         slot_of_row=None,
         row_of_slot=row_of_slot,
         weights=weights,
-        group_sizes=None,
-        num_rows=jnp.asarray(held * num_tokens, jnp.int32),
+        group_sizes=jnp.full(held, num_tokens, jnp.int32),
+        num_rows=jnp.full(1, held * num_tokens, jnp.int32),
         used=pvary_like(jnp.zeros(held * num_tokens, bool), row_of_slot).at[row_of_slot].set(True, mode="drop"),
-        dropped=jnp.zeros((), jnp.int32),
+        dropped=jnp.zeros(1, jnp.int32),
     )
 
 

@@ -34,9 +34,9 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
         row_of_slot=places,
         weights=routing.weights,
         group_sizes=group_sizes,
-        num_rows=group_sizes.sum(dtype=jnp.int32),
+        num_rows=group_sizes.sum(dtype=jnp.int32, keepdims=True),
         used=None,
-        dropped=jnp.zeros((), jnp.int32),
+        dropped=jnp.zeros(1, jnp.int32),
     )
 
 

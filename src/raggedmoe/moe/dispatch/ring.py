@@ -41,9 +41,9 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
         row_of_slot=jnp.where((places >= first) & (places < first + num_rows), places - first, buffer),
         weights=weights,
         group_sizes=group_sizes,
-        num_rows=num_rows,
+        num_rows=num_rows[None],
         used=None,
-        dropped=wanted.sum(dtype=jnp.int32) - num_rows,
+        dropped=wanted.sum(dtype=jnp.int32, keepdims=True) - num_rows,
     )
 
 

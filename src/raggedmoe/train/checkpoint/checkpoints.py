@@ -34,26 +34,11 @@ from raggedmoe.train.checkpoint.manifest import (
 )
 from raggedmoe.train.checkpoint.object_folder import ObjectFolder
 from raggedmoe.train.checkpoint.stored_arrays import describe_leaf, leaves_by_name, read_state
+from raggedmoe.train.settings.sections import CheckpointConfig
 
 logger = logging.getLogger("raggedmoe")
 
 VISIBLE_SECONDS = 30.0  # until a folder that another host made is seen: some file systems take a while
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """Where checkpoints are written, and which of them are kept."""
-
-    folder: AnyPath
-    keep_last: int = 2  # the newest ones
-    keep_best: bool = True  # and the one with the lowest metric
-    asynchronous: bool = True  # write while the next steps run
-
-    def __post_init__(self) -> None:
-        if self.keep_last < 1:
-            raise ValueError(
-                f"keep_last={self.keep_last}: expected at least 1; there is nothing to resume from without"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +85,10 @@ class Checkpoints:
     Use it in a ``with``, or call ``wait`` at the end: orbax cannot finish a save while Python shuts down.
     """
 
-    def __init__(self, config: CheckpointConfig) -> None:
-        self._config = config
-        self._place = checkpoint_folder(config.folder)
+    def __init__(self, folder: AnyPath, config: CheckpointConfig | None = None) -> None:
+        """Open the folder, whose newest and best checkpoints are kept as ``config`` says."""
+        self._config = CheckpointConfig() if config is None else config
+        self._place = checkpoint_folder(folder)
         self._folder: AnyPath = self._place.path
         self._damaged: set[int] = set()  # steps of damaged checkpoints that still have their name
         self._thread: threading.Thread | None = None
@@ -183,7 +169,7 @@ class Checkpoints:
         except BaseException:
             self._discard(name)
             raise
-        if self._config.asynchronous:
+        if self._config.async_checkpointing:
             self._thread = threading.Thread(
                 target=self._finish_in_background, args=(name, manifest, writing), name="raggedmoe-checkpoint"
             )

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,6 +13,7 @@ import numpy as np
 from raggedmoe.storage import as_path
 from raggedmoe.train.data import chat
 from raggedmoe.train.data.corpus import Corpus, Document, read_standard_library, read_text_files
+from raggedmoe.train.data.hf_files import read_hf_files
 from raggedmoe.train.data.rows import (
     Batch,
     Rows,
@@ -99,7 +100,7 @@ class Data:
         num_rows = min(num * size, num_available)
         row_numbers = [number * num_available // num_rows for number in range(num_rows)]
         return [
-            _pad_batch(self.held_out.batch(row_numbers[start : start + size]), size)
+            pad_batch(self.held_out.batch(row_numbers[start : start + size]), size)
             for start in range(0, len(row_numbers), size)
         ]
 
@@ -109,21 +110,12 @@ def open_data(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
 
     Data that cannot be trained on is an error here.
     """
-    if config.dataset_type == "synthetic":
+    if config.dataset == "synthetic":
         return _open_synthetic(config, vocab_size, batch_size)
-    if config.dataset_type == "tokens":
+    if config.dataset == "tokens":
         return _open_tokens(config, vocab_size, batch_size)
     tokenizer = _open_tokenizer(config, vocab_size)
-    corpus: Corpus
-    if config.dataset_type == "stdlib":
-        corpus = read_standard_library(tokenizer)
-    elif config.dataset_type == "chat":
-        suffixes = config.dataset_suffixes or chat.SUFFIXES
-        corpus = chat.read_chat_files(
-            config.dataset_path, suffixes, tokenizer, config.sequence_length, config.chat_date
-        )
-    else:
-        corpus = read_text_files(config.dataset_path, config.dataset_suffixes or TEXT_SUFFIXES, tokenizer)
+    corpus = _READERS[config.dataset](config, config.dataset_path, tokenizer)
     train, held_out = split_documents(corpus.documents, share=config.held_out, seed=config.data_seed)
     rows = _make_rows(config, train)
     _check_rows(config, batch_size, rows, tokenizer.unit)
@@ -139,6 +131,24 @@ def open_data(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
         description=_description(config, corpus, train, held_out),
         tokenizer=tokenizer,
     )
+
+
+def _read_texts(config: DataConfig, paths: Sequence[str], tokenizer: TextTokenizer) -> Corpus:
+    return read_text_files(paths, config.dataset_suffixes or TEXT_SUFFIXES, tokenizer)
+
+
+def _read_chats(config: DataConfig, paths: Sequence[str], tokenizer: TextTokenizer) -> Corpus:
+    suffixes = config.dataset_suffixes or chat.SUFFIXES
+    return chat.read_chat_files(paths, suffixes, tokenizer, config.sequence_length, config.chat_date)
+
+
+# What reads the documents of a dataset, by its type.
+_READERS: dict[str, Callable[[DataConfig, Sequence[str], TextTokenizer], Corpus]] = {
+    "stdlib": lambda config, paths, tokenizer: read_standard_library(tokenizer),
+    "text": _read_texts,
+    "chat": _read_chats,
+    "hf": read_hf_files,
+}
 
 
 def _open_tokenizer(config: DataConfig, vocab_size: int) -> TextTokenizer:
@@ -206,7 +216,7 @@ def _open_synthetic(config: DataConfig, vocab_size: int, batch_size: int) -> Dat
         )
 
     settings = [
-        config.dataset_type,
+        config.dataset,
         config.data_seed,
         config.sequence_length,
         batch_size,
@@ -238,7 +248,7 @@ def _open_tokens(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
 
     train, held_out = rows(folder.train), folder.held_out if config.held_out else None
     _check_rows(config, batch_size, train, folder.tokenizer.unit)
-    settings = [config.dataset_type, config.data_seed, config.sequence_length, batch_size, config.packing]
+    settings = [config.dataset, config.data_seed, config.sequence_length, batch_size, config.packing]
     num, num_held_out = len(folder.train.bounds) - 1, 0 if held_out is None else len(held_out.bounds) - 1
     return Data(
         config=config,
@@ -286,7 +296,7 @@ def _check_rows(config: DataConfig, batch_size: int, rows: TokenRows, unit: str)
 def _fingerprint(config: DataConfig, batch_size: int, corpus: Corpus) -> str:
     """Hash the documents and the settings that the order depends on. Paths and suffixes count by what they found."""
     settings = [
-        config.dataset_type,
+        config.dataset,
         config.data_seed,
         config.sequence_length,
         batch_size,
@@ -305,7 +315,7 @@ def _fingerprint(config: DataConfig, batch_size: int, corpus: Corpus) -> str:
 def _description(config: DataConfig, corpus: Corpus, train: Sequence[Document], held_out: Sequence[Document]) -> str:
     num, unit = len(corpus.documents), corpus.tokenizer.unit
     size = f"{_short(_num_tokens(corpus.documents))} {unit}"
-    read = f"{config.dataset_type}: {num:,} {corpus.kind}{'s' * (num != 1)}, {size}{corpus.losses}"
+    read = f"{config.dataset}: {num:,} {corpus.kind}{'s' * (num != 1)}, {size}{corpus.losses}"
     if not held_out:
         return f"{read}; all to train on"
     if len(train) == num:
@@ -333,7 +343,7 @@ def _hash_to_int(*values: object) -> int:
     return int.from_bytes(_digest(values).digest()[:8]) >> 1
 
 
-def _pad_batch(batch: Batch, size: int) -> Batch:
+def pad_batch(batch: Batch, size: int) -> Batch:
     """Pad a batch with empty rows to ``size``, so that all batches have one shape and are compiled once."""
     missing = size - len(batch.ids)
     padding = jax.tree.map(lambda values: np.zeros((missing, *values.shape[1:]), values.dtype), batch)

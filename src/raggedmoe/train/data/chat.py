@@ -27,20 +27,32 @@ def read_chat_files(
 
     ``today`` is the date that a chat template may ask for, by default that of the clock.
     """
-    if tokenizer.library is None:
-        raise ValueError(
-            "dataset_type=chat: expected the tokenizer of a model, got bytes; use a model's folder, or "
-            "tokenizer_path=.../tokenizer.json"
-        )
-    assert tokenizer.path is not None
-    template = ChatTemplate.read(tokenizer.path.parent, today)
+    template = read_template(tokenizer, today)
     named = [
         (f"{name}:{number}", chat)
         for name, path, content in read_files(paths, suffixes)
         for number, chat in _read_chats(path, content, template)
     ]
+    return make_chat_corpus(named, ", ".join(paths), tokenizer, sequence_length)
+
+
+def read_template(tokenizer: TextTokenizer, today: str | None) -> ChatTemplate:
+    """Read the chat template that lies beside a tokenizer, which bytes have not."""
+    if tokenizer.library is None:
+        raise ValueError(
+            "conversations (dataset_type=chat or hf): expected the tokenizer of a model, got bytes; use a model's "
+            "folder, or tokenizer_path=.../tokenizer.json"
+        )
+    assert tokenizer.path is not None
+    return ChatTemplate.read(tokenizer.path.parent, today)
+
+
+def make_chat_corpus(
+    named: Sequence[tuple[str, RenderedChat]], where: str, tokenizer: TextTokenizer, sequence_length: int
+) -> Corpus:
+    """Make a document of each conversation with an answer to learn. One of more tokens than a sequence is cut."""
     if not named:
-        raise ValueError(f"{', '.join(paths)}: expected conversations, a line each, got none; name other paths")
+        raise ValueError(f"{where}: expected conversations, got none; name other paths")
     documents, num_cut, num_left_out = [], 0, 0
     for name, document in _tokenize(named, tokenizer):
         learned = document.learned
@@ -54,7 +66,7 @@ def read_chat_files(
             num_left_out += 1
     if not documents:
         raise ValueError(
-            f"{', '.join(paths)}: expected answers to learn in {len(named)} conversations, got none within "
+            f"{where}: expected answers to learn in {len(named)} conversations, got none within "
             f"max_target_length={sequence_length} tokens; use a larger one, or data with assistant messages"
         )
     learned_tokens = sum(int(document.learned.sum()) for document in documents if document.learned is not None)
@@ -72,12 +84,12 @@ def _read_chats(path: AnyPath, content: bytes, template: ChatTemplate) -> Iterat
         if not line.strip():
             continue
         try:
-            yield number, _render(json.loads(line), template)
+            yield number, render_chat(json.loads(line), template)
         except (ValueError, RecursionError) as error:  # that it is no JSON is one too
             raise ValueError(f"{path}, line {number}: {error}") from None
 
 
-def _render(value: Any, template: ChatTemplate) -> RenderedChat:
+def render_chat(value: Any, template: ChatTemplate) -> RenderedChat:
     """Make the text of a line's conversation, and say which of it is learned."""
     if not isinstance(value, dict) or not ({"messages"} <= value.keys() or {"prompt", "completion"} <= value.keys()):
         got = sorted(value) if isinstance(value, dict) else type(value).__name__

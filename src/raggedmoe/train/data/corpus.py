@@ -3,7 +3,7 @@
 import logging
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from raggedmoe.storage.trees import list_files, map_files
 from raggedmoe.train.data.tokenizer import BYTES, TextTokenizer
 
 _log = logging.getLogger(__name__)
+Files = Sequence[tuple[str, AnyPath]]  # with their names
+Select = Callable[[AnyPath, Files], Files]
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
@@ -53,7 +55,7 @@ def read_standard_library(tokenizer: TextTokenizer = BYTES) -> Corpus:
             f"{root}: expected the standard library's sources, found no .py file to read; this Python came without "
             "them: use dataset='text' with paths of your own, or dataset='synthetic'"
         )
-    return _make_corpus(contents, tokenizer)
+    return make_corpus(contents, tokenizer)
 
 
 def read_text_files(paths: Sequence[str], suffixes: Sequence[str], tokenizer: TextTokenizer = BYTES) -> Corpus:
@@ -64,27 +66,32 @@ def read_text_files(paths: Sequence[str], suffixes: Sequence[str], tokenizer: Te
     contents = read_files(paths, suffixes)
     if not any(content for _, _, content in contents):
         raise ValueError(f"{', '.join(paths)}: expected text, got {len(contents)} empty files; name other paths")
-    return _make_corpus(contents, tokenizer)
+    return make_corpus(contents, tokenizer)
 
 
 def read_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[tuple[str, AnyPath, bytes]]:
     """Read files, and all files below folders: the name, place and content of each, in the order of the names."""
-    return _read_files([file for root in map(as_path, paths) for file in _find_files(root, suffixes)])
+    return _read_files([file for root in map(as_path, paths) for file in list_files_below(root, suffixes)])
 
 
-def find_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[tuple[str, Path]]:
-    """List files, and all files below folders, by name in the order of the names; they must be on this machine."""
+def find_files(
+    paths: Sequence[str], suffixes: Sequence[str], select: Select = lambda root, files: files
+) -> list[tuple[str, Path]]:
+    """List files, and all files below folders, by name in the order of the names; they must be on this machine.
+
+    ``select`` chooses among those of each path.
+    """
     places = [as_path(path) for path in paths]
     remote = [place for place in places if isinstance(place, ObjectPath)]
     if remote:
         raise ValueError(f"{remote[0]}: expected files on this machine, to read part by part; copy them here")
-    found = [file for place in places for file in _find_files(place, suffixes)]
+    found = [file for place in places for file in select(place, list_files_below(place, suffixes))]
     local = {os.path.realpath(str(path)): (name, Path(str(path))) for name, path in reversed(found)}
     return sorted(local.values())
 
 
-def _make_corpus(contents: Sequence[tuple[str, AnyPath, bytes]], tokenizer: TextTokenizer) -> Corpus:
-    """Make a document of each file that has a token."""
+def make_corpus(contents: Sequence[tuple[str, AnyPath, bytes]], tokenizer: TextTokenizer, kind: str = "file") -> Corpus:
+    """Make a document of each file, or row of one, that has a token."""
     tokens = tokenizer.encode([(path, content) for _, path, content in contents])
     documents = [
         Document(name=name, tokens=document_tokens)
@@ -92,11 +99,11 @@ def _make_corpus(contents: Sequence[tuple[str, AnyPath, bytes]], tokenizer: Text
         if len(document_tokens)
     ]
     if not documents:
-        raise ValueError(f"{tokenizer.path}: expected tokens for the text of {len(contents)} files, got none")
-    return Corpus(documents=tuple(documents), tokenizer=tokenizer)
+        raise ValueError(f"{tokenizer.path}: expected tokens for the text of {len(contents)} {kind}s, got none")
+    return Corpus(documents=tuple(documents), tokenizer=tokenizer, kind=kind)
 
 
-def _find_files(root: AnyPath, suffixes: Sequence[str]) -> list[tuple[str, AnyPath]]:
+def list_files_below(root: AnyPath, suffixes: Sequence[str]) -> list[tuple[str, AnyPath]]:
     """List a file, or the files below a folder, with their names relative to it."""
     if isinstance(root, ObjectPath):
         inside: list[AnyPath] = [root] if root.is_file() else _list_objects(root, suffixes)

@@ -22,6 +22,7 @@ from raggedmoe.interop.progress import bytes_bar
 from raggedmoe.interop.writing import new_folder, write_json
 from raggedmoe.models.companions import Companions
 from raggedmoe.storage import AnyPath
+from raggedmoe.train.data import hf_files
 from raggedmoe.train.data.corpus import find_files
 from raggedmoe.train.data.tokenizer import (
     BYTES_THAT_END,
@@ -96,14 +97,17 @@ def write_tokens(
     suffixes: Sequence[str],
     held_out: float,
     seed: int = 0,
+    split: str | None = None,
+    column: str | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Write the tokens of files, and of all files below folders, and return the description.
 
-    A file is a document; of jsonl, each line's "text" is one. A document is held out by the hash of its name. What is
-    in memory at once is some MB, however long a document is, if it has line ends.
+    A file is a document; of jsonl, each line's "text" is one, and of parquet and arrow files, each row's ``column``. Of
+    a dataset in such files its ``split`` is read. A document is held out by the hash of its name. What is in memory at
+    once is some MB, however long a document is, if it has line ends.
     """
-    files = find_files(paths, suffixes)
+    files = _find(paths, suffixes, split)
     dtype = tokenizer.dtype
     with new_folder(folder) as partial, bytes_bar("tokenizing", _size(files), progress) as advance:
         handles = {name: (partial / f"{name}.tokens").open("wb") for name in (TRAIN, HELD_OUT)}
@@ -111,7 +115,7 @@ def write_tokens(
         try:
             waiting: list[tuple[_Part, str | None]] = []
             num_characters = 0
-            for name, piece in _pieces(files, advance):
+            for name, piece in _pieces(files, advance, column):
                 waiting.append((parts[HELD_OUT if _is_held_out(name, held_out, seed) else TRAIN], piece))
                 num_characters += len(piece or "")
                 if num_characters >= CALL_CHARACTERS or len(waiting) >= CALL_PIECES:
@@ -187,10 +191,22 @@ def _write(waiting: Sequence[tuple[_Part, str | None]], tokenizer: TextTokenizer
             part.add(next(encoded))
 
 
-def _pieces(files: Sequence[tuple[str, Path]], advance: Any) -> Iterator[tuple[str, str | None]]:
+def _find(paths: Sequence[str], suffixes: Sequence[str], split: str | None) -> list[tuple[str, Path]]:
+    return find_files(paths, suffixes, lambda root, files: hf_files.select_tables(root, files, split))
+
+
+def _pieces(
+    files: Sequence[tuple[str, Path]], advance: Any, column: str | None = None
+) -> Iterator[tuple[str, str | None]]:
     """Yield each document's name with its text in parts, and then with None."""
     for name, path in files:
-        if name.lower().endswith(JSON_LINES):
+        if name.lower().endswith(hf_files.SUFFIXES):
+            for number, row in enumerate(hf_files.read_rows(path, column), 1):
+                document = f"{name}:{number}"
+                yield from ((document, part) for part in text_parts(_text_of_row(row, path, number)))
+                yield document, None
+            advance(os.path.getsize(path))
+        elif name.lower().endswith(JSON_LINES):
             with path.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
                     advance(len(line))
@@ -211,6 +227,15 @@ def _text_of(line: bytes, path: Path, number: int) -> str:
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
         raise ValueError(f'{path}, line {number}: expected {{"text": "…"}}, got {value!s:.80}')
     return value["text"]
+
+
+def _text_of_row(row: dict[str, Any], path: Path, number: int) -> str:
+    if hf_files.TEXT not in row:
+        raise ValueError(
+            f"{path}, row {number}: expected text, got {' and '.join(row)}; conversations are trained on with "
+            "dataset_type=hf; or name a column of text with --column"
+        )
+    return row[hf_files.TEXT] or ""
 
 
 def _read_parts(path: Path, advance: Any) -> Iterator[str]:
@@ -251,7 +276,14 @@ def bytes_or_tokenizer(path: Path | None, vocab_size: int = 2**31) -> TextTokeni
     return load_tokenizer(path / TOKENIZER if path.is_dir() else path, vocab_size).with_end(None)
 
 
-def train_tokenizer(paths: Sequence[str], suffixes: Sequence[str], vocab_size: int) -> TextTokenizer:
+def train_tokenizer(
+    paths: Sequence[str],
+    suffixes: Sequence[str],
+    vocab_size: int,
+    *,
+    split: str | None = None,
+    column: str | None = None,
+) -> TextTokenizer:
     """Train a tokenizer on files: byte-pair encoding of bytes, so that it can write any text, and an end of a text."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -266,8 +298,8 @@ def train_tokenizer(paths: Sequence[str], suffixes: Sequence[str], vocab_size: i
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END_TEXT], initial_alphabet=alphabet, show_progress=False
     )
-    files = find_files(paths, suffixes)
-    library.train_from_iterator((piece for _, piece in _pieces(files, lambda size: None) if piece), trainer)
+    files = _find(paths, suffixes, split)
+    library.train_from_iterator((piece for _, piece in _pieces(files, lambda size: None, column) if piece), trainer)
     return TextTokenizer(
         text=library.to_str(), vocab_size=library.get_vocab_size(), library=library, end=library.token_to_id(END_TEXT)
     )

@@ -17,7 +17,6 @@ from raggedmoe.models.count import count_params
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.params import Params
 from raggedmoe.sharding.training import TrainSharding
-from raggedmoe.train.checkpoint.checkpoints import CheckpointConfig as CheckpointFolder
 from raggedmoe.train.checkpoint.checkpoints import Checkpoints, RestoredCheckpoint
 from raggedmoe.train.data.batches import Data
 from raggedmoe.train.loop import run_folder
@@ -36,11 +35,11 @@ def startup_summary(config: ResolvedConfig, data: Data, hardware: Hardware) -> s
     degrees = ", ".join(f"{axis} {size}" for axis, size in config.plan.sizes.items() if size > 1)
     devices = f"{hardware.name} × {config.plan.num_devices} ({degrees})" if degrees else hardware.name
     return (
-        f"{config.asked.model}: {count.total / 1e6:.2f}M parameters, {count.active / 1e6:.2f}M active"
+        f"{config.asked.model_name}: {count.total / 1e6:.2f}M parameters, {count.active / 1e6:.2f}M active"
         f", {model.moe.experts_per_token} of {model.moe.num_experts} experts in {len(model.moe_layers)} of "
         f"{model.num_layers} layers; {np.dtype(model.dtype).name} on {devices}, JAX {compat.JAX_VERSION}\n"
         f"{data.describe()}; {config.batch_size} × {config.data.sequence_length} tokens a step, "
-        f"{config.run.steps} steps into {config.folder}"
+        f"{config.run.num_steps} steps into {config.folder}"
     )
 
 
@@ -115,13 +114,7 @@ def open_checkpoints(config: ResolvedConfig) -> Any:
     kept = config.checkpoints
     if not kept.enable_checkpointing:
         return contextlib.nullcontext()
-    folder = CheckpointFolder(
-        folder=config.folder / run_folder.CHECKPOINTS,
-        keep_last=kept.keep_last,
-        keep_best=kept.keep_best,
-        asynchronous=kept.async_checkpointing,
-    )
-    return Checkpoints(folder)
+    return Checkpoints(config.folder / run_folder.CHECKPOINTS, kept)
 
 
 def check_processes_agree(config: ResolvedConfig, fingerprint: str) -> None:
@@ -153,7 +146,7 @@ def restore_state(
     restored = checkpoints.restore(state_template(config.step, sharding))
     assert restored is not None
     check_resumable(config, data, restored.extra, str(restored.path))
-    steps = config.run.steps
+    steps = config.run.num_steps
     if restored.step > steps:
         raise ValueError(f"steps={steps} is less than the {restored.step} that {restored.path} has done; use as many")
     return restored
@@ -210,7 +203,7 @@ def load_initial_params(config: ResolvedConfig) -> Params | None:
     ]
     if wrong:
         raise ValueError(
-            f"{path} is no checkpoint of model_name={config.asked.model} as it is set; "
+            f"{path} is no checkpoint of model_name={config.asked.model_name} as it is set; "
             f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}. "
             "Leave out the sizes, or use from_scratch=true to begin with new parameters"
         )

@@ -46,7 +46,7 @@ class RunLog:
         values = self._values(fetched, seconds)
         if len(self.load):
             self.load += fetched["load"]
-            if step % self._config.run.load_period == 0 or step == self._config.run.steps:
+            if step % self._config.run.load_period == 0 or step == self._config.run.num_steps:
                 self._metrics.load(step, self.load)
                 self.load = np.zeros_like(self.load)
         self.skipped_in_a_row = int(fetched["skipped_in_a_row"])

@@ -71,16 +71,16 @@ def train(config: TrainConfig, *, callbacks: Sequence[Callback] = (), quiet: boo
     hardware = target_hardware()
     config = keep_earlier_defaults(config, settings_to_resume(config))
     resolved = resolve(config, hardware, jax.device_count(), count_slices(jax.devices()))
-    check_data(resolved.asked, resolved.step.model)
+    check_data(config, resolved.step.model)
     run, plan, model = resolved.run, resolved.plan, resolved.step.model
     silent = quiet or jax.process_index() != 0  # only process 0 prints
-    screen = Screen(run.steps, run.steps_between_lines, Console(quiet=True) if silent else None)
+    screen = Screen(run.num_steps, run.steps_between_lines, Console(quiet=True) if silent else None)
     if num_made and hardware.platform == "cpu":
         where = "in each process, " if jax.process_count() > 1 else ""
         screen.say(f"made {num_made} host devices of this CPU, {where}as the degrees ask for so many")
     memory = memory_bytes(hardware, -(-plan.num_devices // jax.process_count()))
     device_tokens = resolved.micro_batch_size * resolved.data.sequence_length // plan.num_token_shards
-    check_fit(config.model, model, device_tokens, memory, plan, resolved.step.optimizer)
+    check_fit(config.model_name, model, device_tokens, memory, plan, resolved.step.optimizer)
     machine = Machine(hardware=hardware, sharding=train_sharding(plan), memory=memory)
     check_all_take_part(machine.sharding)
     return _train(resolved, machine, screen, callbacks)
@@ -98,7 +98,7 @@ def _train(config: ResolvedConfig, machine: Machine, screen: Screen, callbacks: 
         with open_checkpoints(config) as checkpoints:
             start = find_start(config, data, checkpoints, sharding)
             with open_metrics(config, start, screen) as metrics:
-                held_out = data.held_out_batches(config.run.eval_steps, config.micro_batch_size)
+                held_out = data.held_out_batches(config.run.batches_per_evaluation, config.micro_batch_size)
                 began = time.perf_counter()
                 example = held_out[0] if held_out else None
                 programs = compile_programs(step, next(data.train_batches()), example, sharding)
@@ -156,18 +156,22 @@ def _steps(run: Run, state: TrainState) -> RunOutcome:
 
 def _step_by_step(run: Run, state: TrainState, interruption: Interruption, trace: Trace) -> RunOutcome:
     """The next step is under way before the last one's report is read."""
-    config, log, period = run.config.run, run.log, run.config.checkpoints.checkpoint_period
+    config, log = run.config.run, run.log
+    evaluation_period, checkpoint_period = (
+        config.steps_between_evaluations,
+        run.config.checkpoints.steps_between_checkpoints,
+    )
     pending: tuple[Any, ...] | None = None
-    for done in range(int(state.step) + 1, config.steps + 1):
+    for done in range(int(state.step) + 1, config.num_steps + 1):
         state, report = run.step(state, done)
         if pending is not None:
             log.step(*pending)
         pending = (done, report)
         trace.step_done(report)
         stopped = agree_to_stop(done, interruption.signal is not None or log.stop_requested)
-        last = done == config.steps or (stopped and _ends_with_model(interruption, log))
-        evaluates = last or (config.eval_interval > 0 and done % config.eval_interval == 0)
-        is_due = done % period == 0
+        last = done == config.num_steps or (stopped and _ends_with_model(interruption, log))
+        evaluates = last or (evaluation_period > 0 and done % evaluation_period == 0)
+        is_due = done % checkpoint_period == 0
         if not (evaluates or is_due or stopped or log.skipped_in_a_row >= config.max_skipped_steps):
             continue
         log.step(*pending)

@@ -71,7 +71,7 @@ class Run:
             "devices": config.plan.num_devices,
             "degrees": config.plan.sizes,
             "model": {
-                "name": config.asked.model,
+                "name": config.asked.model_name,
                 "total": count.total,
                 "active": count.active,
                 "moe_layers": moe_layers(config),

@@ -120,7 +120,7 @@ def set_aside_finished(folder: AnyPath, step: int) -> AnyPath | None:
     if not (folder / MODEL).exists() or not (folder / METRICS).exists():
         return None
     earlier, last = read_description(folder) or {}, last_step(folder / METRICS)
-    if last <= step or last != read_values(earlier.get("settings", {}), RUN).run.steps:
+    if last <= step or last != read_values(earlier.get("settings", {}), RUN).run.num_steps:
         return None
     aside = _new_folder_aside(folder)
     for path in (folder / name for name in (RUN, LOAD, METRICS)):

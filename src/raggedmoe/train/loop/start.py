@@ -52,7 +52,7 @@ def resumed_start(config: ResolvedConfig, restored: RestoredCheckpoint) -> Start
 
 def schedule_change(config: ResolvedConfig, earlier: TrainConfig, step: int, skipped: int = 0) -> str | None:
     """Say what another number of steps than ``earlier`` does to the schedule; None: it is the same."""
-    steps, before = config.run.steps, earlier.run.steps
+    steps, before = config.run.num_steps, earlier.run.num_steps
     if steps == before:
         return None
     asked = config.asked.optimizer
@@ -68,7 +68,7 @@ def branched_start(config: ResolvedConfig, data: Data, sharding: TrainSharding) 
     """Read the start of a run from the checkpoint of another that ``init_from`` names."""
     run, whole = _parent(config), config.run.init_state == "all"
     stored = run.open_checkpoint()
-    steps, template = config.run.steps, state_template(config.step, sharding)
+    steps, template = config.run.num_steps, state_template(config.step, sharding)
     if whole and stored.step >= steps:
         raise ValueError(
             f"steps={steps}: expected more than the {stored.step} that {run} has done, as init_state=all counts on "

@@ -1,14 +1,14 @@
 """`TrainConfig`, a whole run as a user describes it, and the table of all its settings."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raggedmoe.interop.named_model import is_folder
+from raggedmoe.sharding.axes import AXES
 from raggedmoe.storage import AnyPath, as_path
-from raggedmoe.train.settings.fields import Section, Setting, section, section_settings, setting, with_defaults
+from raggedmoe.train.settings.fields import Section, Setting, section, section_settings, setting
 from raggedmoe.train.settings.sections import (
-    RECIPES,
     CheckpointConfig,
     DataConfig,
     ExecutionSettings,
@@ -33,11 +33,12 @@ class Source:
 class TrainConfig(Section):
     """A run: what is trained, on what, how, and where it is written.
 
-    A model's recipe (`RECIPES`) fills in what is not given. What depends on the machine is not here: `resolve` adds it.
+    What is None, as most defaults are that depend on the model, and what depends on the machine, `resolve` fills in.
     """
 
-    model: str = setting(
-        default="demo",
+    model: str | None = setting(
+        default=None,
+        otherwise="demo",
         help="Model to train: a name that `raggedmoe models` lists, or a folder: Hugging Face's or one of ours",
         name="model_name",
     )
@@ -54,15 +55,11 @@ class TrainConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         start, from_scratch = self.run.load_parameters_path, self.run.from_scratch
-        if start is not None and "model" not in self.given:
-            object.__setattr__(self, "model", start)
-        if from_scratch and not is_folder(self.model):
+        if from_scratch and not is_folder(self.model_name):
             raise ValueError(
-                f"from_scratch=true: model_name={self.model} is no folder, so it has no parameters to leave out; "
+                f"from_scratch=true: model_name={self.model_name} is no folder, so it has no parameters to leave out; "
                 + ("leave it out" if start is None else f"leave out load_parameters_path={start}, or one of the others")
             )
-        for name, defaults in _by_section(RECIPES.get(self.model, {})).items():
-            object.__setattr__(self, name, with_defaults(getattr(self, name), defaults))
 
     def get(self, name: str) -> Any:
         """Return the value of a setting by the name that a user types."""
@@ -72,13 +69,31 @@ class TrainConfig(Section):
     def changes(self) -> dict[str, Any]:
         """Return the settings that differ from those of the demo, as JSON holds them: `config_of` makes it of them."""
         default = TrainConfig().values()
-        named = {"model_name"} if self.run.load_parameters_path is not None else set()  # which is its model otherwise
-        return {name: value for name, value in self.values().items() if value != default[name] or name in named}
+        return {name: value for name, value in self.values().items() if value != default[name]}
+
+    def with_settings(self, values: Mapping[str, Any]) -> "TrainConfig":
+        """Return the configuration with other values for some settings, by the names that a user types."""
+        sections = _by_section(values)
+        of_run = sections.pop("", {})
+        changed = {title: replace(getattr(self, title), **fields) for title, fields in sections.items()}
+        return replace(self, **of_run, **changed)
+
+    def on_all_devices(self) -> "TrainConfig":
+        """Return the configuration that splits the state over all devices, unless a degree was given."""
+        degrees = [f"{axis}_parallelism" for axis in AXES]
+        given = any(self.is_given(degree) or degree in self.source.words for degree in degrees)
+        return self if given else self.with_settings({"fsdp_parallelism": -1})
+
+    @property
+    def model_name(self) -> str:
+        """The model's name or folder; without one it is that of the parameters to start from, or else the demo."""
+        start = self.run.load_parameters_path
+        return start if self.model is None and start is not None else self.value_of("model")
 
     @property
     def model_folder(self) -> AnyPath | None:
         """The folder that the model is in, if it is no preset."""
-        return as_path(self.model) if is_folder(self.model) else None
+        return as_path(self.model_name) if is_folder(self.model_name) else None
 
     @property
     def parameters_folder(self) -> AnyPath | None:
@@ -95,10 +110,7 @@ class TrainConfig(Section):
 
     def is_given(self, name: str) -> bool:
         """Whether a setting was chosen: by a word, or by a value in a file or in Python that is not the default."""
-        if name in self.source.typed:
-            return True
-        declared = SETTINGS[name]
-        return declared.field in self._holder(declared).given and self.get(name) != declared.default
+        return name in self.source.typed or self.get(name) != SETTINGS[name].default
 
     def is_typed(self, name: str) -> bool:
         """Whether a setting was chosen, and not by a file, which sets many that a run does not read."""
@@ -107,10 +119,6 @@ class TrainConfig(Section):
     def shown(self, name: str) -> str:
         """Return the word that set a setting, for what is said about it; in Python, `name=value`."""
         return self.source.words.get(name, f"{name}={self.get(name)}")
-
-    def section_of(self, name: str) -> Section:
-        """Return the section that has a setting."""
-        return self._holder(SETTINGS[name])
 
     def _holder(self, declared: Setting) -> Section:
         return getattr(self, declared.section) if declared.section else self

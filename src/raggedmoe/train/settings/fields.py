@@ -129,10 +129,16 @@ class Setting:
     type: ValueType
     optional: bool  # whether None is a value
     default: Any
+    otherwise: Any  # what a default of None stands for where the model brings nothing else
     help: str
     choices: tuple[str, ...]
     limits: Limits
     may_change: bool  # whether a run can be resumed with another value, as earlier steps do not depend on it
+
+    @property
+    def usual(self) -> Any:
+        """The value of a run whose model brings none: the default, or what a default of None stands for."""
+        return self.otherwise if self.default is None else self.default
 
     def parse(self, text: str, *, called: str | None = None) -> Any:
         """Parse and check a value as a user typed it. ``called`` is the setting's name in errors, if it has another."""
@@ -165,26 +171,38 @@ class Setting:
 def setting(
     *,
     default: Any,
+    otherwise: Any = None,
     help: str,
     name: str | None = None,
     choices: tuple[str, ...] = (),
     may_change: bool = False,
     **limits: float,
 ) -> Any:
-    """Declare a setting as a field of a section. ``name`` is what a user types, if it is not the field's name."""
-    declared = {"name": name, "help": help, "choices": choices, "may_change": may_change, "limits": Limits(**limits)}
+    """Declare a setting as a field of a section. ``name`` is what a user types, if it is not the field's name.
+
+    A default of None leaves the value to the model; ``otherwise`` is what it stands for where the model brings none.
+    """
+    declared = {"name": name, "otherwise": otherwise, "help": help, "choices": choices, "may_change": may_change}
+    declared["limits"] = Limits(**limits)
     return dataclasses.field(default=default, metadata={METADATA: declared})
 
 
 class Section:
-    """A group of settings: a frozen dataclass of fields that `setting` declares, checked when it is made."""
+    """A group of settings: a frozen dataclass of fields that `setting` declares, checked when it is made.
 
-    given: frozenset[str]  # the fields that were passed to the constructor, and not left at their defaults
+    Its values are all that there is: two sections that are equal mean the same, however they were made.
+    """
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
         for declared in section_settings(cls):
             declared.check(getattr(self, declared.field))
+
+    def value_of(self, field: str) -> Any:
+        """Return the value of a field, or what None stands for there."""
+        cls: Any = type(self)
+        value = getattr(self, field)
+        return otherwise_of(cls)[field] if value is None else value
 
     def __repr__(self) -> str:
         """Show the fields that do not have their default, as a user would write them."""
@@ -204,29 +222,8 @@ SomeSection = TypeVar("SomeSection", bound=Section)
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(setting, dataclasses.field))
 def section(cls: type[SomeSection]) -> type[SomeSection]:
-    """Make a section a frozen dataclass whose objects remember which fields were given."""
-    made = dataclass(frozen=True, kw_only=True, repr=False)(cls)
-    construct = made.__init__
-
-    @functools.wraps(construct)
-    def init(self: SomeSection, **values: Any) -> None:
-        object.__setattr__(self, "given", frozenset(values))
-        construct(self, **values)
-
-    made.__init__ = init  # type: ignore[assignment]
-    return made
-
-
-def with_defaults(section: SomeSection, defaults: Mapping[str, Any]) -> SomeSection:
-    """Return the section with other values for the fields that were not given. They still count as not given."""
-    return with_values(section, {name: value for name, value in defaults.items() if name not in section.given})
-
-
-def with_values(section: SomeSection, values: Mapping[str, Any]) -> SomeSection:
-    """Return the section with other values for some fields. Only those fields that were given before count as given."""
-    made = dataclasses.replace(section, **values)  # type: ignore[type-var]
-    object.__setattr__(made, "given", section.given)
-    return made
+    """Make a section a frozen dataclass."""
+    return dataclass(frozen=True, kw_only=True, repr=False)(cls)
 
 
 @functools.cache
@@ -251,6 +248,12 @@ def section_settings(cls: type, attribute: str = "") -> tuple[Setting, ...]:
             )
         )
     return tuple(found)
+
+
+@functools.cache
+def otherwise_of(cls: type) -> Mapping[str, Any]:
+    """Return what None stands for in the fields of a section where the model brings nothing, where it is anything."""
+    return {declared.field: declared.otherwise for declared in section_settings(cls) if declared.otherwise is not None}
 
 
 def _value_type(annotation: Any) -> tuple[ValueType, bool]:

@@ -8,12 +8,12 @@ from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.storage import AnyPath, as_path
 from raggedmoe.train.settings.config import SETTINGS, TrainConfig
-from raggedmoe.train.settings.fields import SomeSection, with_values
 from raggedmoe.train.settings.sections import (
     BYTE_LENGTH,
     BYTES,
     OF_CONVERSATIONS,
     PEAK_LEARNING_RATE,
+    RECIPES,
     TOKENS_PER_DEVICE,
     WITHOUT_TOKENIZER,
 )
@@ -42,24 +42,29 @@ def peak_learning_rate(model: ModelConfig, *, loaded: bool) -> float:
     return float(f"{rate / 10 if loaded else rate:.2g}")
 
 
+def with_recipe(config: TrainConfig) -> TrainConfig:
+    """Fill in what the model's recipe says of settings that are None."""
+    recipe = RECIPES.get(config.model_name, {})
+    return config.with_settings({name: value for name, value in recipe.items() if config.get(name) is None})
+
+
 def with_model_defaults(config: TrainConfig, model: ModelConfig) -> TrainConfig:
-    """Fill in what was not given and follows the model."""
-    data, optimizer = config.data, config.optimizer
-    values: dict[str, Any] = {}
+    """Fill in all settings that are None and follow the model, after its recipe."""
+    data = config.data
+    values: dict[str, Any] = {name: setting.otherwise for name, setting in SETTINGS.items()}
+    values["model_name"] = config.model_name
+    values["per_device_batch_size"] = data.sequences_per_device
     if data.max_target_length is None:
         length = BYTE_LENGTH if is_of_bytes(model) else min(MOST_LENGTH, model.max_length)
         values["max_target_length"] = length
-        if data.per_device_batch_size is None:
-            values["per_device_batch_size"] = max(1, TOKENS_PER_DEVICE // length)
-    elif data.per_device_batch_size is None:
-        values["per_device_batch_size"] = data.sequences_per_device
+        values["per_device_batch_size"] = max(1, TOKENS_PER_DEVICE // length)
     values["tokenizer_path"] = _tokenizer_path(config)
-    if data.dataset_type in OF_CONVERSATIONS and data.chat_date is None:
+    if data.dataset in OF_CONVERSATIONS:
         values["chat_date"] = date.today().isoformat()
-    if optimizer.learning_rate is None:
-        rate = peak_learning_rate(model, loaded=config.parameters_folder is not None or _begins_with_weights(config))
-        optimizer = with_values(optimizer, {"learning_rate": rate})
-    return with_values(config, {"data": with_values(data, values), "optimizer": optimizer})
+    loaded = config.parameters_folder is not None or _begins_with_weights(config)
+    values["learning_rate"] = peak_learning_rate(model, loaded=loaded)
+    missing = {name: value for name, value in values.items() if config.get(name) is None and value is not None}
+    return config.with_settings(missing)
 
 
 def _begins_with_weights(config: TrainConfig) -> bool:
@@ -70,7 +75,7 @@ def _begins_with_weights(config: TrainConfig) -> bool:
 def _tokenizer_path(config: TrainConfig) -> str | None:
     """Return the tokenizer to train with: the one that was named, or that of the model's folder, if it has one."""
     data, folder = config.data, config.model_folder
-    if data.tokenizer_path is None and folder is not None and data.dataset_type not in WITHOUT_TOKENIZER:
+    if data.tokenizer_path is None and folder is not None and data.dataset not in WITHOUT_TOKENIZER:
         return str(folder / TOKENIZER) if (folder / TOKENIZER).is_file() else None
     return data.tokenizer_path
 
@@ -83,16 +88,17 @@ def check_data(config: TrainConfig, model: ModelConfig) -> None:
 
 
 def missing_data(config: TrainConfig, model: ModelConfig) -> str | None:
-    """Say what a model lacks to be trained on: data, or a tokenizer; None: nothing."""
+    """Say what a model lacks to be trained on, as the user asked for it: data, or a tokenizer; None: nothing."""
     data, folder = config.data, config.model_folder
-    if not is_of_bytes(model) and "dataset_type" not in data.given:
+    if not is_of_bytes(model) and data.dataset_type is None:
         return (
-            f"{config.model} is no model of bytes: expected the data to train it on, got none; use dataset_type=text "
-            "dataset_path=FILES_OR_FOLDERS, or dataset_type=synthetic, or dataset_type=stdlib for Python's own sources"
+            f"{config.model_name} is no model of bytes: expected the data to train it on, got none; use "
+            "dataset_type=text dataset_path=FILES_OR_FOLDERS, or dataset_type=synthetic, or dataset_type=stdlib for "
+            "Python's own sources"
         )
-    if data.dataset_type == "tokens":
+    if data.dataset == "tokens":
         return _foreign_tokens(config, model)
-    if folder is None or data.dataset_type in WITHOUT_TOKENIZER or data.tokenizer_path is not None:
+    if folder is None or data.dataset in WITHOUT_TOKENIZER or _tokenizer_path(config) is not None:
         return None
     others = [name for name in OTHER_TOKENIZERS if (folder / name).is_file()]
     found, how = "none", "put it there"
@@ -108,10 +114,8 @@ def missing_data(config: TrainConfig, model: ModelConfig) -> str | None:
 def _foreign_tokens(config: TrainConfig, model: ModelConfig) -> str | None:
     """Say how the tokens of files differ from those that loaded parameters know; None: they do not."""
     folder, tokens = config.parameters_folder, as_path(config.data.dataset_path[0])
-    if (
-        folder is None or not (tokens / TOKENIZER).is_file()
-    ):  # new parameters learn any; where none are, reading says so
-        return None
+    if folder is None or not (tokens / TOKENIZER).is_file():
+        return None  # new parameters learn any; what is missing, reading says
     theirs = token_texts(tokens / TOKENIZER)
     are_bytes = len(theirs) == NUM_BYTES
     if (folder / TOKENIZER).is_file():
@@ -165,18 +169,10 @@ def keep_earlier_defaults(config: TrainConfig, earlier: Mapping[str, Any]) -> Tr
         defaults["model_name"] = "demo"  # alone, the path was not the model too
     if earlier.get("chat_date") is not None:  # the day on which the run began
         defaults["chat_date"] = earlier["chat_date"]
-    kept: dict[str, dict[str, Any]] = {}
-    for name, value in defaults.items():
-        declared = SETTINGS[name]
-        began_so = earlier[name] == value if name in earlier else name in BEFORE_IT_WAS
-        if began_so and declared.field not in config.section_of(name).given:
-            kept.setdefault(declared.section, {})[declared.field] = value
-    sections = {title: _given(getattr(config, title), values) for title, values in kept.items() if title}
-    return _given(config, {**kept.get("", {}), **sections})
-
-
-def _given(section: SomeSection, values: Mapping[str, Any]) -> SomeSection:
-    """Return the section with values that count as given."""
-    made = with_values(section, values)
-    object.__setattr__(made, "given", section.given | values.keys())
-    return made
+    given = {name for name in defaults if config.get(name) != SETTINGS[name].default} | config.source.words.keys()
+    kept = {
+        name: value
+        for name, value in defaults.items()
+        if name not in given and (earlier[name] == value if name in earlier else name in BEFORE_IT_WAS)
+    }
+    return config.with_settings(kept)

@@ -8,71 +8,77 @@ from raggedmoe.moe.execution import ACROSS_RANKS
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.train.settings.config import TrainConfig
 from raggedmoe.train.settings.sections import BYTES, OF_CONVERSATIONS, WITHOUT_TOKENIZER
-from raggedmoe.train.settings.step import StepConfig
+from raggedmoe.train.settings.step import ResolvedStep
 
-Condition = Callable[[TrainConfig, StepConfig], bool]
+Condition = Callable[[TrainConfig, ResolvedStep], bool]
 
 
-def list_notes(config: TrainConfig, step: StepConfig, plan: Plan, num_devices: int) -> tuple[str, ...]:
-    """List what the user should be told of the settings, those of MaxText's words first."""
+def list_notes(
+    asked: TrainConfig, config: TrainConfig, step: ResolvedStep, plan: Plan, num_devices: int
+) -> tuple[str, ...]:
+    """List what the user should be told of the settings that were asked for, those of MaxText's words first.
+
+    ``config`` has what follows the model as well.
+    """
     return (
-        *config.source.notes,
-        *unread_settings(config, step),
-        *differences(config, step),
+        *asked.source.notes,
+        *_unread_settings(asked, config, step),
+        *_differences(asked, config, step),
         *_remarks(config, plan, num_devices),
     )
 
 
 def _remarks(config: TrainConfig, plan: Plan, num_devices: int) -> list[str]:
     """What a user may not expect."""
-    remarks, checkpoints, interval = [], config.checkpoints, config.run.eval_interval
+    remarks, checkpoints, interval = [], config.checkpoints, config.run.steps_between_evaluations
     if plan.num_devices < num_devices:
         remarks.append(f"{plan.num_devices} of {num_devices} devices used; fsdp_parallelism=-1 takes them all")
     keeps_best = checkpoints.enable_checkpointing and checkpoints.keep_best and config.data.held_out
-    if keeps_best and (not interval or checkpoints.checkpoint_period % interval):
+    period = checkpoints.steps_between_checkpoints
+    if keeps_best and (not interval or period % interval):
         remarks.append(
-            f"keep_best: checkpoints every {checkpoints.checkpoint_period} steps are not all evaluated, every "
+            f"keep_best: checkpoints every {period} steps are not all evaluated, every "
             f"{interval} steps; make checkpoint_period a multiple of eval_interval"
         )
     return remarks
 
 
-def _strategy(step: StepConfig) -> str:
+def _strategy(step: ResolvedStep) -> str:
     return strategy_name(step.model.moe, step.execution.moe)
 
 
-def _moves_rows(config: TrainConfig, step: StepConfig) -> bool:
+def _moves_rows(config: TrainConfig, step: ResolvedStep) -> bool:
     return _strategy(step) in ACROSS_RANKS
 
 
-def _saves(config: TrainConfig, step: StepConfig) -> bool:
+def _saves(config: TrainConfig, step: ResolvedStep) -> bool:
     return config.checkpoints.enable_checkpointing
 
 
-def _holds_out(config: TrainConfig, step: StepConfig) -> bool:
+def _holds_out(config: TrainConfig, step: ResolvedStep) -> bool:
     return config.data.held_out > 0
 
 
-def _decays_at_the_end(config: TrainConfig, step: StepConfig) -> bool:
+def _decays_at_the_end(config: TrainConfig, step: ResolvedStep) -> bool:
     return config.optimizer.schedule == "wsd"
 
 
-def _has_muon(config: TrainConfig, step: StepConfig) -> bool:
+def _has_muon(config: TrainConfig, step: ResolvedStep) -> bool:
     return config.optimizer.opt_type == "muon"
 
 
-def _traces(config: TrainConfig, step: StepConfig) -> bool:
+def _traces(config: TrainConfig, step: ResolvedStep) -> bool:
     return config.run.traces
 
 
-def _is_deepseek_v3(config: TrainConfig, step: StepConfig) -> bool:
+def _is_deepseek_v3(config: TrainConfig, step: ResolvedStep) -> bool:
     return step.model.family == "deepseek_v3"
 
 
 def _quantizes(operand: str) -> Condition:
     """Make the condition that an operand of the experts' matmuls is quantised."""
 
-    def is_quantized(config: TrainConfig, step: StepConfig) -> bool:
+    def is_quantized(config: TrainConfig, step: ResolvedStep) -> bool:
         quantization = step.execution.moe.quantization
         return quantization is not None and getattr(quantization, operand) is not None
 
@@ -100,20 +106,24 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     ),
     "mtp_loss_weight": (lambda config, step: step.model.mtp_layers > 0, "it has no multi-token prediction"),
     "dataset_suffixes": (
-        lambda config, step: config.data.dataset_type in ("text", "chat"),
+        lambda config, step: config.data.dataset in ("text", "chat"),
         "it belongs to dataset_type=text and chat",
     ),
     "chat_date": (
-        lambda config, step: config.data.dataset_type in OF_CONVERSATIONS,
-        "it belongs to dataset_type=chat",
+        lambda config, step: config.data.dataset in OF_CONVERSATIONS,
+        "it belongs to dataset_type=chat and hf",
     ),
-    "packing": (lambda config, step: config.data.dataset_type != "synthetic", "synthetic rows are no documents"),
+    **{
+        name: (lambda config, step: config.data.dataset == "hf", "it belongs to dataset_type=hf")
+        for name in ("dataset_split", "dataset_column")
+    },
+    "packing": (lambda config, step: config.data.dataset != "synthetic", "synthetic rows are no documents"),
     "add_eos": (
-        lambda config, step: config.data.dataset_type not in WITHOUT_TOKENIZER,
+        lambda config, step: config.data.dataset not in WITHOUT_TOKENIZER,
         "the tokens are made already, with ends or without",
     ),
     "held_out": (
-        lambda config, step: config.data.dataset_type not in WITHOUT_TOKENIZER or not config.data.held_out,
+        lambda config, step: config.data.dataset not in WITHOUT_TOKENIZER or not config.data.held_out,
         "of tokens that are made already no share is taken: those of `raggedmoe tokenize` were divided there; 0 holds "
         "out nothing",
     ),
@@ -169,24 +179,24 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
 }
 
 
-def unread_settings(config: TrainConfig, step: StepConfig) -> list[str]:
+def _unread_settings(asked: TrainConfig, config: TrainConfig, step: ResolvedStep) -> list[str]:
     """List what was typed and changes nothing, with the reason."""
     return [
-        f"{config.shown(name)}: changes nothing: {reason}"
+        f"{asked.shown(name)}: changes nothing: {reason}"
         for name, (is_read, reason) in READ_ONLY_IF.items()
-        if config.is_typed(name) and not is_read(config, step)
+        if asked.is_typed(name) and not is_read(config, step)
     ]
 
 
-def _has_padding(config: TrainConfig, step: StepConfig) -> bool:
-    return not config.data.packing and config.data.dataset_type != "synthetic"
+def _has_padding(config: TrainConfig, step: ResolvedStep) -> bool:
+    return not config.data.packing and config.data.dataset != "synthetic"
 
 
-def _accumulates(config: TrainConfig, step: StepConfig) -> bool:
+def _accumulates(config: TrainConfig, step: ResolvedStep) -> bool:
     return step.micro_batches > 1
 
 
-def _has_bias(config: TrainConfig, step: StepConfig) -> bool:
+def _has_bias(config: TrainConfig, step: ResolvedStep) -> bool:
     return step.model.moe.router.selection_bias
 
 
@@ -237,10 +247,10 @@ DIFFERENCES: tuple[tuple[str, Condition, str], ...] = (
 )
 
 
-def differences(config: TrainConfig, step: StepConfig) -> list[str]:
+def _differences(asked: TrainConfig, config: TrainConfig, step: ResolvedStep) -> list[str]:
     """List what was typed and gives another number than the same word in MaxText."""
     return [
-        f"{config.shown(name)}: {what}"
+        f"{asked.shown(name)}: {what}"
         for name, applies, what in DIFFERENCES
-        if config.is_given(name) and config.get(name) and applies(config, step)
+        if asked.is_given(name) and config.get(name) and applies(config, step)
     ]

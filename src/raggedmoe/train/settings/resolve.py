@@ -18,19 +18,19 @@ from raggedmoe.moe.execution import ACROSS_RANKS, MoEExecution
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.storage import AnyPath, as_path
 from raggedmoe.train.settings.config import TrainConfig
-from raggedmoe.train.settings.model_defaults import with_model_defaults
+from raggedmoe.train.settings.model_defaults import with_model_defaults, with_recipe
 from raggedmoe.train.settings.notes import kernel_names, list_notes
 from raggedmoe.train.settings.sections import CheckpointConfig, DataConfig, RunConfig
-from raggedmoe.train.settings.step import StepConfig
+from raggedmoe.train.settings.step import ResolvedStep
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
     """A run on a machine: what the user asked for, and the mesh, the model and the step that this is here."""
 
-    asked: TrainConfig
+    asked: TrainConfig  # with what follows the model filled in
     plan: Plan
-    step: StepConfig
+    step: ResolvedStep
     folder: AnyPath
     notes: tuple[str, ...]  # what the user should be told of the settings
 
@@ -66,15 +66,15 @@ def resolve(
     """Make what runs on that hardware, of which there are so many devices, of so many slices if they say so."""
     plan = config.mesh.plan.resolve(num_devices, num_slices)
     _check_places(config)
-    model = make_model(config, hardware)
-    config = with_model_defaults(config, model)
+    model, asked = make_model(config, hardware), config
+    config = with_model_defaults(with_recipe(config), model)
     execution = make_execution(config, model, plan)
     for name, spec in param_specs(model).items():
         plan.spec(name, spec)  # what does not divide is found here
-    step = StepConfig(
+    step = ResolvedStep(
         model=model,
         execution=execution,
-        optimizer=config.optimizer.for_run(config.run.steps),
+        optimizer=config.optimizer.for_run(config.run.num_steps),
         losses=config.step,
         rerun_on_overflow=config.execution.rerun_on_overflow and execution.moe.ragged_buffer_factor is not None,
     )
@@ -83,7 +83,7 @@ def resolve(
         plan=plan,
         step=step,
         folder=run_folder_of(config),
-        notes=list_notes(config, step, plan, num_devices),
+        notes=list_notes(asked, config, step, plan, num_devices),
     )
 
 
@@ -91,7 +91,7 @@ def _check_places(config: TrainConfig) -> None:
     """Refuse places of a kind that cannot be read or written, and a checkpoint on this machine that is not there."""
     places = {
         "base_output_directory": (config.run.base_output_directory,),
-        "model_name": (config.model,),
+        "model_name": (config.model_name,),
         "load_parameters_path": (config.run.load_parameters_path,),
         "init_from": (config.run.init_from,),
         "dataset_path": config.data.dataset_path,
@@ -126,7 +126,7 @@ def _run_name(config: TrainConfig) -> str:
 def _model_title(config: TrainConfig) -> str:
     """Return what a run is called after its model: a preset's name, a folder's, or that of the run that trained it."""
     if config.model_folder is None:
-        return config.model
+        return config.model_name
     folder = config.model_folder.absolute()
     return f"{folder.parent.name}-{folder.name}" if folder.name == "model" else folder.name
 
@@ -136,7 +136,7 @@ def make_model(config: TrainConfig, hardware: Hardware) -> ModelConfig:
     overrides, length = config.overrides, config.data.max_target_length or 0
     sizes: dict[str, Any] = {name: getattr(overrides, name) for name in (*FIELDS, *OTHERS)}
     sizes = {name: size for name, size in sizes.items() if size is not None}
-    model = resize(named_model(config.model), sizes, config.model)
+    model = resize(named_model(config.model_name), sizes, config.model_name)
     if overrides.mtp_layers is not None:
         model = replace(model, mtp_layers=overrides.mtp_layers)
     if length > model.max_length:  # trained on longer sequences, it is a model for longer ones
@@ -205,7 +205,7 @@ def make_execution(config: TrainConfig, model: ModelConfig, plan: Plan) -> Model
     execution = ModelExecution(
         moe=_make_moe_execution(config, plan),
         attention_implementation=asked.attention,
-        scan_layers=asked.scan_layers,
+        scan_layers=asked.scans_layers,
         remat=remat[0] if remat[0] in ("none", "full") and len(remat) == 1 else remat,
     )
     check_execution(model, execution)

@@ -12,7 +12,7 @@ from raggedmoe.kernels.quant_config import QUANTIZATIONS, QuantConfig
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, Ordered
 from raggedmoe.models.execution import SAVED_NAMES
 from raggedmoe.moe.execution import BACKENDS, canonical_backend
-from raggedmoe.sharding.axes import AXES, SPLITS
+from raggedmoe.sharding.axes import SPLITS
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.train.settings.fields import Section, section, setting
 
@@ -156,8 +156,11 @@ class ExecutionSettings(Section):
         f"or names out of {', '.join(SAVED_NAMES)}",
         may_change=True,
     )
-    scan_layers: bool = setting(
-        default=True, help="Scan over like layers; false compiles longer and runs faster", may_change=True
+    scan_layers: bool | None = setting(
+        default=None,
+        otherwise=True,
+        help="Scan over like layers; false compiles longer and runs faster",
+        may_change=True,
     )
     moe_backend: str = setting(
         default="auto", help=f"Bundle of dispatch strategy and kernels: {', '.join(BACKENDS)}", may_change=True
@@ -245,6 +248,11 @@ class ExecutionSettings(Section):
             stochastic_rounding=self.stochastic_rounding and config.cotangents is not None,
         )
 
+    @property
+    def scans_layers(self) -> bool:
+        """Whether like layers are scanned over."""
+        return self.value_of("scan_layers")
+
     def kernel_choice(self, operation: str) -> Choice:
         """The implementation of an operation that is asked for, one for each direction where they differ."""
 
@@ -303,17 +311,12 @@ class MeshSettings(Section):
         """The devices that the degrees ask for, at least: those that are left over count as one."""
         return self.plan.least_devices
 
-    def on_all_devices(self) -> "MeshSettings":
-        """Return the settings that split the state over all devices, unless a degree was given."""
-        degrees = {f"{axis}_parallelism" for axis in AXES}
-        return self if degrees & self.given else replace(self, fsdp_parallelism=-1)
-
 
 BYTE_LENGTH, TOKENS_PER_DEVICE = 256, 4096  # of a sequence of bytes, and of a micro-batch
 PEAK_LEARNING_RATE = 3e-3  # the demo's
 BYTES = "bytes"  # the tokenizer_path that says so
-OF_FILES = ("text", "chat", "tokens")  # the datasets that are read from dataset_path
-OF_CONVERSATIONS = ("chat",)  # those that a chat template may write
+OF_FILES = ("text", "chat", "hf", "tokens")  # the datasets that are read from dataset_path
+OF_CONVERSATIONS = ("chat", "hf")  # those that a chat template may write
 WITHOUT_TOKENIZER = ("tokens", "synthetic")  # the datasets that no tokenizer of the run makes
 
 
@@ -322,18 +325,28 @@ class DataConfig(Section):
     """What to train on, and in which rows and order.
 
     The datasets: "stdlib" is the source code of the Python that runs, and needs no download. "text" is your own files.
-    Both are read as bytes or through a tokenizer. "chat" is conversations, whose answers alone are learned. "synthetic"
-    is random tokens with something to learn in them.
+    Both are read as bytes or through a tokenizer. "chat" is conversations, whose answers alone are learned. "hf" is a
+    dataset of Hugging Face on this machine, of texts or of conversations. "synthetic" is random tokens with something
+    to learn in them.
     """
 
-    dataset_type: str = setting(
-        default="stdlib",
-        help="Training data: Python's own sources, text files, conversations (jsonl), what `raggedmoe tokenize` wrote, "
-        "or random tokens",
-        choices=("stdlib", "text", "chat", "tokens", "synthetic"),
+    dataset_type: str | None = setting(
+        default=None,
+        otherwise="stdlib",
+        help="Training data: Python's own sources (has to be asked for, unless the model is one of bytes), text files, "
+        "conversations (jsonl), a dataset of Hugging Face (parquet, arrow), what `raggedmoe tokenize` wrote, or random "
+        "tokens",
+        choices=("stdlib", "text", "chat", "hf", "tokens", "synthetic"),
     )
     dataset_path: tuple[str, ...] = setting(
-        default=(), help="Files or folders, separated by commas, for dataset_type=text and chat"
+        default=(), help="Files or folders, separated by commas, for dataset_type=text, chat, hf, tokens"
+    )
+    dataset_split: str | None = setting(
+        default=None, help="Split of dataset_type=hf, such as test; none: train, or all if there is none of that name"
+    )
+    dataset_column: str | None = setting(
+        default=None,
+        help="Column of text or of messages, for dataset_type=hf; none: messages, prompt and completion, or text",
     )
     dataset_suffixes: tuple[str, ...] = setting(
         default=(), help="Suffixes of the files to read in folders; none: the usual ones"
@@ -367,20 +380,19 @@ class DataConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dataset_type in OF_FILES and not self.dataset_path:
+        if self.dataset in OF_FILES and not self.dataset_path:
             raise ValueError(
-                f"dataset_type={self.dataset_type}: expected dataset_path with files or folders, got none; give at "
-                "least one"
+                f"dataset_type={self.dataset}: expected dataset_path with files or folders, got none; give at least one"
             )
-        unread = f"dataset_path={','.join(self.dataset_path)}" if self.dataset_path else None
-        if self.dataset_type == "tokens" and len(self.dataset_path) != 1:
+        if self.dataset == "tokens" and len(self.dataset_path) != 1:
             raise ValueError(f"dataset_type=tokens: expected one folder, got {','.join(self.dataset_path)}")
-        if self.dataset_type in WITHOUT_TOKENIZER and self.tokenizer_path is not None:
+        unread = None
+        if self.dataset in WITHOUT_TOKENIZER and self.tokenizer_path is not None:
             unread = f"tokenizer_path={self.tokenizer_path}"
-        if unread is not None and (self.dataset_type not in OF_FILES or not unread.startswith("dataset_path")):
-            raise ValueError(
-                f"dataset_type={self.dataset_type} reads no {unread}; leave it out, or use dataset_type=text"
-            )
+        elif self.dataset not in OF_FILES and self.dataset_path:
+            unread = f"dataset_path={','.join(self.dataset_path)}"
+        if unread is not None:
+            raise ValueError(f"dataset_type={self.dataset} reads no {unread}; leave it out, or use dataset_type=text")
         if not all(suffix.startswith(".") for suffix in self.dataset_suffixes):
             raise ValueError(f"expected dataset_suffixes such as .txt, got {','.join(self.dataset_suffixes)}")
         if self.chat_date is not None:
@@ -388,6 +400,11 @@ class DataConfig(Section):
                 date.fromisoformat(self.chat_date)
             except ValueError:
                 raise ValueError(f"chat_date={self.chat_date}: expected a date such as 2026-05-31") from None
+
+    @property
+    def dataset(self) -> str:
+        """What the data are made of: the type that was asked for, or else Python's own sources."""
+        return self.value_of("dataset_type")
 
     @property
     def sequence_length(self) -> int:
@@ -410,9 +427,17 @@ class StepSettings(Section):
     mtp_loss_weight: float = setting(
         default=0.3, help="Weight of the multi-token-prediction loss; 0 does not train it", at_least=0
     )
-    bias_update_rate: float = setting(
-        default=1e-3, help="Update rate of the selection bias, in models that have one; 0: never", at_least=0
+    bias_update_rate: float | None = setting(
+        default=None,
+        otherwise=1e-3,
+        help="Update rate of the selection bias, in models that have one; 0: never",
+        at_least=0,
     )
+
+    @property
+    def selection_bias_rate(self) -> float:
+        """What the selection bias of an expert moves by in a step."""
+        return self.value_of("bias_update_rate")
 
 
 @section
@@ -453,8 +478,8 @@ class OptimizerConfig(Section):
     decay_style: str = setting(
         default="linear", help="Shape of the decay of schedule=wsd", choices=("linear", "cosine")
     )
-    final_fraction: float = setting(
-        default=0.1, help="Final learning rate as a share of the peak", at_least=0, at_most=1
+    final_fraction: float | None = setting(
+        default=None, otherwise=0.1, help="Final learning rate as a share of the peak", at_least=0, at_most=1
     )
     adam_b1: float = setting(default=0.9, help="Adam's beta1, decay of the first moment", at_least=0, below=1)
     adam_b2: float = setting(default=0.95, help="Adam's beta2, decay of the second moment", at_least=0, below=1)
@@ -524,6 +549,11 @@ class OptimizerConfig(Section):
         return PEAK_LEARNING_RATE if self.learning_rate is None else self.learning_rate
 
     @property
+    def final_share(self) -> float:
+        """The final learning rate as a share of the peak."""
+        return self.value_of("final_fraction")
+
+    @property
     def num_steps(self) -> int:
         """Steps that the schedule spans."""
         if self.schedule_steps is None:
@@ -548,8 +578,12 @@ SHORT_RUN = 20  # steps of a run that prints every one
 class RunConfig(Section):
     """A run's length, folder and seed, and what is done how often beside its steps."""
 
-    steps: int = setting(
-        default=1000, help="Number of training steps, which the schedule spans by default", may_change=True, at_least=1
+    steps: int | None = setting(
+        default=None,
+        otherwise=1000,
+        help="Number of training steps, which the schedule spans by default",
+        may_change=True,
+        at_least=1,
     )
     seed: int = setting(
         default=0, help="Seed of the initial parameters and of all randomness in a step", at_least=0, below=2**32
@@ -582,10 +616,16 @@ class RunConfig(Section):
     load_period: int = setting(
         default=10, help="Steps between lines of load.jsonl, the load of every expert", may_change=True, at_least=1
     )
-    eval_interval: int = setting(
-        default=100, help="Steps between evaluations; 0: at the start and the end only", may_change=True, at_least=0
+    eval_interval: int | None = setting(
+        default=None,
+        otherwise=100,
+        help="Steps between evaluations; 0: at the start and the end only",
+        may_change=True,
+        at_least=0,
     )
-    eval_steps: int = setting(default=16, help="Batches per evaluation", may_change=True, at_least=1)
+    eval_steps: int | None = setting(
+        default=None, otherwise=16, help="Batches per evaluation", may_change=True, at_least=1
+    )
     max_skipped_steps: int = setting(
         default=10,
         help="Steps in a row whose loss or gradient is not finite, each skipped, after which the run stops",
@@ -608,7 +648,7 @@ class RunConfig(Section):
                 f"init_from={self.init_from} and load_parameters_path={self.load_parameters_path} contradict each "
                 "other: both say what the run begins with; leave one out"
             )
-        if self.traces and self.steps <= self.skip_first_n_steps_for_profiler:
+        if self.traces and self.steps is not None and self.steps <= self.skip_first_n_steps_for_profiler:
             raise ValueError(
                 f"steps={self.steps} leaves nothing to trace after skip_first_n_steps_for_profiler="
                 f"{self.skip_first_n_steps_for_profiler}; use more steps or skip fewer"
@@ -620,9 +660,24 @@ class RunConfig(Section):
         return self.profiler != "none"
 
     @property
+    def num_steps(self) -> int:
+        """Training steps."""
+        return self.value_of("steps")
+
+    @property
     def steps_between_lines(self) -> int:
         """Steps between printed lines."""
-        return self.line_period or (1 if self.steps <= SHORT_RUN else 10)
+        return self.line_period or (1 if self.num_steps <= SHORT_RUN else 10)
+
+    @property
+    def steps_between_evaluations(self) -> int:
+        """Steps between evaluations; 0: at the start and the end only."""
+        return self.value_of("eval_interval")
+
+    @property
+    def batches_per_evaluation(self) -> int:
+        """Batches that are held out for an evaluation."""
+        return self.value_of("eval_steps")
 
 
 @section
@@ -632,7 +687,9 @@ class CheckpointConfig(Section):
     enable_checkpointing: bool = setting(
         default=True, help="Write checkpoints, and resume from the newest", may_change=True
     )
-    checkpoint_period: int = setting(default=100, help="Steps between checkpoints", may_change=True, at_least=1)
+    checkpoint_period: int | None = setting(
+        default=None, otherwise=100, help="Steps between checkpoints", may_change=True, at_least=1
+    )
     keep_last: int = setting(default=2, help="Number of newest checkpoints to keep", may_change=True, at_least=1)
     keep_best: bool = setting(
         default=True, help="Also keep the checkpoint with the lowest held-out loss", may_change=True
@@ -641,9 +698,15 @@ class CheckpointConfig(Section):
         default=True, help="Write checkpoints while training continues", may_change=True
     )
 
+    @property
+    def steps_between_checkpoints(self) -> int:
+        """Steps between checkpoints."""
+        return self.value_of("checkpoint_period")
 
-# Defaults that a model brings along. The demo takes about two minutes on two cores, in which a bias that moves by the
-# published 0.001 a step would not balance the experts; small batches learn most in that time (docs/log.md).
+
+# What a model brings along for settings whose default is None. The demo takes about two minutes on two cores, in which
+# a bias that moves by the published 0.001 a step would not balance the experts; small batches learn most in that time
+# (docs/log.md).
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "demo": {
         "steps": 1200,

@@ -1,4 +1,4 @@
-"""The configuration of a training step, which `train/step/step.py` computes."""
+"""What a training step is on a machine, which `train/step/step.py` computes."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from raggedmoe.train.settings.sections import OptimizerConfig, StepSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepConfig:
+class ResolvedStep:
     """The configuration of a training step: the model, how it runs, the optimizer and the losses."""
 
     model: ModelConfig

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Integer
 
 from raggedmoe.kernels.arrays import accumulator, int32, matmul_precision, pvary_like
 from raggedmoe.models.matmul import wide_project
-from raggedmoe.sharding.axes import TOKEN_AXES, AnyMesh, logical_mesh
+from raggedmoe.sharding.axes import TOKEN_AXES, AnyMesh, LogicalMesh, logical_mesh
+from raggedmoe.sharding.stage import REPLICATED, TOKENS, stage
 from raggedmoe.sharding.vocabulary import TableSharding, table_sharding
 
 CHUNK_ELEMENTS = 2**24  # logits that exist at once: 64 MB in float32
@@ -45,17 +45,17 @@ def cross_entropy_sum(
     hidden state holds. The weights get no gradient, as they are not learned. With a mesh, T is
     split over its token axes.
     """
-    mesh = logical_mesh(mesh)
-    sharding = None if mesh is None else table_sharding(mesh, head.shape)
+    sharding = table_sharding(logical_mesh(mesh) or LogicalMesh(), head.shape)
     return _cross_entropy_sum(hidden, head, int32(targets), weights, sharding)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _cross_entropy_sum(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, sharding: TableSharding | None
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, sharding: TableSharding
 ) -> jax.Array:
+    @stage(hidden=TOKENS, head=sharding.spec, targets=TOKENS, weights=TOKENS, result=REPLICATED)
     def local_sum(hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-        head = _gather_width(head, hidden.dtype, sharding)
+        head = sharding.gather_width(head.astype(hidden.dtype))
 
         def body(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
             losses, _ = _losses(sharding, head, *chunk)
@@ -64,47 +64,33 @@ def _cross_entropy_sum(
         start = pvary_like(jnp.zeros((), accumulator(hidden.dtype)), hidden, targets, weights)
         return _sum_over_tokens(lax.scan(body, start, _chunks(head, hidden, targets, weights))[0], sharding)
 
-    return _shard_map(local_sum, sharding, PartitionSpec())(hidden, head, targets, weights)
+    return sharding.mesh.run(local_sum, hidden, head, targets, weights)
 
 
-def _shard_map(function: Any, sharding: TableSharding | None, out_specs: Any) -> Any:
-    """Run a function on each device's tokens and entries of the vocabulary, if there is a mesh."""
-    if sharding is None:
-        return function
-    tokens = sharding.token_spec
-    in_specs = (tokens, sharding.spec, tokens, tokens)
-    return jax.shard_map(function, mesh=sharding.mesh.mesh, in_specs=in_specs, out_specs=out_specs)
-
-
-def _gather_width(head: jax.Array, dtype: Any, sharding: TableSharding | None) -> jax.Array:
-    """Gather the whole width of this device's entries of the vocabulary."""
-    return head if sharding is None else sharding.gather_width(head.astype(dtype))
-
-
-def _sum_over_tokens(total: jax.Array, sharding: TableSharding | None) -> jax.Array:
+def _sum_over_tokens(total: jax.Array, sharding: TableSharding) -> jax.Array:
     """Sum over the devices that tokens are split over."""
-    return total if sharding is None else lax.psum(total, sharding.mesh.axes(*TOKEN_AXES))
+    return lax.psum(total, sharding.mesh.axes(*TOKEN_AXES))
 
 
-def _reduce_over_vocab(reduce: Any, array: jax.Array, sharding: TableSharding | None) -> jax.Array:
+def _reduce_over_vocab(reduce: Any, array: jax.Array, sharding: TableSharding) -> jax.Array:
     """Complete a reduction over this device's entries of the vocabulary to one over all of them."""
-    return array if sharding is None or not sharding.entry_axes else reduce(array, sharding.entry_axes)
+    return reduce(array, sharding.entry_axes) if sharding.entry_axes else array
 
 
 def _forward(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, sharding: TableSharding | None
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, sharding: TableSharding
 ) -> tuple[jax.Array, tuple]:
     """Compute the value, and both gradients for a cotangent of one."""
-    results = None if sharding is None else (PartitionSpec(), (sharding.token_spec, sharding.spec))
-    value_and_gradients = functools.partial(_value_and_gradients, sharding=sharding)
-    return _shard_map(value_and_gradients, sharding, results)(hidden, head, targets, weights)
+    result = (REPLICATED, (TOKENS, sharding.spec))
+    on_device = stage(hidden=TOKENS, head=sharding.spec, targets=TOKENS, weights=TOKENS, result=result)
+    return sharding.mesh.run(on_device(_value_and_gradients), hidden, head, targets, weights, sharding=sharding)
 
 
 def _value_and_gradients(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, sharding: TableSharding | None
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, *, sharding: TableSharding
 ) -> tuple[jax.Array, tuple]:
     stored_dtype, wide = head.dtype, accumulator(hidden.dtype)
-    head = _gather_width(head, hidden.dtype, sharding)
+    head = sharding.gather_width(head.astype(hidden.dtype))
     product = functools.partial(jnp.einsum, precision=matmul_precision(hidden.dtype), preferred_element_type=wide)
 
     def body(carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> tuple[tuple, jax.Array]:
@@ -122,11 +108,10 @@ def _value_and_gradients(
     )
     (total, d_head), d_rows = lax.scan(body, start, _chunks(head, hidden, targets, weights))
     d_hidden = d_rows.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
-    d_head = d_head if sharding is None else sharding.scatter_gradient(d_head)
-    return _sum_over_tokens(total, sharding), (d_hidden, d_head.astype(stored_dtype))
+    return _sum_over_tokens(total, sharding), (d_hidden, sharding.scatter_gradient(d_head).astype(stored_dtype))
 
 
-def _backward(sharding: TableSharding | None, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple:
+def _backward(sharding: TableSharding, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple:
     d_hidden, d_head = saved
     return (d_hidden * cotangent).astype(d_hidden.dtype), (d_head * cotangent).astype(d_head.dtype), None, None
 
@@ -135,7 +120,7 @@ _cross_entropy_sum.defvjp(_forward, _backward)
 
 
 def _losses(
-    sharding: TableSharding | None, head: jax.Array, rows: jax.Array, targets: jax.Array, weights: jax.Array
+    sharding: TableSharding, head: jax.Array, rows: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[Float[Array, " C"], Float[Array, "C V"]]:
     """Compute the weighted losses of a chunk, and their gradient with respect to this device's logits."""
     logits = wide_project(rows, head)
@@ -144,9 +129,8 @@ def _losses(
     peak = _reduce_over_vocab(lax.pmax, logits.max(axis=1, keepdims=True), sharding)
     exponentials = jnp.exp(logits - peak)
     sums = _reduce_over_vocab(lax.psum, exponentials.sum(axis=1, keepdims=True), sharding)
-    here = targets if sharding is None else sharding.local_ids(targets)
-    is_target = jnp.arange(head.shape[0])[None] == here[:, None]
-    if sharding is None:
+    is_target = jnp.arange(head.shape[0])[None] == sharding.local_ids(targets)[:, None]
+    if sharding.mesh.mesh is None:
         target_logit = jnp.take_along_axis(logits, targets[:, None], axis=1)
     else:  # it may be another rank's
         target_logit = _reduce_over_vocab(

@@ -42,11 +42,11 @@ def _decay(config: OptimizerConfig, num_steps: int, style: str) -> optax.Schedul
 
     A single step has MaxText's learning rate: the peak if the decay is linear, the final one if it is a cosine.
     """
-    peak, last = config.peak_learning_rate, config.peak_learning_rate * config.final_fraction
+    peak, last = config.peak_learning_rate, config.peak_learning_rate * config.final_share
     if num_steps <= 1:
         return optax.constant_schedule(last if style == "cosine" else peak)
     if style == "cosine":
-        return optax.cosine_decay_schedule(peak, num_steps - 1, alpha=config.final_fraction)
+        return optax.cosine_decay_schedule(peak, num_steps - 1, alpha=config.final_share)
     return optax.linear_schedule(peak, last, num_steps - 1)
 
 

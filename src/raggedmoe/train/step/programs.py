@@ -16,7 +16,7 @@ from raggedmoe.models.parameters import param_specs
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.training import TrainSharding, train_sharding
 from raggedmoe.train.data.rows import Batch
-from raggedmoe.train.settings.step import StepConfig
+from raggedmoe.train.settings.step import ResolvedStep
 from raggedmoe.train.step.optimizer import make_optimizer
 from raggedmoe.train.step.state import TrainState, init_state, state_from_params
 from raggedmoe.train.step.step import held_out_loss, train_step
@@ -36,23 +36,23 @@ class Programs:
 ONE_DEVICE = train_sharding(Plan())
 
 
-def state_template(config: StepConfig, sharding: TrainSharding = ONE_DEVICE) -> TrainState:
+def state_template(config: ResolvedStep, sharding: TrainSharding = ONE_DEVICE) -> TrainState:
     """The shapes of a run's state, and where each part is."""
     return sharding.state(jax.eval_shape(_init(config), jax.random.key(0)), param_specs(config.model))
 
 
-def make_init(config: StepConfig, sharding: TrainSharding = ONE_DEVICE) -> Callable[[jax.Array], TrainState]:
+def make_init(config: ResolvedStep, sharding: TrainSharding = ONE_DEVICE) -> Callable[[jax.Array], TrainState]:
     """The start of a run from its key, each part of it made where it belongs, and none whole on one device."""
     return jax.jit(_init(config), out_shardings=places_of(state_template(config, sharding)))
 
 
-def _init(config: StepConfig) -> Callable[[jax.Array], TrainState]:
+def _init(config: ResolvedStep) -> Callable[[jax.Array], TrainState]:
     optimizer = make_optimizer(config.optimizer, param_specs(config.model))
     return lambda key: init_state(config.model, optimizer, key)
 
 
 def state_from_loaded(
-    config: StepConfig, sharding: TrainSharding = ONE_DEVICE
+    config: ResolvedStep, sharding: TrainSharding = ONE_DEVICE
 ) -> Callable[[Params, jax.Array], TrainState]:
     """The start of a run from its key and parameters that lie where they belong; nothing else is of an earlier run."""
     optimizer = make_optimizer(config.optimizer, param_specs(config.model))
@@ -68,7 +68,7 @@ def places_of(template: TrainState) -> Any:
 
 
 def compile_programs(
-    config: StepConfig, batch: Batch, held_out_batch: Batch | None, sharding: TrainSharding = ONE_DEVICE
+    config: ResolvedStep, batch: Batch, held_out_batch: Batch | None, sharding: TrainSharding = ONE_DEVICE
 ) -> Programs:
     """Trace and compile for batches like these; without one that is held out, nothing is evaluated.
 

@@ -18,7 +18,7 @@ from raggedmoe.params import Params
 from raggedmoe.sharding.axes import AnyMesh
 from raggedmoe.sharding.training import in_micro_batches
 from raggedmoe.train.data.rows import Batch
-from raggedmoe.train.settings.step import StepConfig
+from raggedmoe.train.settings.step import ResolvedStep
 from raggedmoe.train.step.loss import cross_entropy_sum
 from raggedmoe.train.step.optimizer import (
     learning_rate_schedule,
@@ -75,7 +75,7 @@ class MicroBatchWeights:
 
 
 def train_step(
-    state: TrainState, batch: Batch, config: StepConfig, mesh: AnyMesh | None = None
+    state: TrainState, batch: Batch, config: ResolvedStep, mesh: AnyMesh | None = None
 ) -> tuple[TrainState, StepReport]:
     """Take one step: return the next state, and what is reported of the step.
 
@@ -139,7 +139,7 @@ def _updates_made(state: TrainState) -> Int[Array, ""]:
 
 
 def batch_gradients(
-    trained: Params, biases: Params, batch: Batch, config: StepConfig, key: jax.Array, mesh: AnyMesh | None = None
+    trained: Params, biases: Params, batch: Batch, config: ResolvedStep, key: jax.Array, mesh: AnyMesh | None = None
 ) -> tuple[Params, Losses]:
     """Compute the gradients and losses of the whole batch, in float32 at least, in however many micro-batches.
 
@@ -177,7 +177,7 @@ def objective(
     biases: Params,
     batch: Batch,
     weights: MicroBatchWeights,
-    config: StepConfig,
+    config: ResolvedStep,
     key: jax.Array,
     mesh: AnyMesh | None = None,
 ) -> tuple[Float[Array, ""], Losses]:
@@ -259,7 +259,7 @@ def mtp_weights(batch: Batch, module: int) -> Float[Array, "B S"]:
     return jnp.where(mtp_mask(batch.segments, module), ahead, 0)
 
 
-def micro_batch_weights(micro: Batch, config: StepConfig) -> MicroBatchWeights:
+def micro_batch_weights(micro: Batch, config: ResolvedStep) -> MicroBatchWeights:
     """Compute what each micro-batch, in the leading dimension, counts for in the batch."""
     masks = [micro.segments >= 0]
     targets = [micro.weights]
@@ -280,11 +280,11 @@ def micro_batch_weights(micro: Batch, config: StepConfig) -> MicroBatchWeights:
     )
 
 
-def update_biases(biases: Params, load: Int[Array, "layers E"], config: StepConfig) -> Params:
+def update_biases(biases: Params, load: Int[Array, "layers E"], config: ResolvedStep) -> Params:
     """Move the selection biases once, by the load of the whole batch."""
-    if not config.losses.bias_update_rate:
+    if not config.losses.selection_bias_rate:
         return biases
-    rule = jax.vmap(lambda bias, load: update_selection_bias(bias, load, config.losses.bias_update_rate))
+    rule = jax.vmap(lambda bias, load: update_selection_bias(bias, load, config.losses.selection_bias_rate))
     moved = dict(biases)
     for name, rows in layers_of_biases(config).items():
         if name in biases:
@@ -297,7 +297,7 @@ def update_biases(biases: Params, load: Int[Array, "layers E"], config: StepConf
     return moved
 
 
-def layers_of_biases(config: StepConfig) -> dict[str, list[int]]:
+def layers_of_biases(config: ResolvedStep) -> dict[str, list[int]]:
     """List the rows of `Losses.load` that are of each selection bias's layers, by the bias's name."""
     rows_of_biases, first = {}, 0
     for s, stack in enumerate(config.model.stacks):
