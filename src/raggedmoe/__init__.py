@@ -12,8 +12,10 @@ from raggedmoe.kernels.ragged_gather.api import ragged_gather as ragged_gather
 from raggedmoe.kernels.ragged_gather_reduce.api import ragged_gather_reduce as ragged_gather_reduce
 from raggedmoe.kernels.registry import Directions as Directions
 from raggedmoe.kernels.registry import KernelChoice as KernelChoice
+from raggedmoe.lora import LoraConfig as LoraConfig
 from raggedmoe.models.config import ModelConfig as ModelConfig
 from raggedmoe.models.execution import ModelExecution as ModelExecution
+from raggedmoe.models.merge import merge_lora as merge_lora
 from raggedmoe.models.module import Decoder as Decoder
 from raggedmoe.models.presets import model_preset as model_preset
 from raggedmoe.moe.balance import update_selection_bias as update_selection_bias

@@ -167,7 +167,7 @@ def test_a_file_is_read_with_what_it_is_based_on(tmp_path):
         ("just a word", "expected lines of `name: value`, got str"),
         ("a: [1", "expected YAML, as MaxText's base.yml is"),
         ("model_name: demo\nuse_multimodal: true", "use_multimodal=True: images and sound are not built"),
-        ("model_name: demo\nnum_expert: 3", "unknown setting 'num_expert': did you mean num_experts"),
+        ("model_name: demo\nnum_expert: 3", "unknown setting 'num_expert' \\(mine.yml\\): did you mean num_experts"),
         ("model_name: demo\ndataset_type: tfds", "dataset_type=tfds: that pipeline is not built"),
     ],
 )

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from raggedmoe.kernels.grouped_matmul.quantized_matmuls import grouped_matmuls, quantized_matmuls
+from raggedmoe.kernels.grouped_matmul.api import grouped_matmul
+from raggedmoe.kernels.grouped_matmul.quantized_matmuls import quantized_matmuls
 from raggedmoe.kernels.quant_config import E4M3, QUANTIZATIONS, QuantConfig, check_layer
 from raggedmoe.kernels.registry import CannotRunError, Directions, implementations, record_selections
 from tests.kernels.compare import on_cpu
@@ -198,15 +199,6 @@ def test_a_gradient_of_a_gradient_is_refused_with_the_reason():
         jax.grad(lambda lhs: jnp.sum(jax.grad(loss)(lhs) ** 2))(arrays[0])
 
 
-def test_without_a_config_they_are_plain_matmuls():
-    arrays = jax.tree.map(jnp.asarray, draw())
-    found = grouped_matmuls(
-        arrays[0], tuple(arrays[1]), config=None, group_sizes=jnp.asarray(SIZES), transpose_rhs=True
-    )
-    end = int(SIZES[0])
-    np.testing.assert_allclose(found[1][:end], arrays[0][:end] @ arrays[1][1][0].T, rtol=1e-5, atol=1e-4)
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_the_error_is_no_larger_than_that_of_qwixs_quantised_ragged_dot(name):
@@ -229,7 +221,7 @@ def test_the_error_is_no_larger_than_that_of_qwixs_quantised_ragged_dot(name):
     plain, found, other = (
         jax.device_get(value_and_gradients(matmul, lhs, weight, cotangent))
         for matmul in (
-            lambda lhs, weight: grouped_matmuls(lhs, (weight,), config=None, group_sizes=sizes)[0],
+            lambda lhs, weight: grouped_matmul(lhs, weight, sizes),
             lambda lhs, weight: quantized_matmuls(lhs, (weight,), sizes, config=config)[0],
             lambda lhs, weight: qt.ragged_dot_qt(lhs, weight, sizes, theirs),
         )

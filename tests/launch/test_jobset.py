@@ -102,6 +102,12 @@ def test_the_command_prints_the_run_that_was_asked_for(monkeypatch, capsys):
     assert container["volumeMounts"] == [{"name": "runs", "mountPath": "/runs"}]
 
 
+def test_a_pod_never_starts_again_by_itself():
+    spec = manifest(cluster_run("v5p:4x4x4"))["spec"]
+    assert spec["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] == 0
+    assert spec["failurePolicy"]["maxRestarts"] > 0  # all of them do, together
+
+
 def test_several_slices_are_several_jobs():
     spec = manifest(cluster_run("v5p:4x4x4", num_slices=3))["spec"]["replicatedJobs"][0]
     assert spec["replicas"] == 3
@@ -236,7 +242,7 @@ def test_a_topology_that_is_not_offered_is_refused(name):
         ((*RENDER, "--", "train", "fsdp_parallelism=1024"), "fsdp_parallelism=1024 = 1024 devices, but there are 512"),
         (
             (*RENDER, "--", "train", "deepseek-v3", "expert_parallelism=512"),
-            r"expert=256 is not divisible by expert_parallelism=512",
+            r"expert_parallelism=512 does not divide num_experts=256",
         ),
         (
             (*RENDER, "--slices", "2", *TRAIN, "dcn_data_parallelism=1"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from raggedmoe.models.parameters import is_trained, param_specs
+from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.config import MoEConfig, is_expert_choice, strategy_name
 from raggedmoe.moe.dispatch.strategy import buffer_rows
 from raggedmoe.moe.execution import MoEExecution
@@ -90,7 +90,7 @@ def collectives_across_slices(run: ResolvedStep, plan: Plan, step: Step) -> list
         if collective.direction == FORWARD
     ]
     for name, spec in param_specs(model).items():
-        if not is_trained(name) or (name.startswith("mtp.") and not modules):
+        if not spec.trained or (name.startswith("mtp.") and not modules):
             continue
         size = np.dtype(model.dtype).itemsize if is_routed(name, spec) else WIDE
         uses = 1 if "vocab" not in spec.axes else (2 if model.tied_embeddings else 1) * (1 + modules)

@@ -238,7 +238,7 @@ class ModelForward:
             out = decode(params, ids, model, execution, key=key, mesh=sharding.mesh)
             return logits(params, out.hidden, model)
 
-        args = (run.template.params, sharding.batch(run.batch).ids)
+        args = (run.template.model_params, sharding.batch(run.batch).ids)
         return JitProgram(function=forward, args=args, mesh=None if sharding.mesh is None else sharding.mesh.mesh)
 
 

@@ -37,9 +37,10 @@ def train_ours(case: Case) -> Prepared:
     batch = Batch(ids=ids, targets=targets, segments=np.zeros_like(ids), positions=positions, weights=weights)
     programs = compile_programs(config, batch, None)
     params = interop.load(case.place / "model").params
-    optimizer = make_optimizer(config.optimizer, param_specs(config.model))
+    specs = param_specs(config.model)
+    optimizer = make_optimizer(config.optimizer, specs)
     # Copied, as a step is given its buffers to write to, and two counters would be the same one.
-    state = jax.tree.map(lambda leaf: leaf.copy(), state_from_params(params, optimizer, jax.random.key(0)))
+    state = jax.tree.map(lambda leaf: leaf.copy(), state_from_params(params, specs, optimizer, jax.random.key(0)))
 
     def step() -> Any:
         nonlocal state

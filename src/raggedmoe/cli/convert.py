@@ -7,6 +7,7 @@ import tyro
 from raggedmoe import interop
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.models.count import count_params
+from raggedmoe.models.merge import merge_lora
 from raggedmoe.models.module import Decoder
 from raggedmoe.names import unknown
 from raggedmoe.storage import ObjectPath, as_path
@@ -40,6 +41,7 @@ def export(
     out: tyro.conf.Positional[str],
     layout: str | None = None,
     dtype: str | None = None,
+    merge: bool = False,
 ) -> int:
     """Convert a checkpoint of ours to a Hugging Face folder, or change the layout or type of a Hugging Face one.
 
@@ -50,10 +52,12 @@ def export(
         out: the folder to write.
         layout: layout of the experts: per_expert (one tensor each) or fused; by default as the family publishes them.
         dtype: type of the weights, such as bfloat16; by default that of PATH.
+        merge: of a model with adapters, add them to its weights, and write those.
     """
     target = _check(out, dtype)
     saved = find_model(path)
     model = saved.load(progress=True)
+    model = merge_lora(model) if merge else model
     interop.save(model, target, layout=layout, dtype=dtype, progress=True)
     return _print_result("exported", model, target)
 

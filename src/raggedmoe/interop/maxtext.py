@@ -160,6 +160,12 @@ SHAPE_KEYS = (
 NAMES_OF_A_SHAPE = (*SHAPE_KEYS, "base_num_decoder_layers", "mtp_num_layers", "global_parameter_scale")
 
 
+def _eval_files(text: str) -> Translation:
+    """Translate the files to evaluate on, which are one set here, called eval."""
+    files = [part.strip(" []\"'") for part in text.split(",")]
+    return Translation(settings={"eval_paths": ",".join(f"eval={file}" for file in files)} if text else {})
+
+
 def _data_columns(text: str) -> Translation:
     """Translate the columns of a dataset: one of text or messages, or prompt and completion, which are found here."""
     names = [part.strip(" []\"'") for part in text.split(",")]
@@ -216,6 +222,7 @@ TRANSLATED: dict[str, Translator] = {
         ),
     ),
     "dataset_path": _unless("dataset_path", "", None),
+    "hf_eval_files": _eval_files,
     "train_split": _rename("dataset_split"),
     "train_data_columns": _data_columns,
     "eval_interval": _unless("eval_interval", "-1", "0"),

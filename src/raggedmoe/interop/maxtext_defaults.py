@@ -14,7 +14,7 @@ adam_eps_root=0 opt_type=adamw muon_beta=0.95 muon_weight_decay=0 muon_consisten
 adam_b1=0.9 adam_b2=0.95 adam_eps=1e-8 adam_weight_decay=0.1 mu_dtype=
 grad_dtype=float32 gradient_clipping_threshold=1.0 gradient_accumulation_steps=1 data_shuffle_seed=0
 init_weights_seed=0 per_device_batch_size=12.0 max_target_length=2048 packing=true dataset_type=tfds dataset_path=
-train_split=train train_data_columns=text hf_path= hf_data_dir= hf_train_files=
+train_split=train train_data_columns=text hf_path= hf_data_dir= hf_train_files= hf_eval_files=
 tokenizer_path= eval_interval=-1 eval_steps=-1 dtype=bfloat16 weight_dtype=float32 scan_layers=true
 attention=autoselected use_tokamax_splash=false enable_checkpointing=true async_checkpointing=true
 checkpoint_period=10000 max_num_checkpoints_to_keep=none profiler= profiler_steps=5 skip_first_n_steps_for_profiler=1
@@ -251,7 +251,7 @@ REFUSED: dict[str, str] = {
     ),
     "data are files of this machine, or synthetic; use dataset_type=text, chat or hf with dataset_path": (
         "dataset_name=c4/en:3.1.0 eval_dataset_name=c4/en:3.1.0 eval_split=validation "
-        "hf_name= hf_data_files= hf_eval_split= hf_eval_files= hf_access_token= "
+        "hf_name= hf_data_files= hf_eval_split= hf_access_token= "
         "grain_train_files= grain_eval_files= grain_train_mixture_config_path= grain_file_type=arrayrecord "
         "grain_packing_type=first_fit grain_worker_count=1 grain_per_worker_buffer_size=1 grain_num_threads=16 "
         "grain_prefetch_buffer_size=500 grain_worker_count_eval=1 grain_per_worker_buffer_size_eval=1 "

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from raggedmoe.lora import LoraConfig
 from raggedmoe.models.config import GroupedQueryConfig, LatentConfig, ModelConfig, RopeConfig, YarnConfig
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.moe.config import ExpertConfig, MoEConfig, RouterConfig
@@ -20,6 +21,7 @@ KINDS: dict[str, type] = {
     "moe": MoEConfig,
     "router": RouterConfig,
     "experts": ExpertConfig,
+    "lora": LoraConfig,
 }
 # The fields that are configurations themselves: nothing else is nested, so a file cannot be without end.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -29,6 +31,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "moe": ("moe",),
     "router": ("router",),
     "experts": ("experts",),
+    "lora": ("lora",),
 }
 # What older files may hold beside the architecture: how the model was run when it was saved. It is left out.
 EXECUTION: dict[str, frozenset[str]] = {

@@ -12,10 +12,10 @@ from raggedmoe.models.companions import Companions
 from raggedmoe.models.config import ModelConfig, check_execution
 from raggedmoe.models.decoder import DEFAULT_EXECUTION, DecoderOutput, decode, logits, mtp_forward
 from raggedmoe.models.execution import ModelExecution
-from raggedmoe.models.parameters import check_model_params, is_trained, param_specs
+from raggedmoe.models.parameters import check_lora, check_model_params, param_specs
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.dispatch import check_has_mesh
-from raggedmoe.moe.module import SelectionBias
+from raggedmoe.moe.module import KINDS
 from raggedmoe.params import Params
 from raggedmoe.sharding.axes import AnyMesh, MeshAxes, logical_mesh
 from raggedmoe.sharding.rules import make_params
@@ -56,6 +56,7 @@ class Decoder(nnx.Module):
           companions: the tokenizer and whatever else belongs to its checkpoint, for `raggedmoe.interop.save`.
         """
         check_execution(config, execution)
+        check_lora(config)
         check_has_mesh(strategy_name(config.moe, execution.moe), mesh)
         self.mesh, specs = logical_mesh(mesh, mesh_axes), param_specs(config)
         params = make_params(specs, params, rngs, self.mesh, execution.moe.tensor_split)
@@ -63,10 +64,7 @@ class Decoder(nnx.Module):
         self.config, self.execution, self.companions = config, execution, companions
         # Axes are kept beside the values: sharding and checkpoints go by them.
         self.variables = nnx.Dict(
-            {
-                name: (nnx.Param if is_trained(name) else SelectionBias)(params[name], axes=spec.axes)
-                for name, spec in specs.items()
-            }
+            {name: KINDS[spec.updated_by](params[name], axes=spec.axes) for name, spec in specs.items()}
         )
 
     @property

@@ -16,10 +16,11 @@ from raggedmoe.kernels.expert_ffn import api
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 from raggedmoe.kernels.expert_ffn.matmuls import add_bias
-from raggedmoe.kernels.grouped_matmul.api import group_bounds
-from raggedmoe.kernels.grouped_matmul.quantized_matmuls import grouped_matmuls
+from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
+from raggedmoe.kernels.grouped_matmul.quantized_matmuls import quantized_matmuls
 from raggedmoe.kernels.qarray import QArray
 from raggedmoe.kernels.quant_config import rounding_key
+from raggedmoe.lora import add_grouped_adapter, dense_adapter
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.records import RouteMetadata, StageSettings
 from raggedmoe.params import Params
@@ -40,9 +41,12 @@ def gmm_up(
     columns: slice,
 ) -> UpSums:
     """Multiply some columns of the rows by both up projections: what they add to the float32 sums, without biases."""
-    matmuls = _matmuls(metadata, key, settings, transpose_rhs=True, dtype=accumulator(rows.dtype))
+    matmul = functools.partial(_matmul, metadata, settings, dtype=accumulator(rows.dtype))
     names = tuple(name for name in ("wi_0", "wi_1") if name in weights)
-    return dict(zip(names, matmuls(rows, tuple(_columns(weights[name], columns) for name in names))))
+    columns_of = tuple(_columns(weights[name], columns) for name in names)
+    sums = dict(zip(names, _products(rows, columns_of, metadata, key, settings, matmul(transpose_rhs=True))))
+    lora = settings.config.lora
+    return {name: add_grouped_adapter(sums[name], rows, weights, name, lora, matmul, inputs=columns) for name in names}
 
 
 @stage(sums=PER_DEVICE, result=BETWEEN_PROJECTIONS)
@@ -75,11 +79,13 @@ def gmm_down(
     columns: slice,
 ) -> Float[Array, "R columns"]:
     """Multiply the hidden rows by some columns of the down projection, and add its bias."""
-    wo, bias = _columns(weights["wo"], columns), _down_bias(weights, settings)
-    wide = hidden.dtype if bias is None else accumulator(hidden.dtype)
-    (out,) = _matmuls(metadata, key, settings, transpose_rhs=False, dtype=wide)(hidden, (wo,))
+    wo, bias, lora = _columns(weights["wo"], columns), _down_bias(weights, settings), settings.config.lora
+    wide = hidden.dtype if bias is None and lora is None else accumulator(hidden.dtype)
+    matmul = functools.partial(_matmul, metadata, settings, dtype=wide)
+    (out,) = _products(hidden, (wo,), metadata, key, settings, matmul(transpose_rhs=False))
+    out = add_grouped_adapter(out, hidden, weights, "wo", lora, matmul, outputs=columns)
     if bias is None:
-        return out
+        return out.astype(hidden.dtype)
     out = add_bias(out, bias[:, columns], group_bounds(metadata.group_sizes, wo.shape[0], hidden.shape[0]))
     return _mask_rows(out, metadata).astype(hidden.dtype)
 
@@ -114,6 +120,8 @@ def expert_ffn(
 def fuses_experts(x: Float[Array, "T D"], weights: Params, settings: StageSettings) -> bool:
     """Tell whether the experts are one `expert_ffn`: if the backend says so, or for "auto" where it is the fastest."""
     config, execution = settings.config, settings.execution
+    if config.lora is not None:  # its own matmuls are between those that would be fused
+        return False
     if execution.moe_backend != "auto" or execution.width_chunks > 1 or settings.on_mesh.axes(WIDTH_TENSOR):
         return execution.backend.fused
     splits = execution.quantization is not None or execution.kernel_choice.grouped_matmul != "auto"
@@ -130,10 +138,15 @@ def shared_experts(x: Float[Array, "T D"], params: Params, activation: str) -> F
     """Compute the MLP of every token, by ``wi_0, wi_1, wo``, times the sigmoid of its ``gate`` if there is one."""
     wide, dtype = accumulator(x.dtype), x.dtype
     matmul = functools.partial(jnp.matmul, precision=matmul_precision(dtype), preferred_element_type=wide)
-    up = None if "wi_1" not in params else checkpoint_name(matmul(x, params["wi_1"].astype(dtype).T), "mlp_up")
-    gate = checkpoint_name(matmul(x, params["wi_0"].astype(dtype).T), "mlp_up")
-    hidden = ACTIVATIONS[activation](gate, up).astype(dtype)
-    out = checkpoint_name(matmul(hidden, params["wo"].astype(dtype)), "mlp_down")
+
+    def multiply(rows: Float[Array, "T I"], name: str, kept: str) -> Float[Array, "T O"]:
+        weight, added = params[name].astype(dtype), dense_adapter(rows, params, name)
+        sums = matmul(rows, weight if name == "wo" else weight.T)
+        return checkpoint_name(sums if added is None else sums + added, kept)
+
+    up = multiply(x, "wi_1", "mlp_up") if "wi_1" in params else None
+    hidden = ACTIVATIONS[activation](multiply(x, "wi_0", "mlp_up"), up).astype(dtype)
+    out = multiply(hidden, "wo", "mlp_down")
     if "gate" in params:
         out = out * jax.nn.sigmoid(matmul(x, params["gate"].astype(dtype)))[:, None]
     return out.astype(dtype)
@@ -157,18 +170,31 @@ def _mask_rows(rows: Float[Array, "R _"], metadata: RouteMetadata) -> Float[Arra
     return rows if metadata.used is None else jnp.where(metadata.used[:, None], rows, 0)
 
 
-def _matmuls(
-    metadata: RouteMetadata, key: jax.Array | None, settings: StageSettings, *, transpose_rhs: bool, dtype: jnp.dtype
-) -> Callable[[jax.Array, tuple[Any, ...]], tuple[jax.Array, ...]]:
-    """Choose what multiplies rows by their experts' weights: grouped matmuls, or batched ones for equal groups."""
-    if metadata.used is not None:
-        sums = "grd,gfd->grf" if transpose_rhs else "grf,gfd->grd"
-        return lambda rows, weights: tuple(_batched_matmul(metadata, sums, dtype, rows, weight) for weight in weights)
+def _products(
+    rows: Float[Array, "R _"],
+    weights: tuple[Any, ...],
+    metadata: RouteMetadata,
+    key: jax.Array | None,
+    settings: StageSettings,
+    matmul: Callable[..., jax.Array],
+) -> tuple[jax.Array, ...]:
+    """Multiply rows by their experts' matrices in each of ``weights``: by a matmul, or quantised as it says."""
+    config = settings.execution.quantization
+    if config is None:
+        return tuple(matmul(rows, weight) for weight in weights)
+    assert isinstance(matmul, functools.partial)  # of `grouped_matmul`, as equal groups are not quantised
     ranks = () if key is None else [lax.axis_index(axis) for axis in settings.on_mesh.axes(*AXES)]
+    return quantized_matmuls(rows, weights, config=config, key=rounding_key(config, key, *ranks), **matmul.keywords)
+
+
+def _matmul(
+    metadata: RouteMetadata, settings: StageSettings, *, transpose_rhs: bool, dtype: jnp.dtype
+) -> Callable[[jax.Array, Any], jax.Array]:
+    """Choose what multiplies rows by their experts' weights: a grouped matmul, or a batched one for equal groups."""
+    if metadata.used is not None:
+        return functools.partial(_batched_matmul, metadata, "grd,gfd->grf" if transpose_rhs else "grf,gfd->grd", dtype)
     return functools.partial(
-        grouped_matmuls,
-        config=settings.execution.quantization,
-        key=rounding_key(settings.execution.quantization, key, *ranks),
+        grouped_matmul,
         group_sizes=metadata.group_sizes,
         transpose_rhs=transpose_rhs,
         preferred_element_type=dtype,

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from raggedmoe.kernels.eager import compile_once
 from raggedmoe.kernels.qarray import Quantized, check_operand
 from raggedmoe.kernels.quant_config import rounding_key
+from raggedmoe.lora import scale_adapters
 from raggedmoe.moe.config import MoEConfig, check_execution, is_expert_choice
 from raggedmoe.moe.dispatch import check_ranks, dispatch, prepare, unpermute
 from raggedmoe.moe.execution import MoEExecution
@@ -81,7 +82,8 @@ def moe_route_and_compute(
     if shared:
         with jax.named_scope("shared_experts"):
             # In no stage: without a word about its layout, XLA exchanges two devices' gradients of x (docs/log.md).
-            added = shared_experts(shard_tokens(x, mesh), shared, config.experts.activation)
+            weights = scale_adapters(shared, config.lora)
+            added = shared_experts(shard_tokens(x, mesh), weights, config.experts.activation)
             output = output + (added if mask is None else jnp.where(mask[:, None], added, 0))
     return MoEOutput(output=output, dropped=dropped, experts=routing.experts, **statistics)
 

@@ -100,6 +100,12 @@ int check_quantized() {
       {"mxfp4, odd blocks", MXFP4, some, 25, 30, 34, 3, 1, true, true},
       {"several parts", INT8, {0, 3, 3}, 3, 512, 2100, 128, 1, false, false},
       {"several parts, transposed", INT8, {0, 3, 3}, 3, 4096, 300, 128, 1, true, false},
+      {"many rows, several tiles of them", E4M3, {1, 301, 301, 330}, 333, 64, 32, 32, 16, true, false},
+      {"many rows, rows in one piece", E5M2, {0, 17, 77, 77}, 80, 30, 301, 3, 7, false, false},
+      {"many rows, several columns of parts", MXFP4, {3, 43, 43}, 43, 32, 334, 32, 1, true, true},
+      {"many rows, mxfp4, rows in one piece", MXFP4, {0, 19, 43}, 44, 64, 38, 32, 1, false, true},
+      {"many rows, one scale for all columns", INT8, {0, 40}, 41, 48, 33, 1, 0, true, false},
+      {"more rows than a task's", INT8, {0, 1030}, 1031, 17, 5, 0, 1, false, false},
       {"no rows", INT8, {0, 0}, 2, 8, 16, 0, 1, true, false},
   };
   for (const Case& c : cases) {

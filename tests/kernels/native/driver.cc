@@ -1,6 +1,8 @@
 // Calls every kernel on regular and on random ragged cases, against loops in float64, for sanitizers to watch: results
 // must be right, and the same bits with one thread, with several, and under calls at the same time. test_driver.py
 // builds and runs it.
+#include <fstream>
+
 #include "checks.h"
 
 extern "C" {
@@ -77,18 +79,18 @@ void check_grouped_matmul(const Case& c, bool transposed) {
   expect_close(c.name, what, same_with_any_threads(c.name, what, run)[0], expected, TOLERANCE<Out>);
 }
 
-template <class T>
+template <class T, class Out>
 void check_transposed_matmul(const Case& c) {
   Array<T> lhs = drawn_rows<T>(c, c.width), rhs = drawn_rows<T>(c, c.hidden);
   Array<int32_t> bounds = integers(c.bounds, {c.groups() + 1});
   const auto run = [&](Pool& pool) {
-    std::vector<Array<T>> out;
+    std::vector<Array<Out>> out;
     out.emplace_back(std::vector<int64_t>{c.groups(), c.width, c.hidden});
     Call(pool).operand(lhs).operand(rhs).operand(bounds).result(out[0]).run(raggedmoe_transposed_matmul);
     return out;
   };
   const Exact expected = multiply_transposed(c, exact(lhs), exact(rhs), c.width, c.hidden);
-  expect_close(c.name, "transposed_matmul", same_with_any_threads(c.name, "transposed_matmul", run)[0], expected, TOLERANCE<T>);
+  expect_close(c.name, "transposed_matmul", same_with_any_threads(c.name, "transposed_matmul", run)[0], expected, TOLERANCE<Out>);
 }
 
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
@@ -253,7 +255,8 @@ template <class T>
 void check(const Case& c) {
   check_grouped_matmul<T, T>(c, false);
   check_grouped_matmul<T, float>(c, true);
-  check_transposed_matmul<T>(c);
+  check_transposed_matmul<T, T>(c);
+  check_transposed_matmul<T, float>(c);
   check_expert_ffn<T>(c);
   check_gathers<T>(c, c.gated);
 }
@@ -283,11 +286,27 @@ std::vector<Case> cases(int num_random) {
   return all;
 }
 
+// Those of a file, a line each: sizes, numbers of the activation, gates and biases, the number of bounds, they, a name.
+std::vector<Case> cases_of(const char* path) {
+  std::vector<Case> all;
+  std::ifstream file(path);
+  for (Case c; file >> c.rows >> c.width >> c.hidden >> c.activation >> c.gated >> c.biased; all.push_back(c)) {
+    size_t num_bounds = 0;
+    file >> num_bounds;
+    c.bounds.resize(num_bounds);
+    for (int32_t& bound : c.bounds) file >> bound;
+    file >> c.name;
+  }
+  return all;
+}
+
 }  // namespace
 
+// The number of random cases, and a file of others.
 int main(int, char** arguments) {
   const int num_random = std::atoi(arguments[1]);
-  const std::vector<Case> all = cases(num_random);
+  std::vector<Case> all = cases(num_random);
+  for (Case& c : cases_of(arguments[2])) all.push_back(std::move(c));
   for (const Case& c : all) {
     check<float>(c);
     check<BFloat16>(c);

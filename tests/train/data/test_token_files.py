@@ -104,6 +104,18 @@ def test_a_run_goes_on_where_it_was_with_the_same_files_only(source, tmp_path):
     assert opened(tmp_path / "tokens", data_seed=1).fingerprint != data.fingerprint
 
 
+def test_named_sets_are_folders_of_the_same_tokens(source, tmp_path):
+    folder = written(source, tmp_path / "tokens")
+    whole = written(source, tmp_path / "whole", held_out=0.0)
+    data = opened(tmp_path / "tokens", eval_paths=(f"part={tmp_path / 'tokens'}", f"all={tmp_path / 'whole'}"))
+    assert list(data.evaluated) == ["held-out", "part", "all"]
+    np.testing.assert_array_equal(data.evaluated["part"].tokens, folder.held_out.tokens)
+    np.testing.assert_array_equal(data.evaluated["all"].tokens, whole.train.tokens)
+    written(source, tmp_path / "other", train_tokenizer([str(source)], (".txt",), 300))
+    with pytest.raises(ValueError, match=r"eval_paths=other=.*: expected tokens of the tokenizer that made those"):
+        opened(tmp_path / "tokens", eval_paths=(f"other={tmp_path / 'other'}",))
+
+
 def test_a_large_file_takes_little_memory(tmp_path):
     line = "A line of words that goes on for a while.\n"
     (tmp_path / "large.txt").write_text(line * 10**6)  # 42 MB

@@ -11,6 +11,7 @@ import pytest
 from raggedmoe import interop
 from raggedmoe.cli.convert import export
 from raggedmoe.cli.generate import generate
+from raggedmoe.cli.report import report
 from raggedmoe.cli.train import run_training
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.train.loop import loop
@@ -21,6 +22,7 @@ from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.settings.sections import RunConfig
 from raggedmoe.train.settings.words import read_words
 from tests.train.loop.test_loop import WORDS
+from tests.train.report.parsed_page import Page
 from tests.train.runs import curve, lines, share_programs
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -49,6 +51,19 @@ def branch(tmp_path):
         return outcome.folder
 
     return start
+
+
+@pytest.fixture(scope="module")
+def half(parent, tmp_path_factory):
+    """A branch of the run's step 8 with half the learning rate, on two devices."""
+    folder = tmp_path_factory.mktemp("half")
+    words = [word for word in WORDS if not word.startswith("per_device_batch_size=")]
+    changes = ("learning_rate=1.5e-3", "fsdp_parallelism=2", "per_device_batch_size=1", "mu_dtype=bfloat16")
+    with pytest.MonkeyPatch.context() as patch:
+        share_programs(patch)
+        place = (f"base_output_directory={folder}", "run_name=half", f"init_from={parent}@8", "init_state=all")
+        assert run_training((*words, *place, *changes)).code == 0
+    return folder / "half"
 
 
 @pytest.fixture
@@ -107,15 +122,29 @@ def test_a_branch_that_was_stopped_goes_on_without_its_parent(parent, branch, tm
 
 
 @pytest.mark.ci
-def test_a_branch_has_a_learning_rate_a_mesh_and_moments_of_its_own(parent, branch):
-    words = ("learning_rate=1.5e-3", "fsdp_parallelism=2", "per_device_batch_size=1", "mu_dtype=bfloat16")
-    folder = branch(f"init_from={parent}@8", "init_state=all", *words)
+def test_a_branch_has_a_learning_rate_a_mesh_and_moments_of_its_own(parent, half):
+    folder = half
     halves = {step: rate / 2 for step, rate in values(parent, "learning_rate").items() if step > 8}
     np.testing.assert_allclose(list(values(folder, "learning_rate").values()), list(halves.values()), rtol=1e-6)
     assert values(folder, "loss").keys() == halves.keys()
     # The first step has the parent's parameters and rows.
     np.testing.assert_allclose(values(folder, "loss")[9], values(parent, "loss")[9], rtol=1e-5)
     assert values(folder, "loss")[12] != values(parent, "loss")[12]
+
+
+@pytest.mark.ci
+def test_a_run_and_its_branch_are_compared_on_one_page(parent, half, tmp_path):
+    assert report((str(parent), str(half)), out=str(tmp_path / "both.html")) == 0
+    page = Page(tmp_path / "both.html")
+    results = {row[0]: row[1:] for row in page.tables["results"]}
+    assert results["Begins with"] == ["new parameters", f"all of step 8 of {parent}"]
+    losses = [values(folder, "loss", "eval")[12] for folder in (parent, half)]
+    assert results["Held-out loss"] == [f"{loss:.3f}" for loss in losses]
+    differences = {row[0]: row[1:] for row in page.tables["differences"]}
+    assert differences["learning_rate"] == ["0.003", "0.0015"]
+    assert differences["fsdp_parallelism"] == ["1", "2"]
+    assert "Learning rate" in page.headings
+    assert page.source.count(">branched<") >= 4  # in the legend of each picture of the losses
 
 
 @pytest.mark.ci

@@ -106,8 +106,8 @@ def test_a_replaced_configuration_is_the_one_that_was_there(config):
         (["dropout_rate=0.1"], "dropout is not built"),
         (["packing=maybe"], "packing: expected true or false, got 'maybe'"),
         (["schedule=linear"], "schedule: expected one of cosine, wsd, constant, got 'linear'"),
-        (["dataset_type=hf"], "dataset_type=hf: that pipeline is not built; use dataset_type=text"),
-        (["dataset_type=csv"], "dataset_type: expected one of stdlib, text, chat, tokens, synthetic, got 'csv'"),
+        (["dataset_type=tfds"], "dataset_type=tfds: that pipeline is not built; use dataset_type=text"),
+        (["dataset_type=csv"], "dataset_type: expected one of stdlib, text, chat, hf, tokens, synthetic, got 'csv'"),
         (["steps=5", "steps=6"], "steps=5 and steps=6 contradict each other"),
         (["demo", "olmoe-tiny"], "expected one model and settings as key=value, got 'demo' and 'olmoe-tiny'"),
         (["demo", "model_name=olmoe-tiny"], "demo and model_name=olmoe-tiny contradict each other"),
@@ -226,7 +226,28 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
         ),
         (["load_parameters_path=nowhere"], "expected a folder, found none at nowhere"),
         (["profiler=xplane", "profiler_steps=0"], "profiler_steps >= 1"),
-        (["mixtral-tiny", "routing=magic"], "unknown selection 'magic'"),
+        (
+            ["mixtral-tiny", "routing=magic"],
+            "routing: expected one of learned, random, hash, balanced, expert_choice, got 'magic'",
+        ),
+        (["routing=expert_choice"], "routing=expert_choice: expected a capacity_factor"),
+        (
+            ["routing=expert_choice", "capacity_factor=1", "aux_loss_weight=0.1"],
+            "routing=expert_choice is balanced by construction; leave aux_loss_weight=0.1 out",
+        ),
+        (
+            ["num_moe_emb_chunks=7"],
+            r"^num_moe_emb_chunks=7 does not divide base_emb_dim=192, .* demo; use one of \[1, 2",
+        ),
+        (
+            ["olmoe-tiny", "interleave_moe_layer_step=3"],
+            "^interleave_moe_layer_step=3: olmoe-tiny has experts in every layer.*set it with base_mlp_dim",
+        ),
+        (["olmoe-tiny", "first_num_dense_layers=1"], "^first_num_dense_layers=1: olmoe-tiny has experts in every"),
+        (
+            ["learning_rate_schedule_steps=5", "warmup_steps=9"],
+            "^warmup_steps=9 is more than learning_rate_schedule_steps=5: the learning rate would never",
+        ),
         (["attention=fast"], "unknown implementation of attention, 'fast'"),
     ],
 )
@@ -476,9 +497,21 @@ def test_without_a_sparse_matmul_every_expert_computes_every_token_on_a_mesh_too
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["expert_parallelism=5"], r"expert=16 is not divisible by expert_parallelism=5"),
-        (["fsdp_parallelism=3"], r"model_dim=64 is not divisible by fsdp_parallelism=3"),
-        (["tensor_parallelism=3"], r"expert_dim=32 is not divisible by tensor_parallelism=3"),
+        (
+            ["expert_parallelism=5"],
+            r"^expert_parallelism=5 does not divide num_experts=16 of deepseek-v3-tiny; .* \[1, 2, 4, 8, 16\]",
+        ),
+        (["fsdp_parallelism=3"], r"^fsdp_parallelism=3 does not divide base_emb_dim=64"),
+        (["tensor_parallelism=3"], r"^tensor_parallelism=3 does not divide base_moe_mlp_dim=32"),
+        (["ici_fsdp_parallelism=3"], r"^ici_fsdp_parallelism=3 does not divide base_emb_dim=64"),
+        (
+            ["ici_fsdp_parallelism=3", "tensor_parallelism=2", "tensor_split=model_dim"],
+            "^tensor_parallelism=2 × ici_fsdp_parallelism=3 does not divide base_emb_dim=64",
+        ),
+        (
+            ["recompute_dispatch=true", "expert_parallelism=2"],
+            "^recompute_dispatch=true: the rows that come from other devices .* use expert_parallelism=1",
+        ),
         (["fsdp_parallelism=-1", "expert_parallelism=-1"], "expected one degree of -1 at most"),
         (["fsdp_parallelism=4", "data_parallelism=4"], "= 16 devices, but there are 8"),
     ],

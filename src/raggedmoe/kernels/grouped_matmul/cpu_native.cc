@@ -61,13 +61,13 @@ void matmul(ffi::ThreadPool& pool, const ffi::AnyBuffer& lhs, const ffi::AnyBuff
 }
 
 // out[g] = lhs_gᵀ rhs_g: of each group a matrix [I O], in tiles of its rows and columns.
-template <class T>
+template <class T, class Out>
 void transposed(ffi::ThreadPool& pool, const ffi::AnyBuffer& lhs, const ffi::AnyBuffer& rhs, const int32_t* bounds,
                 ffi::AnyBuffer& result) {
   const int64_t inner = lhs.dimensions()[1], width = rhs.dimensions()[1], groups = result.dimensions()[0];
   const T* a = static_cast<const T*>(lhs.untyped_data());
   const T* b = static_cast<const T*>(rhs.untyped_data());
-  T* out = static_cast<T*>(result.untyped_data());
+  Out* out = static_cast<Out*>(result.untyped_data());
   prefer_large_pages(out, result.size_bytes());
   std::vector<Tile> tiles;
   for (int64_t g = 0; g < groups; ++g)
@@ -78,14 +78,17 @@ void transposed(ffi::ThreadPool& pool, const ffi::AnyBuffer& lhs, const ffi::Any
     const Tile& t = tiles[i];
     const int64_t first = bounds[t.group], depth = bounds[t.group + 1] - first;
     const int64_t rows = t.last_row - t.first_row, cols = t.last_col - t.first_col;
-    T* to = out + (t.group * inner + t.first_row) * width + t.first_col;
+    Out* to = out + (t.group * inner + t.first_row) * width + t.first_col;
     if (depth <= 0) {
-      for (int64_t m = 0; m < rows; ++m) std::memset(static_cast<void*>(to + m * width), 0, cols * sizeof(T));
+      for (int64_t m = 0; m < rows; ++m) std::memset(static_cast<void*>(to + m * width), 0, cols * sizeof(Out));
       return;
     }
     const Product<T> product{View<T>{a + first * inner + t.first_row, 1, inner},
                              View<T>{b + first * width + t.first_col, width, 1}, depth};
-    kernels<T>().multiply(&product, 1, rows, cols, to, width, scratch);
+    if constexpr (std::is_same_v<Out, T>)
+      kernels<T>().multiply(&product, 1, rows, cols, to, width, scratch);
+    else
+      kernels<T>().multiply_wide(&product, 1, rows, cols, to, width, scratch);
   });
 }
 
@@ -98,7 +101,10 @@ ffi::Error grouped_matmul(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuff
 
 ffi::Error transposed_matmul(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                              ffi::Buffer<ffi::S32> bounds, ffi::Result<ffi::AnyBuffer> out) {
-  const auto call = lhs.element_type() == ffi::F32 ? transposed<float> : transposed<BFloat16>;
+  const bool wide_in = lhs.element_type() == ffi::F32, wide_out = out->element_type() == ffi::F32;
+  const auto call = wide_in    ? transposed<float, float>
+                    : wide_out ? transposed<BFloat16, float>
+                               : transposed<BFloat16, BFloat16>;
   return call_safely([&] { call(pool, lhs, rhs, bounds.typed_data(), *out); });
 }
 

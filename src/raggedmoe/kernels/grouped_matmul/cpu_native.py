@@ -4,8 +4,8 @@ A group's rows are multiplied tile by tile with float32 sums; a matrix is widene
 in cache, or with few rows, as in decoding, streamed once. A group without rows costs nothing. Every sum has a fixed
 order, so that the result does not depend on the number of threads.
 
-Quantised matrices are decoded in registers (native/quantized.cc), a part of a matrix for a few rows at a time, so that
-each byte of an active expert is read from memory once.
+Quantised matrices are decoded a part at a time (native/quantized.cc): for few rows in registers, so that each byte of
+an active expert is read from memory once, and for many into memory, where the part is multiplied as a dense one.
 """
 
 import functools
@@ -41,12 +41,12 @@ def _quantized(lhs, rhs, bounds, transpose_rhs, out_dtype):
 
 def transposed_matmul(lhs, rhs, bounds, out_dtype=None):
     """Compute ``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
-    if out_dtype is not None or isinstance(lhs, QArray) or isinstance(rhs, QArray):  # of a quantised operand
-        out_dtype = lhs.dtype if out_dtype is None else out_dtype
+    out_dtype = lhs.dtype if out_dtype is None else out_dtype
+    if isinstance(lhs, QArray) or isinstance(rhs, QArray):
         lhs, rhs = (dequantize(operand, jnp.float32).astype(jnp.float32) for operand in (lhs, rhs))
-        return transposed_matmul(lhs, rhs, bounds).astype(out_dtype)
     shape = (bounds.shape[0] - 1, lhs.shape[1], rhs.shape[1])
-    return native_call("raggedmoe_transposed_matmul", (shape, lhs.dtype), lhs, rhs, bounds)
+    kernel_dtype = jnp.float32 if lhs.dtype == jnp.float32 else out_dtype
+    return native_call("raggedmoe_transposed_matmul", (shape, kernel_dtype), lhs, rhs, bounds).astype(out_dtype)
 
 
 def why_not(call: Call, hardware: Hardware) -> str | None:

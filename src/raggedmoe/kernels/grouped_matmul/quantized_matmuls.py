@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Integer
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import accumulator, check_array, pvary_like
 from raggedmoe.kernels.gradient import refuse_forward_mode, with_gradient
-from raggedmoe.kernels.grouped_matmul.api import NAME, check_matmul, group_bounds, group_of_row, grouped_matmul
+from raggedmoe.kernels.grouped_matmul.api import NAME, check_matmul, group_bounds, group_of_row
 from raggedmoe.kernels.placement import placement, pvary_alike
 from raggedmoe.kernels.qarray import QArray, operand_structs
 from raggedmoe.kernels.quant_config import QuantConfig
@@ -43,23 +43,6 @@ class _StaticPart:
     transpose_rhs: bool
     dtype: Any  # of the rows and the matrices, and of their gradients
     out_dtype: Any
-
-
-def grouped_matmuls(
-    lhs: Float[Array, "R I"],
-    weights: tuple[Any, ...],
-    *,
-    config: QuantConfig | None,
-    key: jax.Array | None = None,
-    **options: Any,
-) -> tuple[Float[Array, "R _"], ...]:
-    """Multiply rows by their groups' matrices in each of ``weights``: quantised if ``config`` says so, or as they are.
-
-    ``options``: those of `grouped_matmul`, which is called where nothing is quantised on the way.
-    """
-    if config is None:
-        return tuple(grouped_matmul(lhs, weight, **options) for weight in weights)
-    return quantized_matmuls(lhs, weights, config=config, key=key, **options)
 
 
 def quantized_matmuls(

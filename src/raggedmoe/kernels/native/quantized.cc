@@ -1,13 +1,15 @@
 // `grouped_matmul` with a quantised right operand: cpu_native.py of that operation calls it through XLA's FFI.
 //
-// A matrix is read in parts that stay in cache, and each part is multiplied by a few of its group's rows at a time. So in
-// decoding each active expert's bytes are read once, and those of an idle one, its scales included, never.
+// A matrix is read in parts that stay in cache. If its group has few rows, some of them are multiplied at a time by what is
+// decoded in registers: in generating text each active expert's bytes are read once. For many rows a part is decoded into
+// memory once, and multiplied there as a matrix of float32 is. An idle expert's bytes, its scales included, are never read.
 #include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
 
 #include "matmul_types.h"
+#include "pages.h"
 #include "parallel.h"
 #include "xla_call.h"
 
@@ -21,8 +23,11 @@ namespace raggedmoe {
 namespace {
 
 constexpr int QUANTIZED_ROWS = 6;            // multiplied at a time
-constexpr int64_t PART_BYTES = 1 << 18;      // of a matrix, for a task
+constexpr int64_t PART_BYTES = 1 << 18;      // of a matrix, for a task with few rows
 constexpr int64_t MAX_PART_COLS = 1024;      // whose sums stay in the first cache
+constexpr int64_t MANY_ROWS = 20;            // from which on a part is decoded into memory
+constexpr int64_t DECODED_NUMBERS = 1 << 20;  // in memory at a time
+constexpr int64_t ROWS_OF_TASK = 1024;        // that share a decoded part
 
 enum class Format : int64_t { INT8, E4M3, E5M2, MXFP4 };
 
@@ -57,6 +62,10 @@ struct QuantizedPart {
   Scales scales;
   bool scaled;  // false: the rows were multiplied by the scales already
 
+  // The scales of all rows, for a block of the columns.
+  void scales_of_rows(int64_t n_block, float* out) const {
+    for (int64_t k = 0; k < num_k; k += block_k) std::fill_n(out + k, block_k, scale(k / block_k, n_block));
+  }
   // The scales of all columns, for a block of the rows.
   void scales_of_columns(int64_t k_block, float* out) const {
     for (int64_t n = first, n_block = first / block_n; n < last; ++n_block) {
@@ -70,7 +79,12 @@ struct QuantizedPart {
   }
 };
 
-using Multiply = void (*)(int64_t, const QuantizedPart&, const float*, float*, int64_t, float*, float*);
+// One instruction set's kernels.
+struct QuantizedKernels {
+  void (*multiply)(int64_t num_rows, const QuantizedPart&, const float* rows, float* out, int64_t out_row, float* sums,
+                   float* scales);
+  void (*decode)(const QuantizedPart&, float* out, float* scales);
+};
 
 #ifdef __x86_64__
 #ifdef __clang__
@@ -109,74 +123,144 @@ namespace quantized_baseline {
 #undef RAGGEDMOE_LANES
 }  // namespace quantized_baseline
 
-Multiply multiply_here() {
+const QuantizedKernels& best_kernels() {
 #ifdef __x86_64__
   const std::string isa = raggedmoe_isa();
-  if (isa.rfind("avx512", 0) == 0) return quantized_avx512::multiply;
-  if (isa == "avx2" && __builtin_cpu_supports("f16c")) return quantized_avx2::multiply;
+  if (isa.rfind("avx512", 0) == 0) return quantized_avx512::KERNELS;
+  if (isa == "avx2" && __builtin_cpu_supports("f16c")) return quantized_avx2::KERNELS;
 #endif
-  return quantized_baseline::multiply;
+  return quantized_baseline::KERNELS;
+}
+
+const QuantizedKernels& quantized_kernels() {
+  static const QuantizedKernels& chosen = best_kernels();
+  return chosen;
 }
 
 struct Task {
-  int64_t group, first, last;
+  int64_t group, first_row, last_row, first, last;  // rows of the group, columns of its matrix
 };
 
 struct QuantizedScratch {
-  Memory rows, out, sums, scales;
+  Scratch tile;
+  Memory rows, out, sums, scales, decoded;
 };
 thread_local QuantizedScratch scratch;
+
+// The operands of a call.
+template <class T, class Out>
+struct Operands {
+  const T* lhs;
+  Out* out;
+  const ffi::AnyBuffer &values, &scale;
+  Format format;
+  bool transposed;
+  int64_t num_k, width;
+
+  int64_t bytes_of_matrix() const { return num_k * width / (format == Format::MXFP4 ? 2 : 1); }
+  int64_t k_scales() const { return scale.dimensions()[transposed ? 2 : 1]; }
+  int64_t n_scales() const { return scale.dimensions()[transposed ? 1 : 2]; }
+
+  // The columns of a task, with its scales as they are.
+  QuantizedPart part_of(const Task& task) const {
+    const auto type = scale.element_type();
+    const int64_t bytes = type == ffi::F32 ? 4 : type == ffi::BF16 ? 2 : 1, group = scale.dimensions()[0] == 1 ? 0 : task.group;
+    const char* scales = static_cast<const char*>(scale.untyped_data()) + group * k_scales() * n_scales() * bytes;
+    return {format, transposed, static_cast<const uint8_t*>(values.untyped_data()) + task.group * bytes_of_matrix(),
+            num_k, width, task.first, task.last, num_k / k_scales(), width / n_scales(),
+            transposed ? 1 : n_scales(), transposed ? k_scales() : 1, Scales{scales, type}, true};
+  }
+};
+
+// Rows by what is decoded in registers, a few at a time.
+template <class T, class Out>
+void multiply_few(const Operands<T, Out>& operands, const Task& task) {
+  const int64_t num_k = operands.num_k, num_cols = task.last - task.first, k_scales = operands.k_scales();
+  QuantizedPart part = operands.part_of(task);
+  // One scale for all columns is applied to the rows.
+  const bool folded = operands.n_scales() == 1;
+  if (folded) part.scaled = false, part.block_k = num_k;
+  float* rows = scratch.rows.at_least(QUANTIZED_ROWS * num_k);
+  float* sums = scratch.sums.at_least(QUANTIZED_ROWS * num_cols);
+  float* column_scales = scratch.scales.at_least(num_cols);
+  float* products = scratch.out.at_least(QUANTIZED_ROWS * num_cols);
+  for (int64_t first = task.first_row; first < task.last_row; first += QUANTIZED_ROWS) {
+    const int64_t some = std::min<int64_t>(QUANTIZED_ROWS, task.last_row - first);
+    for (int64_t m = 0; m < some; ++m) {
+      kernels<T>().widen(operands.lhs + (first + m) * num_k, rows + m * num_k, num_k);
+      for (int64_t block = 0, k = 0; folded && block < k_scales; ++block) {
+        const float one = part.scales.at(block);
+        for (; k < (block + 1) * (num_k / k_scales); ++k) rows[m * num_k + k] *= one;
+      }
+    }
+    quantized_kernels().multiply(some, part, rows, products, num_cols, sums, column_scales);
+    for (int64_t m = 0; m < some; ++m)
+      kernels<Out>().narrow(products + m * num_cols, operands.out + (first + m) * operands.width + task.first, num_cols);
+  }
+}
+
+// Tiles of rows by what is decoded into memory.
+template <class T, class Out>
+void multiply_many(const Operands<T, Out>& operands, const Task& task) {
+  const int64_t num_k = operands.num_k, num_cols = task.last - task.first, num_rows = task.last_row - task.first_row;
+  float* decoded = scratch.decoded.at_least(num_k * num_cols);
+  quantized_kernels().decode(operands.part_of(task), decoded, scratch.scales.at_least(std::max(num_k, num_cols)));
+  const View<float> matrix = operands.transposed ? View<float>{decoded, 1, num_k} : View<float>{decoded, num_cols, 1};
+  const int64_t tiles = (num_rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t first = task.first_row + num_rows * tile / tiles, last = task.first_row + num_rows * (tile + 1) / tiles;
+    const T* from = operands.lhs + first * num_k;
+    Out* to = operands.out + first * operands.width + task.first;
+    const float* rows;
+    if constexpr (std::is_same_v<T, float>) {
+      rows = from;
+    } else {
+      float* wide = scratch.rows.at_least((last - first) * num_k);
+      kernels<T>().widen(from, wide, (last - first) * num_k);
+      rows = wide;
+    }
+    const Product<float> product{View<float>{rows, num_k, 1}, matrix, num_k};
+    if constexpr (std::is_same_v<Out, float>) {
+      kernels<float>().multiply(&product, 1, last - first, num_cols, to, operands.width, scratch.tile);
+    } else {
+      float* sums = scratch.out.at_least((last - first) * num_cols);
+      kernels<float>().multiply(&product, 1, last - first, num_cols, sums, num_cols, scratch.tile);
+      for (int64_t m = 0; m < last - first; ++m)
+        kernels<Out>().narrow(sums + m * num_cols, to + m * operands.width, num_cols);
+    }
+  }
+}
 
 template <class T, class Out>
 void quantized(ffi::ThreadPool& pool, const ffi::AnyBuffer& lhs, const ffi::AnyBuffer& values,
                const ffi::AnyBuffer& scale, const int32_t* bounds, ffi::AnyBuffer& result, bool transpose_rhs,
                Format format) {
-  static const Multiply multiply = multiply_here();
   const int64_t num_rows = lhs.dimensions()[0], num_k = lhs.dimensions()[1], width = result.dimensions()[1];
-  const int64_t groups = values.dimensions()[0], k_dim = transpose_rhs ? 2 : 1, n_dim = 3 - k_dim;
-  const int64_t k_scales = scale.dimensions()[k_dim], n_scales = scale.dimensions()[n_dim];
-  const int64_t bytes = num_k * width / (format == Format::MXFP4 ? 2 : 1);
-  const int64_t scale_bytes = scale.element_type() == ffi::F32 ? 4 : scale.element_type() == ffi::BF16 ? 2 : 1;
-  const T* a = static_cast<const T*>(lhs.untyped_data());
+  const int64_t groups = values.dimensions()[0];
   Out* out = static_cast<Out*>(result.untyped_data());
+  const Operands<T, Out> operands{static_cast<const T*>(lhs.untyped_data()), out, values, scale, format, transpose_rhs, num_k, width};
+  prefer_large_pages(out, result.size_bytes());
   std::memset(static_cast<void*>(out), 0, bounds[0] * width * sizeof(Out));
   std::memset(static_cast<void*>(out + bounds[groups] * width), 0, (num_rows - bounds[groups]) * width * sizeof(Out));
   // Columns that are rows of the matrix are cut by bytes; others are wide, as each row of a part is read in one piece.
-  // Both numbers are even, so that a part of mxfp4 begins at a whole byte.
-  const int64_t by_bytes = std::max<int64_t>(64, PART_BYTES * width / std::max<int64_t>(1, bytes) / 64 * 64);
-  const int64_t cols = transpose_rhs ? std::min(by_bytes, MAX_PART_COLS) : MAX_PART_COLS;
+  // All these numbers are even, so that a part of mxfp4 begins at a whole byte.
+  const int64_t by_bytes = std::max<int64_t>(64, PART_BYTES * width / std::max<int64_t>(1, operands.bytes_of_matrix()) / 64 * 64);
+  const int64_t few_cols = transpose_rhs ? std::min(by_bytes, MAX_PART_COLS) : MAX_PART_COLS;
+  const int64_t many_cols = std::min(TILE_COLS, std::max<int64_t>(48, DECODED_NUMBERS / num_k / 48 * 48));
   std::vector<Task> tasks;
-  for (int64_t g = 0; g < groups; ++g)
-    for (int64_t n = 0; bounds[g] < bounds[g + 1] && n < width; n += cols)
-      tasks.push_back({g, n, std::min(n + cols, width)});
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t rows = bounds[g + 1] - bounds[g], parts = (rows + ROWS_OF_TASK - 1) / ROWS_OF_TASK;
+    const int64_t cols = rows >= MANY_ROWS ? many_cols : few_cols;
+    for (int64_t part = 0; part < parts; ++part)
+      for (int64_t n = 0; n < width; n += cols)
+        tasks.push_back({g, bounds[g] + rows * part / parts, bounds[g] + rows * (part + 1) / parts, n, std::min(n + cols, width)});
+  }
   parallel_for(pool, tasks.size(), [&](int64_t i) {
     const Task& task = tasks[i];
-    const int64_t group_of_scale = scale.dimensions()[0] == 1 ? 0 : task.group;
-    const char* scales = static_cast<const char*>(scale.untyped_data()) + group_of_scale * k_scales * n_scales * scale_bytes;
-    // One scale for all columns is applied to the rows.
-    const bool folded = n_scales == 1;
-    const QuantizedPart part{format, transpose_rhs, static_cast<const uint8_t*>(values.untyped_data()) + task.group * bytes,
-                             num_k, width, task.first, task.last, folded ? num_k : num_k / k_scales, width / n_scales,
-                             transpose_rhs ? 1 : n_scales, transpose_rhs ? k_scales : 1,
-                             Scales{scales, scale.element_type()}, !folded};
-    const int64_t num_cols = task.last - task.first;
-    float* rows = scratch.rows.at_least(QUANTIZED_ROWS * num_k);
-    float* sums = scratch.sums.at_least(QUANTIZED_ROWS * num_cols);
-    float* column_scales = scratch.scales.at_least(num_cols);
-    float* products = scratch.out.at_least(QUANTIZED_ROWS * num_cols);
-    for (int64_t first = bounds[task.group]; first < bounds[task.group + 1]; first += QUANTIZED_ROWS) {
-      const int64_t some = std::min<int64_t>(QUANTIZED_ROWS, bounds[task.group + 1] - first);
-      for (int64_t m = 0; m < some; ++m) {
-        kernels<T>().widen(a + (first + m) * num_k, rows + m * num_k, num_k);
-        for (int64_t block = 0, k = 0; folded && block < k_scales; ++block) {
-          const float one = part.scales.at(block);
-          for (; k < (block + 1) * (num_k / k_scales); ++k) rows[m * num_k + k] *= one;
-        }
-      }
-      multiply(some, part, rows, products, num_cols, sums, column_scales);
-      for (int64_t m = 0; m < some; ++m)
-        kernels<Out>().narrow(products + m * num_cols, out + (first + m) * width + task.first, num_cols);
-    }
+    if (task.last_row - task.first_row >= MANY_ROWS)
+      multiply_many(operands, task);
+    else
+      multiply_few(operands, task);
   });
 }
 

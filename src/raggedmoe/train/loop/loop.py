@@ -100,7 +100,7 @@ def _train(config: ResolvedConfig, machine: Machine, screen: Screen, callbacks: 
             with open_metrics(config, start, screen) as metrics:
                 held_out = data.held_out_batches(config.run.batches_per_evaluation, config.micro_batch_size)
                 began = time.perf_counter()
-                example = held_out[0] if held_out else None
+                example = next(iter(held_out.values()))[0] if held_out else None
                 programs = compile_programs(step, next(data.train_batches()), example, sharding)
                 check_compiled_fit(programs.bytes_needed, machine.memory, config.plan)
                 screen.say(f"compiled in {time.perf_counter() - began:.1f} s")
@@ -118,6 +118,7 @@ def _train(config: ResolvedConfig, machine: Machine, screen: Screen, callbacks: 
                     log=RunLog(config, metrics, screen, speed, callbacks),
                     companions=companions_of_run(config, data),
                     parent=start.parent,
+                    base=start.base,
                 )
                 run.describe(speed)
                 state = run.initial_state(start)

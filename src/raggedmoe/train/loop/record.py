@@ -9,7 +9,7 @@ import numpy as np
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.storage import AnyPath
 from raggedmoe.storage.appended import is_appended
-from raggedmoe.train.loop.metrics import LOAD, METRICS, read_jsonl
+from raggedmoe.train.loop.metrics import LOAD, LOSS_OF, METRICS, read_jsonl
 
 RUN, REPORT = "run.json", "report.html"
 # What a run writes are float32's numbers, and counts. Beyond these limits sums, axes and int64 would overflow: such a
@@ -135,6 +135,16 @@ class RunRecord:
     def series(self, name: str) -> Series:
         """Return a value of the training steps as a series."""
         return series(self.train, name)
+
+    @property
+    def named_sets(self) -> list[str]:
+        """The names of the sets that the run was evaluated on beside what it held out of its own data."""
+        keys = dict.fromkeys(key for line in self.held_out for key in line if key.startswith(LOSS_OF))
+        return [key.removeprefix(LOSS_OF) for key in keys]
+
+    def loss_on(self, name: str) -> Series:
+        """Return the loss on a set of that name as a series."""
+        return series(self.held_out, f"{LOSS_OF}{name}")
 
     def until(self, step: int) -> "RunRecord":
         """Return the record of the run as it was after that step."""

@@ -1,12 +1,16 @@
 """The report's curves over steps: loss, learning rate, gradient norm, speed, drops."""
 
+import itertools
+
 import numpy as np
 
 from raggedmoe.train.loop.metrics import METRICS
 from raggedmoe.train.loop.record import RunRecord, Series, series
 from raggedmoe.train.report import page as html
 from raggedmoe.train.report.figures import Curve, Marks, curves_svg
-from raggedmoe.train.report.page import duration, percent, whole
+from raggedmoe.train.report.page import duration, number, percent, whole
+
+SET_COLOURS = ("orange", "blue", "green", "red")
 
 
 def loss_section(run: RunRecord) -> str:
@@ -14,6 +18,9 @@ def loss_section(run: RunRecord) -> str:
     if not run.train:
         return html.section("Loss", html.missing(f"There is no curve: {METRICS} has no training step."))
     figures, notes = [html.figure("Loss (nats per token)", _loss_svg(run))], []
+    if any(run.loss_on(name).known.size for name in run.named_sets):
+        last = ", ".join(f"{name} {number(run.loss_on(name).last)}" for name in run.named_sets)
+        figures.append(html.figure("Loss by held-out set (nats per token)", _named_sets_svg(run), f"At last: {last}."))
     if not run.series("loss").known.size:
         notes.append("No training step has a finite loss.")
     if not series(run.held_out, "loss").known.size:
@@ -41,6 +48,16 @@ def _loss_svg(run: RunRecord) -> str:
     if held_out.known.size:
         curves.append(Curve(series=held_out, label="held out", colour="orange", style="points"))
     return curves_svg("loss", curves, marks=event_marks(run), logarithmic=spikes(run.series("loss")))
+
+
+def _named_sets_svg(run: RunRecord) -> str:
+    """Draw the loss on each set that has a name."""
+    curves = [
+        Curve(series=run.loss_on(name), label=name, colour=colour, style="points", dashed=place >= len(SET_COLOURS))
+        for place, (name, colour) in enumerate(zip(run.named_sets, itertools.cycle(SET_COLOURS)))
+        if run.loss_on(name).known.size
+    ]
+    return curves_svg("sets", curves, marks=event_marks(run))
 
 
 def spikes(values: Series) -> bool:

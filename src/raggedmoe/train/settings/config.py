@@ -60,6 +60,8 @@ class TrainConfig(Section):
                 f"from_scratch=true: model_name={self.model_name} is no folder, so it has no parameters to leave out; "
                 + ("leave it out" if start is None else f"leave out load_parameters_path={start}, or one of the others")
             )
+        if self.optimizer.schedule_steps is not None:
+            self.optimizer.check_fits(self.optimizer.schedule_steps, self.shown("schedule_steps"), self.shown)
 
     def get(self, name: str) -> Any:
         """Return the value of a setting by the name that a user types."""
@@ -100,6 +102,12 @@ class TrainConfig(Section):
         """The folder of the parameters to start from; None: they are drawn, or those of another run's checkpoint."""
         if self.run.from_scratch or self.run.init_from is not None:
             return None
+        start = self.run.load_parameters_path
+        return self.model_folder if start is None else as_path(start)
+
+    @property
+    def base_folder(self) -> AnyPath | None:
+        """The folder of the weights that adapters are trained beside, if there is one; a branch has its parent's."""
         start = self.run.load_parameters_path
         return self.model_folder if start is None else as_path(start)
 

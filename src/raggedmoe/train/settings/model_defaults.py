@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
+import jax.numpy as jnp
+
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.storage import AnyPath, as_path
@@ -36,10 +38,11 @@ def peak_learning_rate(model: ModelConfig, *, loaded: bool) -> float:
 
     So it is 3e-3 up to the demo's width of 192, as measured with the demo, and near what was published for wider ones:
     5.1e-4 for a width of 2048 (OLMoE 4e-4, DeepSeek V2-Lite 4.2e-4) and 2.0e-4 for 7168 (DeepSeek V3 2.2e-4). A tenth
-    of it goes on from parameters that are loaded without undoing what they have learned.
+    of it goes on from parameters that are loaded without undoing what they have learned. Adapters learn best with ten
+    times what the weights themselves would (https://thinkingmachines.ai/blog/lora, with alpha 32), which is the whole.
     """
     rate = PEAK_LEARNING_RATE * min(1.0, (DEMO_WIDTH / model.model_dim) ** 0.75)
-    return float(f"{rate / 10 if loaded else rate:.2g}")
+    return float(f"{rate / 10 if loaded and model.lora is None else rate:.2g}")
 
 
 def with_recipe(config: TrainConfig) -> TrainConfig:
@@ -63,6 +66,7 @@ def with_model_defaults(config: TrainConfig, model: ModelConfig) -> TrainConfig:
         values["chat_date"] = date.today().isoformat()
     loaded = config.parameters_folder is not None or _begins_with_weights(config)
     values["learning_rate"] = peak_learning_rate(model, loaded=loaded)
+    values["weight_dtype"] = str(jnp.dtype(model.param_dtype))
     missing = {name: value for name, value in values.items() if config.get(name) is None and value is not None}
     return config.with_settings(missing)
 

@@ -33,7 +33,7 @@ def _remarks(config: TrainConfig, plan: Plan, num_devices: int) -> list[str]:
     remarks, checkpoints, interval = [], config.checkpoints, config.run.steps_between_evaluations
     if plan.num_devices < num_devices:
         remarks.append(f"{plan.num_devices} of {num_devices} devices used; fsdp_parallelism=-1 takes them all")
-    keeps_best = checkpoints.enable_checkpointing and checkpoints.keep_best and config.data.held_out
+    keeps_best = checkpoints.enable_checkpointing and checkpoints.keep_best and config.data.holds_out
     period = checkpoints.steps_between_checkpoints
     if keeps_best and (not interval or period % interval):
         remarks.append(
@@ -56,7 +56,7 @@ def _saves(config: TrainConfig, step: ResolvedStep) -> bool:
 
 
 def _holds_out(config: TrainConfig, step: ResolvedStep) -> bool:
-    return config.data.held_out > 0
+    return config.data.holds_out
 
 
 def _decays_at_the_end(config: TrainConfig, step: ResolvedStep) -> bool:
@@ -98,6 +98,7 @@ def kernel_names(operation: str) -> tuple[str, str, str]:
 
 
 MUON_SETTINGS = ("muon_beta", "muon_consistent_rms", "muon_weight_decay")
+LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets", "lora_router")
 # Settings that are read only if something else is so: the condition, and what to say.
 READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     "bias_update_rate": (
@@ -133,6 +134,10 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     ),
     "decay_fraction": (_decays_at_the_end, "it belongs to schedule=wsd"),
     "decay_style": (_decays_at_the_end, "it belongs to schedule=wsd"),
+    **dict.fromkeys(
+        LORA_SETTINGS[1:],
+        (lambda config, step: config.overrides.lora_rank is not None, "there are no adapters: it belongs to lora_rank"),
+    ),
     **dict.fromkeys(MUON_SETTINGS, (_has_muon, "it belongs to opt_type=muon")),
     "weight_decay_of": (lambda config, step: config.optimizer.weight_decay > 0, "nothing decays"),
     "final_fraction": (

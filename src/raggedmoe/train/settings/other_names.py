@@ -39,6 +39,8 @@ OTHER_NAMES = {
     **dict.fromkeys(("moe_intermediate_size", "expert_dim", "moe_dim"), "base_moe_mlp_dim"),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "mlp_dim"), "base_mlp_dim"),
     **dict.fromkeys(("vocab", "n_vocab"), "vocab_size"),
+    **dict.fromkeys(("lora", "lora_r", "lora_dim"), "lora_rank"),
+    **dict.fromkeys(("target_modules", "lora_target_modules"), "lora_targets"),
     **dict.fromkeys(("dp", "data_parallel"), "data_parallelism"),
     **dict.fromkeys(("fsdp",), "fsdp_parallelism"),
     **dict.fromkeys(("ep", "expert_parallel"), "expert_parallelism"),

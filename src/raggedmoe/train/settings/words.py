@@ -145,7 +145,7 @@ def _read(words: list[Word], stored: list[Word], reading: _Reading) -> None:
             elif word.name in SETTINGS:
                 reading.set(word.name, word.text, word)
             else:
-                raise ValueError(_no_setting(word.name))
+                raise ValueError(_no_setting(word))
         except ValueError as error:
             reading.refused.append(str(error))
     for members in groups.values():
@@ -168,10 +168,11 @@ def _check_repeats(words: list[Word]) -> None:
             raise ValueError(f"{before.shown} and {word.shown} contradict each other: leave one out")
 
 
-def _no_setting(name: str) -> str:
+def _no_setting(word: Word) -> str:
     """Say that there is no setting of that name, and which of ours, or else of MaxText's, may have been meant."""
-    plain = name.lower().replace("-", "_")
+    plain = word.name.lower().replace("-", "_")
     near = [OTHER_NAMES[plain]] if plain in OTHER_NAMES else close_names(plain, SETTINGS)
     near = near or close_names(plain, maxtext.known_names())
     hint = f"did you mean {' or '.join(near)}?" if near else "nothing is named like it."
-    return f"unknown setting {name!r}: {hint} `raggedmoe train --help` lists them all"
+    where = "" if word.place is None else f" ({word.place})"
+    return f"unknown setting {word.name!r}{where}: {hint} `raggedmoe train --help` lists them all"

@@ -11,8 +11,10 @@ import jax
 
 from raggedmoe.kernels.chosen import describe_choices
 from raggedmoe.kernels.registry import record_selections
+from raggedmoe.lora import is_adapter
 from raggedmoe.models.decoder import Params
 from raggedmoe.models.parameters import param_specs
+from raggedmoe.params import init_params
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.training import TrainSharding, train_sharding
 from raggedmoe.train.data.rows import Batch
@@ -54,12 +56,27 @@ def _init(config: ResolvedStep) -> Callable[[jax.Array], TrainState]:
 def state_from_loaded(
     config: ResolvedStep, sharding: TrainSharding = ONE_DEVICE
 ) -> Callable[[Params, jax.Array], TrainState]:
-    """The start of a run from its key and parameters that lie where they belong; nothing else is of an earlier run."""
-    optimizer = make_optimizer(config.optimizer, param_specs(config.model))
-    return jax.jit(
-        lambda params, key: state_from_params(params, optimizer, jax.random.split(key)[1]),
-        out_shardings=places_of(state_template(config, sharding)),
-    )
+    """The start of a run from its key and parameters that lie where they belong; nothing else is of an earlier run.
+
+    Adapters that are not among the parameters are new. What is frozen is taken as it is, and not copied.
+    """
+    specs = param_specs(config.model)
+    optimizer = make_optimizer(config.optimizer, specs)
+
+    def start(params: Params, key: jax.Array) -> TrainState:
+        params_key, run_key = jax.random.split(key)
+        missing = {name: spec for name, spec in specs.items() if is_adapter(name) and name not in params}
+        new = init_params(missing, params_key) if missing else {}
+        return state_from_params({**params, **new}, specs, optimizer, run_key)
+
+    jitted = jax.jit(start, out_shardings=places_of(replace(state_template(config, sharding), frozen={})))
+
+    def start_beside_frozen(params: Params, key: jax.Array) -> TrainState:
+        frozen = {name: value for name, value in params.items() if specs[name].updated_by is None}
+        moved = {name: value for name, value in params.items() if name not in frozen}
+        return replace(jitted(moved, key), frozen=frozen)
+
+    return start_beside_frozen
 
 
 def places_of(template: TrainState) -> Any:
@@ -85,7 +102,7 @@ def compile_programs(
         # The loss of the model, whatever room its training has.
         execution = replace(config.execution, moe=replace(config.execution.moe, ragged_buffer_factor=None))
         evaluate = functools.partial(held_out_loss, config=config.model, execution=execution, mesh=sharding.mesh)
-        lowered["held_out"] = jax.jit(evaluate).lower(template.params, held_out_shapes)
+        lowered["held_out"] = jax.jit(evaluate).lower(template.model_params, held_out_shapes)
     with ThreadPoolExecutor() as threads:  # parts of a compilation use one core only
         compiled = dict(zip(lowered, threads.map(lambda program: program.compile(), lowered.values())))
     held_out, needed = None, [_bytes_needed(compiled["step"])]
