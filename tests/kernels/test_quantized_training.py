@@ -144,9 +144,13 @@ def test_rounding_by_chance_is_right_in_the_mean_and_the_same_for_a_key(name):
     for quantity in ("dlhs", "dweight0", "dweight1"):
         assert (drawn[quantity][0] != drawn[quantity][1]).any()
         np.testing.assert_array_equal(drawn[quantity][0], again[quantity])
-        error = np.abs(drawn[quantity].mean(0) - plain[quantity][0])
-        spread = drawn[quantity].std(0) / np.sqrt(len(keys))
-        assert (error <= 6 * spread + plain[quantity][1]).all()
+        # Errors that have no common part shrink by the root of their number.
+        exact = plain[quantity][0]
+        of_one, of_mean = (
+            np.sqrt(np.mean(np.square(array - exact))) for array in (drawn[quantity], drawn[quantity].mean(0))
+        )
+        assert of_one > 0
+        assert of_mean < 1.5 / np.sqrt(len(keys)) * of_one
     with pytest.raises(ValueError, match="stochastic_rounding=True needs a random key, got None"):
         run(*arrays, config, True, "cpu")
 
@@ -218,18 +222,18 @@ def test_the_error_is_no_larger_than_that_of_qwixs_quantised_ragged_dot(name):
         value, vjp = jax.vjp(matmul, lhs, weight)
         return value, *vjp(cotangent)
 
-    plain, found, other = (
-        jax.device_get(value_and_gradients(matmul, lhs, weight, cotangent))
-        for matmul in (
-            lambda lhs, weight: grouped_matmul(lhs, weight, sizes),
-            lambda lhs, weight: quantized_matmuls(lhs, (weight,), sizes, config=config)[0],
-            lambda lhs, weight: qt.ragged_dot_qt(lhs, weight, sizes, theirs),
-        )
+    matmuls = (
+        lambda lhs, weight: grouped_matmul(lhs, weight, sizes),
+        lambda lhs, weight: quantized_matmuls(lhs, (weight,), sizes, config=config)[0],
+        lambda lhs, weight: qt.ragged_dot_qt(lhs, weight, sizes, theirs),
     )
+    plain, found, other = (jax.device_get(value_and_gradients(m, lhs, weight, cotangent)) for m in matmuls)
     for quantity, exact, ours, qwixs in zip(("value", "dlhs", "drhs"), plain, found, other):
         error, others = (np.sqrt(np.mean(np.square(array - exact))) for array in (ours, qwixs))
-        print(name, quantity, error / others)
-        assert error <= 1.1 * others, quantity
+        assert 0.5 * others <= error <= 1.3 * others, quantity
+    # Of the group with small gradients they are far nearer where no exponent keeps their resolution.
+    error, others = (np.sqrt(np.mean(np.square(array[2] - plain[2][2]))) for array in (found[2], other[2]))
+    assert error < (0.6 if name == "int8" else 1.3) * others
 
 
 REFUSED = {

@@ -12,14 +12,14 @@ from jaxtyping import Array, Float
 
 from raggedmoe.hardware import hardware_of_device, target_hardware
 from raggedmoe.kernels.arrays import accumulator, matmul_precision, pvary_over
+from raggedmoe.kernels.batched_matmul import batched_matmul
 from raggedmoe.kernels.expert_ffn import api
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 from raggedmoe.kernels.expert_ffn.matmuls import add_bias
 from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
-from raggedmoe.kernels.grouped_matmul.quantized_matmuls import quantized_matmuls
+from raggedmoe.kernels.grouped_matmul.quantized_matmuls import grouped_matmuls
 from raggedmoe.kernels.qarray import QArray
-from raggedmoe.kernels.quant_config import rounding_key
 from raggedmoe.lora import add_grouped_adapter, dense_adapter
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.records import RouteMetadata, StageSettings
@@ -42,11 +42,11 @@ def gmm_up(
 ) -> UpSums:
     """Multiply some columns of the rows by both up projections: what they add to the float32 sums, without biases."""
     matmul = functools.partial(_matmul, metadata, settings, dtype=accumulator(rows.dtype))
-    names = tuple(name for name in ("wi_0", "wi_1") if name in weights)
-    columns_of = tuple(_columns(weights[name], columns) for name in names)
-    sums = dict(zip(names, _products(rows, columns_of, metadata, key, settings, matmul(transpose_rhs=True))))
+    parts = {name: _columns(weights[name], columns) for name in ("wi_0", "wi_1") if name in weights}
+    quantized = settings.execution.quantization, key, settings.on_mesh.axes(*AXES)
+    sums = zip(parts, grouped_matmuls(rows, tuple(parts.values()), matmul(transpose_rhs=True), *quantized))
     lora = settings.config.lora
-    return {name: add_grouped_adapter(sums[name], rows, weights, name, lora, matmul, inputs=columns) for name in names}
+    return {name: add_grouped_adapter(out, rows, weights, name, lora, matmul, inputs=columns) for name, out in sums}
 
 
 @stage(sums=PER_DEVICE, result=BETWEEN_PROJECTIONS)
@@ -82,7 +82,8 @@ def gmm_down(
     wo, bias, lora = _columns(weights["wo"], columns), _down_bias(weights, settings), settings.config.lora
     wide = hidden.dtype if bias is None and lora is None else accumulator(hidden.dtype)
     matmul = functools.partial(_matmul, metadata, settings, dtype=wide)
-    (out,) = _products(hidden, (wo,), metadata, key, settings, matmul(transpose_rhs=False))
+    quantized = settings.execution.quantization, key, settings.on_mesh.axes(*AXES)
+    (out,) = grouped_matmuls(hidden, (wo,), matmul(transpose_rhs=False), *quantized)
     out = add_grouped_adapter(out, hidden, weights, "wo", lora, matmul, outputs=columns)
     if bias is None:
         return out.astype(hidden.dtype)
@@ -120,12 +121,11 @@ def expert_ffn(
 def fuses_experts(x: Float[Array, "T D"], weights: Params, settings: StageSettings) -> bool:
     """Tell whether the experts are one `expert_ffn`: if the backend says so, or for "auto" where it is the fastest."""
     config, execution = settings.config, settings.execution
-    if config.lora is not None:  # its own matmuls are between those that would be fused
+    if config.lora is not None or execution.quantization is not None:  # what they do is between the matmuls
         return False
     if execution.moe_backend != "auto" or execution.width_chunks > 1 or settings.on_mesh.axes(WIDTH_TENSOR):
         return execution.backend.fused
-    splits = execution.quantization is not None or execution.kernel_choice.grouped_matmul != "auto"
-    if splits or strategy_name(config, execution) in ("capacity", "dense"):
+    if strategy_name(config, execution) in ("capacity", "dense") or execution.kernel_choice.grouped_matmul != "auto":
         return False
     mesh = settings.on_mesh.mesh
     device = None if mesh is None or execution.hardware else mesh.abstract_mesh.abstract_device
@@ -170,29 +170,13 @@ def _mask_rows(rows: Float[Array, "R _"], metadata: RouteMetadata) -> Float[Arra
     return rows if metadata.used is None else jnp.where(metadata.used[:, None], rows, 0)
 
 
-def _products(
-    rows: Float[Array, "R _"],
-    weights: tuple[Any, ...],
-    metadata: RouteMetadata,
-    key: jax.Array | None,
-    settings: StageSettings,
-    matmul: Callable[..., jax.Array],
-) -> tuple[jax.Array, ...]:
-    """Multiply rows by their experts' matrices in each of ``weights``: by a matmul, or quantised as it says."""
-    config = settings.execution.quantization
-    if config is None:
-        return tuple(matmul(rows, weight) for weight in weights)
-    assert isinstance(matmul, functools.partial)  # of `grouped_matmul`, as equal groups are not quantised
-    ranks = () if key is None else [lax.axis_index(axis) for axis in settings.on_mesh.axes(*AXES)]
-    return quantized_matmuls(rows, weights, config=config, key=rounding_key(config, key, *ranks), **matmul.keywords)
-
-
 def _matmul(
     metadata: RouteMetadata, settings: StageSettings, *, transpose_rhs: bool, dtype: jnp.dtype
 ) -> Callable[[jax.Array, Any], jax.Array]:
     """Choose what multiplies rows by their experts' weights: a grouped matmul, or a batched one for equal groups."""
     if metadata.used is not None:
-        return functools.partial(_batched_matmul, metadata, "grd,gfd->grf" if transpose_rhs else "grf,gfd->grd", dtype)
+        sums = "grd,gfd->grf" if transpose_rhs else "grf,gfd->grd"
+        return functools.partial(batched_matmul, metadata.used, sums, dtype)
     return functools.partial(
         grouped_matmul,
         group_sizes=metadata.group_sizes,
@@ -201,14 +185,3 @@ def _matmul(
         implementation=settings.execution.kernel_choice.grouped_matmul,
         hardware=settings.execution.hardware,
     )
-
-
-def _batched_matmul(
-    metadata: RouteMetadata, sums: str, dtype: jnp.dtype, rows: Float[Array, "R _"], weights: Float[Array, "G F D"]
-) -> Float[Array, "R _"]:
-    """Multiply the rows by their experts' weights, where all experts have as many rows; ``sums`` is for einsum."""
-    # Masked before and after: what an expert's weights hold, NaN too, is for the rows of its own tokens alone.
-    parts = _mask_rows(rows, metadata).reshape(weights.shape[0], -1, rows.shape[1])
-    wide, precision = accumulator(rows.dtype), matmul_precision(rows.dtype)
-    out = jnp.einsum(sums, parts, weights, precision=precision, preferred_element_type=wide)
-    return _mask_rows(out.astype(dtype).reshape(rows.shape[0], out.shape[-1]), metadata)

@@ -12,6 +12,8 @@ With g the cotangent, s the scales of a matrix's output channels and t those of 
 A scale in blocks varies along both dimensions and cannot be folded: the operand is given to the kernel with its scales.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +26,10 @@ from jaxtyping import Array, Float, Integer
 from raggedmoe.hardware import Hardware, target_hardware
 from raggedmoe.kernels.arrays import accumulator, check_array, pvary_like
 from raggedmoe.kernels.gradient import refuse_forward_mode, with_gradient
-from raggedmoe.kernels.grouped_matmul.api import NAME, check_matmul, group_bounds, group_of_row
+from raggedmoe.kernels.grouped_matmul.api import NAME, check_matmul, group_bounds, group_of_row, grouped_matmul
 from raggedmoe.kernels.placement import placement, pvary_alike
 from raggedmoe.kernels.qarray import QArray, operand_structs
-from raggedmoe.kernels.quant_config import QuantConfig
+from raggedmoe.kernels.quant_config import QuantConfig, rounding_key
 from raggedmoe.kernels.quantize import LARGEST, absmax_scale, constant_scale, encode
 from raggedmoe.kernels.registry import DLHS, DRHS, FORWARD, Call, Choice, select
 
@@ -43,6 +45,27 @@ class _StaticPart:
     transpose_rhs: bool
     dtype: Any  # of the rows and the matrices, and of their gradients
     out_dtype: Any
+
+
+def grouped_matmuls(
+    lhs: Float[Array, "R I"],
+    weights: tuple[Any, ...],
+    matmul: Callable[..., Array],
+    config: QuantConfig | None,
+    key: jax.Array | None,
+    axes: tuple[str, ...],
+) -> tuple[Float[Array, "R _"], ...]:
+    """Multiply rows by their groups' matrices in each of ``weights``: by ``matmul``, or quantised as ``config`` says.
+
+    ``matmul`` is then `grouped_matmul` with its options. ``axes`` are those of the mesh, each device of which rounds by
+    a key of its own.
+    """
+    if config is None:
+        return tuple(matmul(lhs, weight) for weight in weights)
+    assert isinstance(matmul, functools.partial)
+    assert matmul.func is grouped_matmul
+    key = rounding_key(config, key, *(lax.axis_index(axis) for axis in axes))
+    return quantized_matmuls(lhs, weights, config=config, key=key, **matmul.keywords)
 
 
 def quantized_matmuls(
@@ -114,7 +137,7 @@ def _select(
     if config.cotangents is not None:
         wide_cotangent = jax.ShapeDtypeStruct(cotangent.shape, wide)
         of_rows = jax.eval_shape(lambda g: _quantize_cotangent_rows(config, g, None), wide_cotangent)
-        of_groups = jax.eval_shape(lambda g: _stored(g, _ones(g), config.cotangents, None), wide_cotangent)
+        of_groups = jax.eval_shape(lambda g: _stored(g, _ones(g), str(config.cotangents), None), wide_cotangent)
     folds = config.cotangents is not None and config.block is None
     read_rows = _without_scale(rows) if folds and isinstance(rows, QArray) else rows
     placed = placement(*jax.tree.leaves((lhs, weights)), group_sizes)
