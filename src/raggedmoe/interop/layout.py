@@ -15,7 +15,7 @@ import numpy as np
 
 from raggedmoe.params import ParamSpec
 
-PARTS = "&"  # the axis that counts the parameters of a tensor
+PARAM_AXIS = "&"  # the axis that counts the parameters of a tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ def parse_layout(text: str) -> TensorLayout:
 
 def _axis_sizes(layout: TensorLayout, specs: Sequence[ParamSpec]) -> dict[str, int]:
     """Return the size of each axis of a layout."""
-    sizes: dict[str, int] = {PARTS: len(specs)}
+    sizes: dict[str, int] = {PARAM_AXIS: len(specs)}
     for spec in specs:
         sizes.update(zip(spec.axes, spec.shape))
     for axis in layout.axes:
@@ -68,7 +68,7 @@ def parameter_views(
         index: list[slice | int] = []
         names = []
         for axis in layout.axes:
-            if axis == PARTS:
+            if axis == PARAM_AXIS:
                 index.append(number)
                 continue
             if "+" in axis:

@@ -143,11 +143,11 @@ def _pieces(target: Target, tensor: ReadableTensor) -> list[tuple[int, int, int,
 
 def _keep(target: Target, tensor: Any, buffers: dict[str, Any], advance: Advance) -> None:
     """Copy a stored tensor's values and scales into those of its parameters."""
-    own = [buffers[param] for param in target.params]
-    kept_experts.fill_scales(target, tensor, own)
+    arrays = [buffers[param] for param in target.params]
+    kept_experts.fill_scales(target, tensor, arrays)
     axis = first_axis(target.entry.layout, target.specs[0])
     for first, last, start, stop in _pieces(target, tensor):
-        kept_experts.fill_values(target, tensor.read_codes(start, stop), slice(first, last), axis, own)
+        kept_experts.fill_values(target, tensor.read_codes(start, stop), slice(first, last), axis, arrays)
         advance((stop - start) * tensor.num_bytes // tensor.shape[0])
 
 

@@ -48,7 +48,7 @@ def load_config(folder: str | os.PathLike[str] | ObjectPath) -> ModelConfig:
         hub = f"; `hf download {path} --local-dir {path}` makes it" if is_hub_name else ""
         raise ValueError(f"{path}: expected a preset or a folder with a model, found neither{hub}")
     if native.is_native(path):
-        return native.load_config(path)
+        return native.read_model_config(path)
     reader = read_config_json(path)
     config = read_model_config(reader, read_family(reader).read_config)
     return without_missing_mtp(path, config, read_tensor_headers(path)) if has_tensors(path) else config
@@ -61,7 +61,7 @@ def stored_dtype(folder: AnyPath) -> Any:
         named = config.get("dtype") or config.get("torch_dtype") or "float32"
         return jnp.dtype(named if named in ("bfloat16", "float16") else "float32")
     if native.is_native(folder):
-        return native.load_config(folder).param_dtype
+        return native.read_model_config(folder).param_dtype
     return majority_dtype(dequantize_tensors(read_config_json(folder), read_tensor_headers(folder)))
 
 
