@@ -12,7 +12,14 @@ from rich.console import Console
 
 from raggedmoe.hardware import target_hardware
 from raggedmoe.launch.host_devices import make_cpu_devices
-from raggedmoe.launch.processes import CANNOT_WRITE, agree_to_stop, broadcast_from_first, process_count, wait_for_all
+from raggedmoe.launch.processes import (
+    CANNOT_WRITE,
+    agree_to_stop,
+    broadcast_from_first,
+    join_processes,
+    process_count,
+    wait_for_all,
+)
 from raggedmoe.models.flops import train_flops
 from raggedmoe.models.module import Decoder
 from raggedmoe.sharding.plan import count_slices
@@ -67,6 +74,7 @@ def train(config: TrainConfig, *, callbacks: Sequence[Callback] = (), quiet: boo
 
     A callback is given each line of metrics.jsonl, and stops the run by returning True. ``quiet`` prints nothing.
     """
+    join_processes()
     num_made = make_cpu_devices(config.mesh.num_devices, process_count())
     hardware = target_hardware()
     config = keep_earlier_defaults(config, settings_to_resume(config))
