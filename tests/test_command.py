@@ -136,7 +136,7 @@ def test_what_others_call_a_setting_is_none_of_ours_and_leads_to_one():
         ("train epochs=3", "unknown setting 'epochs': did you mean steps?"),
         ("train seq=64", "unknown setting 'seq': did you mean max_target_length?"),
         ("train lora_r=8", "unknown setting 'lora_r': did you mean lora_rank?"),
-        ("train eval_dataset=x", "unknown setting 'eval_dataset': did you mean held_out?"),
+        ("train eval_dataset=x", "unknown setting 'eval_dataset': did you mean eval_paths?"),
         ("plan olmoe --devces 3", "unknown option '--devces': did you mean --devices?"),
         ("plan olmoe --devices 3 lr=1", "unknown setting 'lr': did you mean learning_rate?"),
         ("plan olmoe --devices 3 --lr 1", "unknown setting 'lr': did you mean learning_rate?"),

@@ -1,5 +1,6 @@
 """The scripts of examples/ run, at small sizes, and say what they promise."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -48,6 +49,20 @@ def test_a_folder_is_fine_tuned_and_written_back(run, folder, text, tmp_path):  
     tuned = interop.load(tmp_path / "tuned")
     assert tuned.config.num_layers == interop.load(folder).config.num_layers
     assert (tmp_path / "tuned" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_adapters_are_trained_on_conversations_and_merged(run, folder, tmp_path):  # noqa: F811
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }} <stop> {% endfor %}")
+    talk = {"messages": [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three four"}]}
+    (tmp_path / "talks.jsonl").write_text("\n".join(20 * [json.dumps(talk)]))
+    small = ("--rank", 2, "--steps", 2, "--length", 16, "--batch", 2)
+    printed = run("lora_on_chat.py", folder, "talks.jsonl", *small, "--out", "tuned")
+    assert re.findall(r"^after step (\d+): held-out loss \d", printed, re.M) == ["0", "2"]
+    before, after = interop.load(folder).params, interop.load(tmp_path / "tuned").params
+    assert before.keys() == after.keys()
+    changed = {name.split(".", 3)[-1] for name in before if (before[name] != after[name]).any()}
+    matrices = {"attention": ("wq", "wk", "wv", "wo"), "mlp": ("wi_0", "wi_1", "wo"), "moe": ("wi_0", "wi_1", "wo")}
+    assert changed == {f"{part}.{name}" for part, names in matrices.items() for name in names}
 
 
 def test_a_mesh_of_ones_own_gives_what_one_device_gives(run):

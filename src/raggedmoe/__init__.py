@@ -30,6 +30,7 @@ from raggedmoe.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from raggedmoe import interop as interop
+    from raggedmoe.launch.processes import join_processes as join_processes
     from raggedmoe.train.loop.loop import RunOutcome as RunOutcome
     from raggedmoe.train.loop.loop import train as train
     from raggedmoe.train.settings.config import TrainConfig as TrainConfig
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 # Parts that take long to import, or need the packages of an extra, and the modules that have them.
 _SECTIONS = "raggedmoe.train.settings.sections"
 _LAZY = {
+    "join_processes": "raggedmoe.launch.processes",
     "RunOutcome": "raggedmoe.train.loop.loop",
     "TrainConfig": "raggedmoe.train.settings.config",
     "CheckpointConfig": _SECTIONS,

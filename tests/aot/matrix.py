@@ -160,7 +160,7 @@ def _kernel_calls(operation: str, turn: int, chip: str) -> list[tuple[str, str]]
 
 
 def _plain_calls(operation: str, turn: int, chip: str) -> list[tuple[str, str]]:
-    """Of a plain XLA program one of the first two calls, the other on the next chip, and one with quantised weights."""
+    """Take one of the first two calls of a plain XLA program, the other on the next chip, and one with stored weights."""
     calls = [(CALLS[operation][turn % 2], dtype) for dtype in DTYPES]
     quantized = QUANTIZED.get(operation, ())
     return [*calls, (quantized[turn % len(quantized)], "bfloat16")] if quantized else calls
@@ -196,7 +196,7 @@ def answers(asked: Iterable[Entry]) -> list[Answer]:
 
 
 def all_answers(asked: Iterable[Entry], jobs: int | None) -> Iterator[Answer]:
-    """The same in any order: an implementation in a process, so many at a time (None: as many as cores).
+    """Compile the cases in any order: an implementation in a process, so many at a time (None: as many as cores).
 
     For all chips together: a process is some seconds, and most calls compile in less than one.
     """

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from raggedmoe.interop.maxtext import GROUP_OF, TRANSLATED, defaults, known_names, without_counterpart
+from raggedmoe.interop.maxtext import GROUP_OF, TRANSLATED, defaults, known_maxtext_names, without_counterpart
 from raggedmoe.models.sizes import FIELDS, OTHERS
 from raggedmoe.train.settings.config import SETTINGS
 
@@ -51,7 +51,7 @@ def status_of(name: str) -> str:
 
 def page(moe_keys: list[str]) -> str:
     """The whole page; ``moe_keys`` are the settings of its table, in MaxText's order."""
-    statuses = [status_of(name) for name in known_names()]
+    statuses = [status_of(name) for name in known_maxtext_names()]
     counts = {status: statuses.count(status) for status in ("translated", "no effect", "refused")}
     lines = [
         "# For users of MaxText",

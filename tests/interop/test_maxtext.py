@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from raggedmoe.hardware import HARDWARE
-from raggedmoe.interop.maxtext import GROUP_OF, TRANSLATED, defaults, known_names, without_counterpart
+from raggedmoe.interop.maxtext import GROUP_OF, TRANSLATED, defaults, known_maxtext_names, without_counterpart
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.train.settings.config import SETTINGS
@@ -72,7 +72,7 @@ def test_every_name_has_one_meaning():
     ours = set(TRANSLATED) | set(GROUP_OF)
     assert not ours & set(without_counterpart())
     assert not (set(without_counterpart()) & set(SETTINGS))
-    assert set(defaults()) <= set(known_names())
+    assert set(defaults()) <= set(known_maxtext_names())
 
 
 def test_every_key_at_its_default_is_taken_without_a_word():

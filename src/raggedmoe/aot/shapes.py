@@ -174,7 +174,7 @@ def _attention(sizes: Sizes, dtype: str) -> Example:
     return Example(arrays=arrays, options={}, cotangent=_array(dtype, batch, length, heads, width), flops=flops)
 
 
-FORMS: dict[str, tuple[str, Callable[[Sizes, str], Example]]] = {
+SHAPE_FORMS: dict[str, tuple[str, Callable[[Sizes, str], Example]]] = {
     "grouped_matmul": (
         "R=8192,I=2048,O=1408,G=16[,sizes=skewed][,transpose_rhs=true][,rhs=int8[,scale=block]]",
         _grouped_matmul,
@@ -191,7 +191,7 @@ FORMS: dict[str, tuple[str, Callable[[Sizes, str], Example]]] = {
 
 def example_of_shape(operation: str, text: str, dtype: str) -> Example:
     """Make the call with those sizes. Floating arrays are shapes alone; integers have values, as they steer kernels."""
-    form, make = FORMS[operation]
+    form, make = SHAPE_FORMS[operation]
     sizes = Sizes(operation, text, form)
     example = make(sizes, dtype)
     sizes.end()

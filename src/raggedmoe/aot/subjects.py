@@ -143,7 +143,7 @@ class MoELayer:
 
 @dataclass(frozen=True, kw_only=True)
 class MoELayerOnMesh:
-    """Like `MoELayer`, but on a topology's devices, with the settings of `raggedmoe train`."""
+    """A `MoELayer` on a topology's devices, with the settings of `raggedmoe train`."""
 
     config: TrainConfig
     tokens: int  # of each device

@@ -133,7 +133,9 @@ def layer_calls(
     execution = MoEExecution(moe_backend=moe_backend)
     params: dict[str, Any] = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in config.param_specs().items()}
     if experts is not None:
-        params |= {name: _quantized(name, params[name].shape, experts) for name in EXPERT_MATRICES if name in params}
+        params |= {
+            name: _quantized_struct(name, params[name].shape, experts) for name in EXPERT_MATRICES if name in params
+        }
     x = jax.ShapeDtypeStruct((num_tokens, config.model_dim), jnp.dtype(dtype))
 
     def forward(x: Any, params: Any) -> Any:
@@ -144,7 +146,7 @@ def layer_calls(
     return list({str(selection.call): selection.call for selection in selections}.values())
 
 
-def _quantized(name: str, shape: tuple[int, ...], qtype: str) -> QArray:
+def _quantized_struct(name: str, shape: tuple[int, ...], qtype: str) -> QArray:
     """Return the shapes of quantised experts, with scales along the dimension that is not summed over, or of 32."""
     summed = 1 if name == "wo" else 2
     scale = [size if dim != summed else 1 for dim, size in enumerate(shape)]

@@ -441,6 +441,6 @@ def translate(name: str, text: str) -> Translation | None:
     return None
 
 
-def known_names() -> tuple[str, ...]:
+def known_maxtext_names() -> tuple[str, ...]:
     """List every setting of MaxText that is translated, has no effect, or is refused with a reason."""
     return tuple(dict.fromkeys((*TRANSLATED, *GROUP_OF, *without_counterpart())))

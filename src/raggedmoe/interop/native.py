@@ -73,7 +73,7 @@ def save(
         write_tensors(partial, tensors, metadata={"format": "raggedmoe"}, shard_bytes=shard_bytes, progress=progress)
 
 
-def load_config(folder: AnyPath) -> ModelConfig:
+def read_model_config(folder: AnyPath) -> ModelConfig:
     """Read the configuration of a model's folder, and none of its tensors."""
     return _read_description(folder)[0]
 

@@ -147,7 +147,7 @@ def _settings(to: str, ignored: list[str]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class HeldTensor:
     """A tensor of one layout, in the tensor of another one that holds it."""
 
     target: Target
@@ -180,19 +180,19 @@ class Source:
         return whole
 
 
-def _sources(pairs: Pairs, wanted: list[Target]) -> Iterator[tuple[Target, Source]]:
+def _sources(pairs: Pairs, wanted: list[Target]) -> Iterator[tuple[Target, HeldTensor]]:
     """Find for each tensor of the layout that is written the one that has it; copies follow as they are."""
     by_place = {(param, pair[0].index): pair for pair in pairs if not pair[0].copy for param in pair[0].params}
     for target in wanted:
         param, index = target.params[0], target.index
         holder, tensor = by_place.get((param, index)) or by_place[param, index[:-1]]
-        yield target, Source(target=target, holder=holder, tensor=tensor)
+        yield target, HeldTensor(target=target, holder=holder, tensor=tensor)
     for target, tensor in pairs:
         if target.copy:
-            yield target, Source(target=target, holder=target, tensor=tensor)
+            yield target, HeldTensor(target=target, holder=target, tensor=tensor)
 
 
-def _unchanged(target: Target, source: Source) -> NewTensor:
+def _unchanged(target: Target, source: HeldTensor) -> NewTensor:
     step = max(1, PIECE_BYTES // max(1, math.prod(target.shape[1:]) * source.dtype.itemsize))
     pieces = (source.read(start, min(start + step, target.shape[0])) for start in range(0, target.shape[0], step))
     return NewTensor(name=target.name, dtype=source.dtype, shape=target.shape, pieces=pieces)
@@ -201,7 +201,7 @@ def _unchanged(target: Target, source: Source) -> NewTensor:
 class Matrix:
     """A matrix on its way to a file: values first, piece by piece, then their scales; its error is known after that."""
 
-    def __init__(self, target: Target, source: Source, to: str) -> None:
+    def __init__(self, target: Target, source: HeldTensor, to: str) -> None:
         self.target = target
         self.source = source
         self.to = to

@@ -11,7 +11,7 @@ from raggedmoe.kernels.example import Example, Spec
 from raggedmoe.kernels.registry import OPERATIONS
 from raggedmoe.names import check_known
 
-PARTS = ("api", "specs", "bound")  # the files of an operation's folder that are read here
+OPERATION_FILES = ("api", "specs", "bound")  # the files of an operation's folder that are read here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Operation:
 def operation(name: str) -> Operation:
     """Look up an operation by its name."""
     check_known("operation", name, OPERATIONS)
-    api, specs, bound = (importlib.import_module(f"raggedmoe.kernels.{name}.{part}") for part in PARTS)
+    api, specs, bound = (importlib.import_module(f"raggedmoe.kernels.{name}.{part}") for part in OPERATION_FILES)
     return Operation(
         name=name,
         function=getattr(api, name),

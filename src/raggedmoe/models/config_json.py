@@ -24,7 +24,7 @@ KINDS: dict[str, type] = {
     "lora": LoraConfig,
 }
 # The fields that are configurations themselves: nothing else is nested, so a file cannot be without end.
-PARTS: dict[str, tuple[str, ...]] = {
+PART_NAMES: dict[str, tuple[str, ...]] = {
     "attention": ("grouped_query", "latent"),
     "rope": ("rope",),
     "yarn": ("yarn",),
@@ -83,9 +83,9 @@ def from_json(value: Any, where: str = "config", kinds: tuple[str, ...] = tuple(
         if name == "kind":
             continue
         if isinstance(entry_value, dict):
-            if name not in PARTS:
+            if name not in PART_NAMES:
                 raise ValueError(f"{where}.{name}: expected no object, got {reprlib.repr(entry_value)}")
-            entry_value = from_json(entry_value, f"{where}.{name}", PARTS[name])
+            entry_value = from_json(entry_value, f"{where}.{name}", PART_NAMES[name])
         elif name in DTYPES:
             entry_value = _dtype(entry_value, f"{where}.{name}")
         elif isinstance(entry_value, int) and abs(entry_value) >= 2**63:

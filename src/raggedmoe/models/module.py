@@ -51,7 +51,8 @@ class Decoder(nnx.Module):
           params: given parameters, by the names of `raggedmoe.models.parameters.param_specs`.
           execution: how it runs, unless a call says otherwise.
           mesh: devices over which sequences, weights and experts are split; None: all on one device. New parameters are
-            drawn in their places; given ones stay where they are, best as `raggedmoe.Plan.shardings` has them.
+            drawn in their places; given ones stay where they are, best as `raggedmoe.Plan.shardings` has them,
+            which takes ``mesh_axes`` too.
           mesh_axes: for a mesh with other axes, which of them are "data", "fsdp", "expert" and "tensor", as for `MoE`.
           companions: the tokenizer and whatever else belongs to its checkpoint, for `raggedmoe.interop.save`.
         """
@@ -111,7 +112,7 @@ class Decoder(nnx.Module):
             mesh=self.mesh,
         )
 
-    def logits_further(self, ids: Integer[Array, "B S"]) -> list[Float[Array, "B S V"]]:
+    def mtp_logits(self, ids: Integer[Array, "B S"]) -> list[Float[Array, "B S V"]]:
         """Compute, for each module of multi-token prediction, the logits of one token further than the last."""
         params, hidden = self.params, self.hidden(ids).hidden
         states, _ = mtp_forward(params, hidden, ids, self.config, self.execution, mesh=self.mesh)

@@ -73,8 +73,8 @@ class MoE(nnx.Module):
         specs = config.param_specs()
         params = make_params(specs, params, rngs, self.mesh, execution.tensor_split)
         for name, spec in specs.items():
-            given, kind = params[name], KINDS[spec.updated_by]
-            value = check_operand("MoE", name, given, "G F D") if isinstance(given, Quantized) else jnp.asarray(given)
+            param, kind = params[name], KINDS[spec.updated_by]
+            value = check_operand("MoE", name, param, "G F D") if isinstance(param, Quantized) else jnp.asarray(param)
             setattr(self, name, kind(value, axes=spec.axes))
 
     @classmethod

@@ -382,7 +382,7 @@ def test_each_document_ends_with_a_token_that_is_learned_and_begins_nothing(tmp_
 
 
 def test_only_where_a_text_ends_it_ends(tmp_path):
-    """Of one long file the end is held out: the part to train on is cut off, and does not end there."""
+    """The end of one long file is held out: the part to train on is cut off, and does not end there."""
     (tmp_path / "a.txt").write_bytes(b"x" * 40)
     data = opened(tmp_path, held_out=0.25, add_eos=True)
     assert not (np.asarray(epoch(data).targets) == 255).any()

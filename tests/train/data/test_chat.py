@@ -76,7 +76,7 @@ def rows_of(data):
 
 
 def texts(data, batch):
-    """Of each row, the text of its tokens and that of its targets that are learned."""
+    """Return, for each row, the text of its tokens and that of its targets that are learned."""
     decode = data.tokenizer.library.decode
     for ids, targets, segments, weights in zip(batch.ids, batch.targets, batch.segments, batch.weights):
         inside, learned = ids[segments >= 0].tolist(), targets[weights > 0].tolist()

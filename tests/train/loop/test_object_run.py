@@ -40,7 +40,7 @@ def no_waiting(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The same run on a disk, which nothing disturbed."""
+    """Run the words on a disk, where nothing disturbs them."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         share_programs(patch)

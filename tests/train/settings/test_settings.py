@@ -558,7 +558,7 @@ def test_a_setting_that_changes_nothing_says_so(name):
 
 # Keys of other tables that have the name of a setting: what run.json says of the model, a step's figures, programs.
 READERS = {"get", "pop", "is_given", "is_typed", "shown"}
-OTHER_TABLES = {"model", "run.model", "fetched", "lowered", "compiled", "plain", "each", "tokenizer_config"}
+OTHER_TABLES = {"model", "run.model", "fetched", "lowered", "compiled", "plain", "measured", "tokenizer_config"}
 
 
 def test_no_setting_is_read_by_a_string_outside_settings():

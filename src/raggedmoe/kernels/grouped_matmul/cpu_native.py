@@ -26,12 +26,12 @@ SCALES = ("float32", "bfloat16", "uint8")
 def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype):
     lhs = dequantize(lhs, jnp.float32)
     if isinstance(rhs, QArray):
-        return _quantized(lhs, rhs, bounds, transpose_rhs, out_dtype)
+        return _multiply_quantized(lhs, rhs, bounds, transpose_rhs, out_dtype)
     shape = (lhs.shape[0], rhs.shape[1] if transpose_rhs else rhs.shape[2])
     return native_call("raggedmoe_grouped_matmul", (shape, out_dtype), lhs, rhs, bounds, transpose_rhs=transpose_rhs)
 
 
-def _quantized(lhs, rhs, bounds, transpose_rhs, out_dtype):
+def _multiply_quantized(lhs, rhs, bounds, transpose_rhs, out_dtype):
     shape = (lhs.shape[0], rhs.shape[1] if transpose_rhs else rhs.shape[2])
     kernel_dtype = jnp.float32 if lhs.dtype == jnp.float32 else out_dtype
     operands, number = (lhs, rhs.qvalue, rhs.scale, bounds), FORMAT_NUMBERS[rhs.qtype]

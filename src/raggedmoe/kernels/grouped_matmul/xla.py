@@ -93,7 +93,7 @@ def _ragged_dot(lhs, rhs, bounds, numbers):
     call = jax.custom_batching.custom_vmap(lambda lhs, rhs, sizes: plain(lhs, rhs, sizes))
 
     @call.def_vmap
-    def batched(axis_size, in_batched, *operands):
+    def batch_operands(axis_size, in_batched, *operands):
         # JAX batches it only if every operand is, so a vmap that shares the weights has to repeat them.
         repeated = [
             operand if is_batched else jnp.broadcast_to(operand, (axis_size, *operand.shape))

@@ -23,7 +23,7 @@ from raggedmoe.interop.writing import new_folder, write_json
 from raggedmoe.models.companions import Companions
 from raggedmoe.storage import AnyPath
 from raggedmoe.train.data import hf_files
-from raggedmoe.train.data.corpus import find_files
+from raggedmoe.train.data.corpus import find_local_files
 from raggedmoe.train.data.tokenizer import (
     BYTES_THAT_END,
     CALL_CHARACTERS,
@@ -172,9 +172,9 @@ def open_tokens(folder: AnyPath, vocab_size: int) -> TokenFolder:
 def _open_part(folder: Path, name: str, described: dict[str, Any], dtype: np.dtype) -> TokenFile | None:
     tokens, ends = folder / f"{name}.tokens", folder / f"{name}.ends"
     for path, expected in ((tokens, described["tokens"] * dtype.itemsize), (ends, described["documents"] * 8)):
-        found = path.stat().st_size if path.is_file() else None
-        if found != expected:
-            raise ValueError(f"{path}: expected {expected} bytes, got {found}; is the copy complete?")
+        num_bytes = path.stat().st_size if path.is_file() else None
+        if num_bytes != expected:
+            raise ValueError(f"{path}: expected {expected} bytes, got {num_bytes}; is the copy complete?")
     if not described["documents"]:
         return None
     bounds = np.concatenate([[0], np.fromfile(ends, ENDS_TYPE)])
@@ -192,7 +192,7 @@ def _write(waiting: Sequence[tuple[_Part, str | None]], tokenizer: TextTokenizer
 
 
 def _find(paths: Sequence[str], suffixes: Sequence[str], split: str | None) -> list[tuple[str, Path]]:
-    return find_files(paths, suffixes, lambda root, files: hf_files.select_tables(root, files, split))
+    return find_local_files(paths, suffixes, lambda root, files: hf_files.select_tables(root, files, split))
 
 
 def _pieces(

@@ -17,7 +17,8 @@ from raggedmoe.train.settings.sections import HELD_OUT
 from raggedmoe.train.step.step import StepReport
 
 # Takes a line of metrics.jsonl: a step's (its kind is "train"), an evaluation's ("eval") or an event's. The run stops
-# after the step under way, with the model that it has then, if it returns True. Process 0 alone calls it.
+# after the step under way, with the model that it has then, if it returns True. What it raises ends the run, whose
+# checkpoints stay: it goes on from them. Process 0 alone calls it.
 Callback = Callable[[Mapping[str, Any]], bool | None]
 
 
@@ -141,7 +142,10 @@ class RunLog:
 
     def _call(self, line: dict[str, Any]) -> None:
         if jax.process_index() == 0:
-            answers = [callback(line) for callback in self._callbacks]
+            try:
+                answers = [callback(line) for callback in self._callbacks]
+            except OSError as error:  # one of the run's own would mean that its files cannot be written
+                raise RuntimeError(f"a callback of the run raised {type(error).__name__}: {error}") from error
             self.stop_requested |= any(answer is True for answer in answers)
 
 

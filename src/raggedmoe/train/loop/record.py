@@ -26,19 +26,19 @@ class Series:
     values: np.ndarray
 
     @property
-    def known(self) -> np.ndarray:
+    def finite(self) -> np.ndarray:
         """The finite values."""
         return self.values[np.isfinite(self.values)]
 
     @property
     def last(self) -> float:
         """The last known value, NaN if there is none."""
-        return float(self.known[-1]) if self.known.size else math.nan
+        return float(self.finite[-1]) if self.finite.size else math.nan
 
     @property
     def median(self) -> float:
         """The median of the known values, NaN if there are none."""
-        return float(np.median(self.known)) if self.known.size else math.nan
+        return float(np.median(self.finite)) if self.finite.size else math.nan
 
     def mean_of_last(self, window: int) -> float:
         """Average the known values among the last ``window`` ones; NaN if there are none."""
@@ -159,7 +159,7 @@ class RunRecord:
 
     def total(self, name: str) -> float:
         """Sum a value over all training steps; NaN if no line has it."""
-        known = self.series(name).known
+        known = self.series(name).finite
         return float(known.sum()) if known.size else math.nan
 
     def steps_of(self, what: str) -> list[int]:

@@ -30,7 +30,7 @@ from raggedmoe.version import __version__
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class RunDevices:
     """The devices of a run, and how its arrays lie on them."""
 
     hardware: Hardware
@@ -40,10 +40,10 @@ class Machine:
 
 @dataclass(kw_only=True)
 class Run:
-    """A run under way: its configuration, machine, data and programs, where it writes, and where it is in the data."""
+    """A run under way: its configuration, devices, data and programs, where it writes, and where it is in the data."""
 
     config: ResolvedConfig
-    machine: Machine
+    devices: RunDevices
     data: Data
     held_out: dict[str, list[Batch]]  # of each set to evaluate on
     programs: Programs
@@ -55,7 +55,7 @@ class Run:
     batches: Batches = field(init=False)
 
     def __post_init__(self) -> None:
-        rows = self.machine.sharding.local_rows(self.config.batch_size, self.config.step.micro_batches)
+        rows = self.devices.sharding.local_rows(self.config.batch_size, self.config.step.micro_batches)
         self.batches = self.data.train_batches(rows)
 
     def describe(self, speed: Speed) -> None:
@@ -68,7 +68,7 @@ class Run:
             "name": config.folder.name,
             "raggedmoe": __version__,
             "jax": compat.JAX_VERSION,
-            "hardware": self.machine.hardware.name,
+            "hardware": self.devices.hardware.name,
             "devices": config.plan.num_devices,
             "degrees": config.plan.sizes,
             "model": {
@@ -124,8 +124,8 @@ class Run:
         text = f"{dropped} rows dropped with ragged_buffer_factor={before}: run again with {factor or 'room for all'}"
         self.log.event(step, "rerun", text)
         self.log.say(f"step {step}: {text}")
-        programs = compile_programs(larger, next(self.data.train_batches()), None, self.machine.sharding)
-        check_compiled_fit(programs.bytes_needed, self.machine.memory, self.config.plan)
+        programs = compile_programs(larger, next(self.data.train_batches()), None, self.devices.sharding)
+        check_compiled_fit(programs.bytes_needed, self.devices.memory, self.config.plan)
         self.config = replace(self.config, step=larger)
         self.programs = replace(programs, held_out=self.programs.held_out)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from raggedmoe.train.checkpoint.stored import StoredCheckpoint  # it imports orbax, which takes a second
 
 _AT_STEP = re.compile(r"(.+)@(\d+)")
-FORMS = "the folder of a run (RUN), or one of its checkpoints (RUN@STEP, RUN/checkpoints/step_00000100)"
+RUN_FORMS = "the folder of a run (RUN), or one of its checkpoints (RUN@STEP, RUN/checkpoints/step_00000100)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def find_run(place: str | os.PathLike[str] | ObjectPath) -> SavedRun | None:
         return None
     run = find_run(at_step[1])
     if run is None or run.step is not None:
-        raise ValueError(f"{place}: expected {FORMS}, found no run at {at_step[1]}")
+        raise ValueError(f"{place}: expected {RUN_FORMS}, found no run at {at_step[1]}")
     return SavedRun(folder=run.folder, step=int(at_step[2]))
 
 

@@ -12,7 +12,7 @@ from raggedmoe.train.checkpoint.checkpoints import RestoredCheckpoint
 from raggedmoe.train.checkpoint.stored import StoredCheckpoint
 from raggedmoe.train.data.batches import Data
 from raggedmoe.train.loop.record import RUN
-from raggedmoe.train.loop.saved_run import FORMS, SavedRun, find_run
+from raggedmoe.train.loop.saved_run import RUN_FORMS, SavedRun, find_run
 from raggedmoe.train.settings.config import TrainConfig
 from raggedmoe.train.settings.resolve import ResolvedConfig
 from raggedmoe.train.settings.words import read_values
@@ -119,7 +119,7 @@ def _parent(config: ResolvedConfig) -> SavedRun:
     run = find_run(place)
     if run is None:
         raise ValueError(
-            f"init_from={place}: expected {FORMS}, found no run there; load_parameters_path takes a model's folder"
+            f"init_from={place}: expected {RUN_FORMS}, found no run there; load_parameters_path takes a model's folder"
         )
     if run.folder.resolve() == config.folder.resolve():
         raise ValueError(

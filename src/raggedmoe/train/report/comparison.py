@@ -58,7 +58,7 @@ def _results(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     figures: tuple[tuple[str, Callable[[RunRecord], str]], ...] = (
         ("Begins with", _origin),
         ("Held-out loss", lambda run: number(_held_out(run).last)),
-        ("Best held-out loss", lambda run: number(_held_out(run).known.min(initial=math.inf))),
+        ("Best held-out loss", lambda run: number(_held_out(run).finite.min(initial=math.inf))),
         *((f"Loss on {name}", _last_loss_on(name)) for name in _named_sets(runs)),
         ("Training loss", lambda run: number(run.series("loss").mean_of_last(window))),
         ("Steps", lambda run: whole(run.train[-1]["step"]) if run.train else NOTHING),
@@ -146,7 +146,7 @@ def _figures(
         curves = []
         for number_of_run, (run, name) in enumerate(zip(runs, names)):
             one = values(run, window)
-            if one.known.size:
+            if one.finite.size:
                 colour, dashed = RUN_COLOURS[number_of_run % len(RUN_COLOURS)], number_of_run >= len(RUN_COLOURS)
                 style = "points" if title.startswith(HELD_OUT) else "line"
                 curves.append(Curve(series=one, label=name, colour=colour, style=style, dashed=dashed))

@@ -7,7 +7,7 @@ from typing import Any
 from raggedmoe.interop.named_model import is_folder
 from raggedmoe.sharding.axes import AXES
 from raggedmoe.storage import AnyPath, as_path
-from raggedmoe.train.settings.fields import Section, Setting, section, section_settings, setting
+from raggedmoe.train.settings.fields import Section, Setting, section_class, section_settings, setting
 from raggedmoe.train.settings.sections import (
     CheckpointConfig,
     DataConfig,
@@ -29,7 +29,7 @@ class Source:
     notes: tuple[str, ...] = ()  # words that change nothing here, or something else than in MaxText, and why
 
 
-@section
+@section_class
 class TrainConfig(Section):
     """A run: what is trained, on what, how, and where it is written.
 
@@ -83,8 +83,8 @@ class TrainConfig(Section):
     def on_all_devices(self) -> "TrainConfig":
         """Return the configuration that splits the state over all devices, unless a degree was given."""
         degrees = [f"{axis}_parallelism" for axis in AXES]
-        given = any(self.is_given(degree) or degree in self.source.words for degree in degrees)
-        return self if given else self.with_settings({"fsdp_parallelism": -1})
+        has_degree = any(self.is_given(degree) or degree in self.source.words for degree in degrees)
+        return self if has_degree else self.with_settings({"fsdp_parallelism": -1})
 
     @property
     def model_name(self) -> str:
@@ -117,11 +117,11 @@ class TrainConfig(Section):
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def is_given(self, name: str) -> bool:
-        """Whether a setting was chosen: by a word, or by a value in a file or in Python that is not the default."""
+        """Tell whether a setting was chosen: by a word, or by a value in a file or Python that is not the default."""
         return name in self.source.typed or self.get(name) != SETTINGS[name].default
 
     def is_typed(self, name: str) -> bool:
-        """Whether a setting was chosen, and not by a file, which sets many that a run does not read."""
+        """Tell whether a setting was chosen, and not by a file, which sets many that a run does not read."""
         return self.is_given(name) and (name not in self.source.words or name in self.source.typed)
 
     def shown(self, name: str) -> str:

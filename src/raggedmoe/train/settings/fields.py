@@ -97,7 +97,7 @@ class Limits:
     below: float | None = None
 
     def contain(self, value: float) -> bool:
-        """Whether the value is within the limits."""
+        """Tell whether the value is within the limits."""
         return not (
             (self.at_least is not None and value < self.at_least)
             or (self.above is not None and value <= self.above)
@@ -221,7 +221,7 @@ SomeSection = TypeVar("SomeSection", bound=Section)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(setting, dataclasses.field))
-def section(cls: type[SomeSection]) -> type[SomeSection]:
+def section_class(cls: type[SomeSection]) -> type[SomeSection]:
     """Make a section a frozen dataclass."""
     return dataclass(frozen=True, kw_only=True, repr=False)(cls)
 
@@ -230,14 +230,14 @@ def section(cls: type[SomeSection]) -> type[SomeSection]:
 def section_settings(cls: type, attribute: str = "") -> tuple[Setting, ...]:
     """List the settings of a section, which `TrainConfig` holds as that attribute."""
     types_of_fields = typing.get_type_hints(cls)
-    found = []
+    settings = []
     for entry in dataclasses.fields(cls):
         if METADATA not in entry.metadata:
             continue
         declared = dict(entry.metadata[METADATA])
         value_type, optional = _value_type(types_of_fields[entry.name])
         declared["name"] = declared["name"] or entry.name
-        found.append(
+        settings.append(
             Setting(
                 section=attribute,
                 field=entry.name,
@@ -247,7 +247,7 @@ def section_settings(cls: type, attribute: str = "") -> tuple[Setting, ...]:
                 **declared,
             )
         )
-    return tuple(found)
+    return tuple(settings)
 
 
 @functools.cache

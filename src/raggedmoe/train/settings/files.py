@@ -31,17 +31,17 @@ class Word:
     written: str | None = None  # as the user wrote it, if not as `name=text`
 
     @property
-    def typed(self) -> bool:
+    def is_typed(self) -> bool:
         """Whether it is on the command line; otherwise it is a file's, and gives way to what is typed."""
         return self.place is None
 
     @property
-    def called(self) -> str:
+    def full_name(self) -> str:
         """The name as the user wrote it, with the file where it stands."""
         return self.name if self.place is None else f"{self.name} ({self.place})"
 
     @property
-    def shown(self) -> str:
+    def assignment(self) -> str:
         """The whole assignment, with the file where it stands."""
         if self.written is not None:
             return self.written
@@ -49,11 +49,11 @@ class Word:
 
 
 def is_file(word: str) -> bool:
-    """Whether a word of the command line names a file of settings."""
+    """Tell whether a word of the command line names a file of settings."""
     return word.endswith((*YAML, *OURS))
 
 
-def read_files(files: list[str], typed: Iterable[str]) -> tuple[list[Word], list[str]]:
+def read_settings_files(files: list[str], typed: Iterable[str]) -> tuple[list[Word], list[str]]:
     """Return the settings of files that nothing typed replaces, and what the user should be told of the files."""
     stored = [word for file in files if file.endswith(OURS) for word in _read_ours(as_path(file), set(typed))]
     of_maxtext, notes = _read_maxtext([file for file in files if file.endswith(YAML)], set(typed))
@@ -114,11 +114,11 @@ def _read_maxtext(files: list[str], typed: set[str]) -> tuple[list[Word], list[s
     values: dict[str, str] = {}
     notes = []
     for file in files:
-        found = _read_yaml(as_path(file))
-        values |= found
-        changed = sum(not is_same(text, maxtext.defaults().get(name, "")) for name, text in found.items())
+        settings = _read_yaml(as_path(file))
+        values |= settings
+        changed = sum(not is_same(text, maxtext.defaults().get(name, "")) for name, text in settings.items())
         where = "" if as_path(file).is_file() else " (not here: as MaxText published it in August 2026)"
-        notes.append(f"{file}{where}: {len(found)} settings, of which {changed} differ from MaxText's defaults")
+        notes.append(f"{file}{where}: {len(settings)} settings, of which {changed} differ from MaxText's defaults")
     named = "model_name" in typed or not is_same(values.get("model_name", "default"), "default")
     kept = []
     for name, text in values.items():
@@ -133,7 +133,7 @@ def _read_maxtext(files: list[str], typed: set[str]) -> tuple[list[Word], list[s
 
 
 def _read_yaml(path: AnyPath) -> dict[str, str]:
-    """The settings of a YAML file as words, after those of the file that it is based on."""
+    """Return the settings of a YAML file as words, after those of the file that it is based on."""
     if not path.is_file():
         if path.name == BASE:
             return {name: text.split("|")[0] for name, text in maxtext.defaults().items() if text != "*"}

@@ -29,7 +29,7 @@ OTHER_TOKENIZERS = ("tokenizer.model", "tiktoken.model", "vocab.json", "spiece.m
 
 
 def is_of_bytes(model: ModelConfig) -> bool:
-    """Whether a model's vocabulary is so small that its tokens are bytes."""
+    """Tell whether a model's vocabulary is so small that its tokens are bytes."""
     return model.vocab_size <= MOST_BYTES
 
 
@@ -105,12 +105,12 @@ def missing_data(config: TrainConfig, model: ModelConfig) -> str | None:
     if folder is None or data.dataset in WITHOUT_TOKENIZER or _tokenizer_path(config) is not None:
         return None
     others = [name for name in OTHER_TOKENIZERS if (folder / name).is_file()]
-    found, how = "none", "put it there"
+    there, how = "none", "put it there"
     if others:
-        found = f"{others[0]} alone"
+        there = f"{others[0]} alone"
         how = "write one with transformers (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
     return (
-        f"{folder}: expected the model's {TOKENIZER}, got {found}; {how}, or name another with tokenizer_path=..., or "
+        f"{folder}: expected the model's {TOKENIZER}, got {there}; {how}, or name another with tokenizer_path=..., or "
         f"train on bytes with tokenizer_path={BYTES}"
     )
 
@@ -129,13 +129,13 @@ def _foreign_tokens(config: TrainConfig, model: ModelConfig) -> str | None:
         if not differing or (are_bytes and len(ours) == NUM_BYTES and differing == [NUM_BYTES - 1]):
             return None
         texts = (repr(known.get(differing[0], "none")) for known in (theirs, ours))
-        found = f"token {differing[0]} is {' and not '.join(texts)}"
+        what = f"token {differing[0]} is {' and not '.join(texts)}"
     elif are_bytes and not is_of_bytes(model):
-        found = f"bytes for a vocabulary of {model.vocab_size}"
+        what = f"bytes for a vocabulary of {model.vocab_size}"
     else:
         return None
     return (
-        f"dataset_path={tokens}: expected tokens of the tokenizer that belongs to {folder}, got others: {found}; use "
+        f"dataset_path={tokens}: expected tokens of the tokenizer that belongs to {folder}, got others: {what}; use "
         f"`raggedmoe tokenize FILES OUT --tokenizer {folder}`, or from_scratch=true for new parameters"
     )
 
@@ -164,7 +164,7 @@ BEFORE_IT_WAS: Mapping[str, Any] = {"add_eos": False}
 def keep_earlier_defaults(config: TrainConfig, earlier: Mapping[str, Any]) -> TrainConfig:
     """Return the configuration for a run that goes on, of which an older version may have written the settings.
 
-    A setting that is not given, and that had its default of then, stays as the run began.
+    A setting that is not chosen, and that had its default of then, stays as the run began.
     """
     if not earlier:
         return config
@@ -173,10 +173,10 @@ def keep_earlier_defaults(config: TrainConfig, earlier: Mapping[str, Any]) -> Tr
         defaults["model_name"] = "demo"  # alone, the path was not the model too
     if earlier.get("chat_date") is not None:  # the day on which the run began
         defaults["chat_date"] = earlier["chat_date"]
-    given = {name for name in defaults if config.get(name) != SETTINGS[name].default} | config.source.words.keys()
+    chosen = {name for name in defaults if config.get(name) != SETTINGS[name].default} | config.source.words.keys()
     kept = {
         name: value
         for name, value in defaults.items()
-        if name not in given and (earlier[name] == value if name in earlier else name in BEFORE_IT_WAS)
+        if name not in chosen and (earlier[name] == value if name in earlier else name in BEFORE_IT_WAS)
     }
     return config.with_settings(kept)

@@ -29,7 +29,7 @@ def list_notes(
 
 
 def _remarks(config: TrainConfig, plan: Plan, num_devices: int) -> list[str]:
-    """What a user may not expect."""
+    """List what a user may not expect."""
     remarks, checkpoints, interval = [], config.checkpoints, config.run.steps_between_evaluations
     if plan.num_devices < num_devices:
         remarks.append(f"{plan.num_devices} of {num_devices} devices used; fsdp_parallelism=-1 takes them all")
@@ -83,7 +83,7 @@ NO_GROUPS = "as in MaxText, DeepSeek V3's routers alone have groups"
 
 
 def kernel_names(operation: str) -> tuple[str, str, str]:
-    """The settings that choose an operation's kernels: of both directions, and of each."""
+    """Name the settings that choose an operation's kernels: of both directions, and of each."""
     return operation, f"{operation}.{FORWARD}", f"{operation}.{BACKWARD}"
 
 

@@ -16,13 +16,13 @@ from raggedmoe.moe.config import ROUTER_WORDS
 from raggedmoe.moe.execution import BACKENDS, canonical_backend
 from raggedmoe.sharding.axes import SPLITS
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.train.settings.fields import Section, section, setting
+from raggedmoe.train.settings.fields import Section, section_class, setting
 
 TYPES = ("float32", "bfloat16")
 LEFT = "; -1: all devices that are left"
 
 
-@section
+@section_class
 class ModelOverrides(Section):
     """What changes the model from its preset: layers, types, sizes and the router."""
 
@@ -158,7 +158,7 @@ def _kernels_of(operation: str, direction: str) -> Any:
     )
 
 
-@section
+@section_class
 class ExecutionSettings(Section):
     """How the model runs: kernels, rematerialisation, the ways of tokens to experts. No checkpoint depends on it."""
 
@@ -233,7 +233,7 @@ class ExecutionSettings(Section):
         return self.value_of("scan_layers")
 
     def kernel_choice(self, operation: str) -> Choice:
-        """The implementation of an operation that is asked for, one for each direction where they differ."""
+        """Return the implementation of an operation that is asked for, one for each direction where they differ."""
 
         def unpack_single(names: tuple[str, ...]) -> Ordered:
             return names[0] if len(names) == 1 else names
@@ -245,7 +245,7 @@ class ExecutionSettings(Section):
         return forward if forward == backward else Directions(forward=forward, backward=backward)
 
 
-@section
+@section_class
 class MeshSettings(Section):
     """How many devices split what: the degrees of parallelism."""
 
@@ -300,7 +300,7 @@ HELD_OUT = "held-out"  # what the share of the data that is not trained on is ca
 WITHOUT_TOKENIZER = ("tokens", "synthetic")  # the datasets that no tokenizer of the run makes
 
 
-@section
+@section_class
 class DataConfig(Section):
     """What to train on, and in which rows and order.
 
@@ -429,7 +429,7 @@ class DataConfig(Section):
         return TOKENS_PER_DEVICE // BYTE_LENGTH if self.per_device_batch_size is None else self.per_device_batch_size
 
 
-@section
+@section_class
 class StepSettings(Section):
     """What a step adds up, beside the optimizer."""
 
@@ -452,7 +452,7 @@ class StepSettings(Section):
         return self.value_of("bias_update_rate")
 
 
-@section
+@section_class
 class OptimizerConfig(Section):
     """The settings of the optimizer, AdamW or Muon, and of its schedule."""
 
@@ -524,7 +524,7 @@ class OptimizerConfig(Section):
     )
 
     def for_run(self, steps: int) -> "OptimizerConfig":
-        """The configuration for a run of so many steps, which the schedule spans if it is not told otherwise."""
+        """Return the configuration for a run of so many steps, which the schedule spans if it is not told otherwise."""
         made = replace(self, schedule_steps=steps) if self.schedule_steps is None else self
         made.check_fits(made.num_steps, f"{'schedule_' if made is self else ''}steps={made.num_steps}")
         return made
@@ -583,7 +583,7 @@ class OptimizerConfig(Section):
 SHORT_RUN = 20  # steps of a run that prints every one
 
 
-@section
+@section_class
 class RunConfig(Section):
     """A run's length, folder and seed, and what is done how often beside its steps."""
 
@@ -689,7 +689,7 @@ class RunConfig(Section):
         return self.value_of("eval_steps")
 
 
-@section
+@section_class
 class CheckpointConfig(Section):
     """When checkpoints are written, and which are kept."""
 

@@ -34,7 +34,7 @@ class MuonState(NamedTuple):
 
 
 def takes_muon(name: str, spec: ParamSpec) -> bool:
-    """Whether Muon trains a parameter: the weights of matmuls inside the model, routers among them.
+    """Tell whether Muon trains a parameter: the weights of matmuls inside the model, routers among them.
 
     Embedding and head are tables with a row for each entry of the vocabulary, of which a batch moves few. They, norms,
     biases, sinks and the two matrices of an adapter, whose product is what counts, are AdamW's.
@@ -105,13 +105,13 @@ def orthogonalize(matrices: Float[Array, "*batch rows columns"], epsilon: float)
 
 
 def batch_dims(name: str, spec: ParamSpec) -> tuple[str, ...]:
-    """The dimensions of a parameter along which there is one matrix after the other, all of them first ones."""
+    """Name the dimensions of a parameter along which there is one matrix after the other, all of them first ones."""
     batch = ("layer", "expert") if is_routed(name, spec) else ("layer",)
     return tuple(dim for dim in spec.axes if dim in batch)
 
 
 def matrix_shape(name: str, spec: ParamSpec) -> tuple[int, ...]:
-    """The shape of a parameter as matrices ``[… rows columns]``: one side of them is what a matmul sums over."""
+    """Return the shape of a parameter as matrices ``[… rows columns]``: one side of them is what a matmul sums over."""
     num_batch = len(batch_dims(name, spec))
     is_summed = [dim in contracted_axes(spec) for dim in spec.axes[num_batch:]]
     sizes = spec.shape[num_batch:]
@@ -121,14 +121,14 @@ def matrix_shape(name: str, spec: ParamSpec) -> tuple[int, ...]:
 
 
 def fans(name: str, spec: ParamSpec) -> tuple[int, int]:
-    """The inputs and outputs of each matrix of a parameter."""
+    """Count the inputs and outputs of each matrix of a parameter."""
     rows, columns = matrix_shape(name, spec)[-2:]
     is_first = spec.axes[len(batch_dims(name, spec))] in contracted_axes(spec)
     return (rows, columns) if is_first else (columns, rows)
 
 
 def batch_partition(name: str, spec: ParamSpec, mesh: LogicalMesh) -> PartitionSpec:
-    """How a parameter's matrices are split for the iterations: each whole, by experts and by layers as they divide.
+    """Say how a parameter's matrices are split for the iterations: each whole, by experts and by layers as they divide.
 
     Not over data: its ranks, which may be of several slices, compute the same.
     """

@@ -39,12 +39,12 @@ ONE_DEVICE = train_sharding(Plan())
 
 
 def state_template(config: ResolvedStep, sharding: TrainSharding = ONE_DEVICE) -> TrainState:
-    """The shapes of a run's state, and where each part is."""
+    """Describe the shapes of a run's state, and where each part is."""
     return sharding.state(jax.eval_shape(_init(config), jax.random.key(0)), param_specs(config.model))
 
 
 def make_init(config: ResolvedStep, sharding: TrainSharding = ONE_DEVICE) -> Callable[[jax.Array], TrainState]:
-    """The start of a run from its key, each part of it made where it belongs, and none whole on one device."""
+    """Make the start of a run from its key, each part of it made where it belongs, and none whole on one device."""
     return jax.jit(_init(config), out_shardings=places_of(state_template(config, sharding)))
 
 
@@ -56,7 +56,7 @@ def _init(config: ResolvedStep) -> Callable[[jax.Array], TrainState]:
 def state_from_loaded(
     config: ResolvedStep, sharding: TrainSharding = ONE_DEVICE
 ) -> Callable[[Params, jax.Array], TrainState]:
-    """The start of a run from its key and parameters that lie where they belong; nothing else is of an earlier run.
+    """Make the start of a run from its key and parameters where they belong; nothing else is of an earlier run.
 
     Adapters that are not among the parameters are new. What is frozen is taken as it is, and not copied.
     """
@@ -80,7 +80,7 @@ def state_from_loaded(
 
 
 def places_of(template: TrainState) -> Any:
-    """What `jax.jit` takes as out_shardings; None: one device."""
+    """Return what `jax.jit` takes as out_shardings; None: one device."""
     return None if template.step.sharding is None else jax.tree.map(lambda leaf: leaf.sharding, template)
 
 
@@ -89,7 +89,7 @@ def compile_programs(
 ) -> Programs:
     """Trace and compile for batches like these; without one that is held out, nothing is evaluated.
 
-    The step is given a batch, or of several processes' each its own rows of it, and puts it where it belongs.
+    The step is given a batch, or of several processes' num_bytes its own rows of it, and puts it where it belongs.
     """
     template, shapes = state_template(config, sharding), sharding.batch(batch, config.micro_batches)
     step = functools.partial(train_step, config=config, mesh=sharding.mesh)
@@ -115,12 +115,12 @@ def compile_programs(
         step=lambda state, batch: compiled["step"](state, sharding.put(batch, shapes)),
         held_out=held_out,
         kernels=describe_choices(selections),
-        bytes_needed=max((each for each in needed if each is not None), default=None),
+        bytes_needed=max((num_bytes for num_bytes in needed if num_bytes is not None), default=None),
     )
 
 
 def _device_bytes(template: Any) -> int:
-    """The bytes of a tree of shapes that one device holds."""
+    """Count the bytes of a tree of shapes that one device holds."""
     return sum(
         leaf.dtype.itemsize * math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(template)
@@ -128,7 +128,7 @@ def _device_bytes(template: Any) -> int:
 
 
 def _bytes_needed(compiled: Any, beside: int = 0) -> int | None:
-    """What a program holds at its fullest, by the compiler, and what is there beside it; None: it does not say."""
+    """Count what a program holds at most, by the compiler, and what is there beside it; None: it does not say."""
     memory = compiled.memory_analysis()
     if memory is None:
         return None
