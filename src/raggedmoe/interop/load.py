@@ -16,7 +16,8 @@ from raggedmoe.interop.folder import read_tensor_headers
 from raggedmoe.interop.hf_config import read_config_json, read_model_config
 from raggedmoe.interop.layout import first_axis, parameter_views
 from raggedmoe.interop.matching import Target, match_tensors
-from raggedmoe.interop.named_model import has_float64, majority_dtype, read_family, without_missing_mtp
+from raggedmoe.interop.named_model import has_float64, load_config, majority_dtype, read_family, without_missing_mtp
+from raggedmoe.interop.peft import is_peft, load_peft
 from raggedmoe.interop.progress import Advance, bytes_bar
 from raggedmoe.interop.quantized import QuantizedTensor, ReadableTensor, dequantize_tensors
 from raggedmoe.models.companions import AdapterBase
@@ -54,6 +55,10 @@ def load(
     path = as_path(folder)
     if any(jnp.dtype(name) == np.float64 for name in (dtype, param_dtype) if name is not None) and not has_float64():
         raise ValueError("float64 is switched off in JAX; switch it on with JAX_ENABLE_X64=1, or use float32")
+    if is_peft(path):
+        if keep_quantised:
+            raise ValueError(f"{path}: expected a checkpoint with quantised experts, found adapters")
+        return load_peft(path, load, load_config, dtype=dtype, param_dtype=param_dtype, progress=progress)
     if native.is_native(path):
         if keep_quantised:
             raise ValueError(f"{path}: expected a checkpoint with quantised experts, found one of arrays")

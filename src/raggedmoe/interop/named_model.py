@@ -16,6 +16,7 @@ from raggedmoe.interop.families.registry import family_by_model_type
 from raggedmoe.interop.folder import has_tensors, read_tensor_headers
 from raggedmoe.interop.hf_config import ConfigReader, logger, read_config_json, read_model_config
 from raggedmoe.interop.json_file import read_json_object
+from raggedmoe.interop.peft import is_peft, read_adapters
 from raggedmoe.interop.quantized import ReadableTensor, dequantize_tensors
 from raggedmoe.interop.table import Family
 from raggedmoe.models.config import ModelConfig
@@ -49,6 +50,8 @@ def load_config(folder: str | os.PathLike[str] | ObjectPath) -> ModelConfig:
         raise ValueError(f"{path}: expected a preset or a folder with a model, found neither{hub}")
     if native.is_native(path):
         return native.read_model_config(path)
+    if is_peft(path):
+        return read_adapters(path, load_config).config
     reader = read_config_json(path)
     config = read_model_config(reader, read_family(reader).read_config)
     return without_missing_mtp(path, config, read_tensor_headers(path)) if has_tensors(path) else config
@@ -56,6 +59,8 @@ def load_config(folder: str | os.PathLike[str] | ObjectPath) -> ModelConfig:
 
 def stored_dtype(folder: AnyPath) -> Any:
     """Read the type of most of a folder's weights; where only its config.json is there, the one that says."""
+    if is_peft(folder):
+        return stored_dtype(read_adapters(folder, load_config).base)
     if not native.is_native(folder) and not has_tensors(folder):
         config = read_json_object(folder / "config.json")
         named = config.get("dtype") or config.get("torch_dtype") or "float32"
