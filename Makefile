@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEMO := $(VENV)/.ready-demo
 READY_TPU := $(VENV)/.ready-tpu
+READY_PEERS := $(VENV)/.ready-peers
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable
 
 IMPORTED := import raggedmoe.cli.main, grain, raggedmoe.train.loop.loop, raggedmoe.train.report.build, matplotlib.figure, tokenizers
@@ -12,7 +13,7 @@ IMPORTED := import raggedmoe.cli.main, grain, raggedmoe.train.loop.loop, raggedm
 # What is once compiled to bytecode is read by the next run, and by the processes that a test starts.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help native demo docs test test-as-shipped test-all test-native test-tpu test-mutants lint format bench clean
+.PHONY: help native demo docs test test-as-shipped test-all test-native test-tpu test-peers test-mutants lint format bench clean
 
 help:
 	@echo "make demo      train a small model on Python's own sources, a report of the run, a sample of its text"
@@ -23,6 +24,7 @@ help:
 	@echo "make test-all  the tests, slow ones included"
 	@echo "make test-native  the C++ kernels: under sanitizers, with each instruction set, from several threads"
 	@echo "make test-tpu  compile every kernel for every TPU, and interpret it: no TPU needed; docs/tpu-matrix.md"
+	@echo "make test-peers  models that transformers makes, fine-tuned here and given back; installs PyTorch, transformers and PEFT"
 	@echo "make test-mutants SEED=0   inject bugs, and see which test catches each; another seed, other bugs"
 	@echo "make lint      format, lint, types, direction of imports"
 	@echo "make format    rewrite the files as the formatter wants them"
@@ -44,6 +46,11 @@ $(READY): $(READY_DEMO)
 # The TPU compiler, in the version that this JAX wants, and tokamax, for the tests marked `tpu` and those of its kernels.
 $(READY_TPU): $(READY)
 	$(INSTALL) '.[dev,tpu,tokamax]'
+	@touch $@
+
+# What the tests of checkpoints compare with, where it is installed: some GB.
+$(READY_PEERS): $(READY)
+	$(INSTALL) '.[dev,bench]' 'peft>=0.17'
 	@touch $@
 
 # The C++ kernels for CPUs, built anew when their sources change; without a compiler it says so, and all works without.
@@ -84,12 +91,15 @@ test-tpu: $(READY_TPU) native
 	QUICK_COMPILE=1 $(TESTS) tests/kernels/test_interpreted.py
 	$(BIN)/python -m tests.aot.matrix --write docs/tpu-matrix.md
 
+test-peers: $(READY_PEERS) native
+	QUICK_COMPILE=1 $(TESTS) tests/interop/test_finetune_peers.py tests/interop/test_transformers.py
+
 SEED ?= 0
 test-mutants: $(READY) native
 	$(BIN)/python -m tests.mutants --seed $(SEED)
 
 # Without the pages, whose examples ruff would format too.
-PYTHON_FILES := src tests docs/site
+PYTHON_FILES := src tests examples docs/site
 
 lint: $(READY)
 	$(BIN)/ruff check $(PYTHON_FILES)

@@ -12,8 +12,10 @@ from raggedmoe.kernels.ragged_gather.api import ragged_gather as ragged_gather
 from raggedmoe.kernels.ragged_gather_reduce.api import ragged_gather_reduce as ragged_gather_reduce
 from raggedmoe.kernels.registry import Directions as Directions
 from raggedmoe.kernels.registry import KernelChoice as KernelChoice
+from raggedmoe.lora import LoraConfig as LoraConfig
 from raggedmoe.models.config import ModelConfig as ModelConfig
 from raggedmoe.models.execution import ModelExecution as ModelExecution
+from raggedmoe.models.merge import merge_lora as merge_lora
 from raggedmoe.models.module import Decoder as Decoder
 from raggedmoe.models.presets import model_preset as model_preset
 from raggedmoe.moe.balance import update_selection_bias as update_selection_bias
@@ -28,6 +30,7 @@ from raggedmoe.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from raggedmoe import interop as interop
+    from raggedmoe.launch.processes import join_processes as join_processes
     from raggedmoe.train.loop.loop import RunOutcome as RunOutcome
     from raggedmoe.train.loop.loop import train as train
     from raggedmoe.train.settings.config import TrainConfig as TrainConfig
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 # Parts that take long to import, or need the packages of an extra, and the modules that have them.
 _SECTIONS = "raggedmoe.train.settings.sections"
 _LAZY = {
+    "join_processes": "raggedmoe.launch.processes",
     "RunOutcome": "raggedmoe.train.loop.loop",
     "TrainConfig": "raggedmoe.train.settings.config",
     "CheckpointConfig": _SECTIONS,

@@ -18,10 +18,17 @@ class ParamSpec:
     axes: tuple[str, ...]
     init: str = "normal"  # "normal" (scaled by the width of what it contracts), "zeros" or "ones"
     contracts: str | tuple[str, ...] | None = None  # the axis or axes that a matmul with this parameter sums over
+    # What moves it in training: its "gradient", the experts' "load" (a selection bias), or nothing, None: it is frozen.
+    updated_by: str | None = "gradient"
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
             raise ValueError(f"expected one axis name for each of the dimensions {self.shape}, got {self.axes}")
+
+    @property
+    def trained(self) -> bool:
+        """Whether it learns by gradient."""
+        return self.updated_by == "gradient"
 
     @property
     def num_elements(self) -> int:
@@ -51,6 +58,11 @@ def divisors(size: int) -> list[int]:
     return sorted({*small, *(size // number for number in small)})
 
 
+def contracted_axes(spec: ParamSpec) -> tuple[str, ...]:
+    """Return the axes that a matmul with a parameter sums over; none: it is no weight of a matmul."""
+    return (spec.contracts,) if isinstance(spec.contracts, str) else spec.contracts or ()
+
+
 def stack_spec(spec: ParamSpec, num: int, axis: str = "layer") -> ParamSpec:
     """Declare ``num`` copies of a parameter stacked along a new leading dimension, by default the layers of a scan."""
     return replace(spec, shape=(num, *spec.shape), axes=(axis, *spec.axes))
@@ -64,8 +76,7 @@ def _scale(name: str, spec: ParamSpec) -> float:
     """Return the standard deviation of a new parameter: 1 / sqrt(fan-in), the size of the dimensions it contracts."""
     if spec.init != "normal" or spec.contracts is None:
         raise ValueError(f"{name}: expected init 'zeros', 'ones', or 'normal' with what it contracts, got {spec}")
-    contracted = (spec.contracts,) if isinstance(spec.contracts, str) else spec.contracts
-    return math.prod(spec.shape[spec.axes.index(axis)] for axis in contracted) ** -0.5
+    return math.prod(spec.shape[spec.axes.index(axis)] for axis in contracted_axes(spec)) ** -0.5
 
 
 def init_params(specs: Specs, key: jax.Array) -> dict[str, jax.Array]:

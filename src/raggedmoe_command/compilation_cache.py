@@ -47,9 +47,9 @@ def use_compilation_cache(environment: MutableMapping[str, str]) -> Path | None:
 
 def cache_root(environment: Mapping[str, str]) -> Path:
     """Return the folder in which the programs of all machines are, which may share a home."""
-    given = environment.get(SETTING)
-    if given:
-        return Path(given).absolute()
+    folder = environment.get(SETTING)
+    if folder:
+        return Path(folder).absolute()
     return Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "raggedmoe"
 
 
@@ -91,5 +91,5 @@ def _programs(root: Path) -> Iterator[tuple[float, int, Path]]:
     """Yield when each program was used last, its bytes and its file."""
     for path in root.glob("programs-*/*"):
         with contextlib.suppress(OSError):
-            found = path.stat()
-            yield max(found.st_mtime, found.st_atime), found.st_size, path
+            status = path.stat()
+            yield max(status.st_mtime, status.st_atime), status.st_size, path

@@ -24,7 +24,7 @@ class Words:
 def sort_words(words: Sequence[str], options: Mapping[str, str], settings: Collection[str]) -> Words:
     """Sort the words of a command that has these options, and takes these settings as ``--key value`` as well."""
     num_plain = next((number for number, word in enumerate(words) if word.startswith("-")), len(words))
-    rest, assigned, found = list(words[num_plain:]), [word for word in words[:num_plain] if "=" in word], []
+    rest, assigned, typed = list(words[num_plain:]), [word for word in words[:num_plain] if "=" in word], []
     while rest:
         word = rest.pop(0)
         if word == "--":
@@ -41,8 +41,8 @@ def sort_words(words: Sequence[str], options: Mapping[str, str], settings: Colle
                 rest.pop(0)
         elif kind is None and not equals and name.replace("-", "_") in settings and rest and _is_value(rest[0]):
             rest.pop(0)
-        found.append((name, value if kind == ONE else None))
-    return Words(plain=tuple(words[:num_plain]), settings=tuple(assigned), options=tuple(found))
+        typed.append((name, value if kind == ONE else None))
+    return Words(plain=tuple(words[:num_plain]), settings=tuple(assigned), options=tuple(typed))
 
 
 def _is_value(word: str) -> bool:

@@ -20,7 +20,7 @@ _GROUPS = re.compile(
 
 
 def array_bytes(text):
-    """Of all arrays that a type names."""
+    """Count the bytes of all arrays that a type names."""
     return sum(
         BYTES[dtype] * math.prod(int(size) for size in dims.split(",") if size)
         for dtype, dims in _ARRAY.findall(text)

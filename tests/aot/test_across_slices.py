@@ -7,7 +7,7 @@ from collections import Counter
 import jax
 import pytest
 
-from raggedmoe.aot.collectives import Step, collectives_across_slices
+from raggedmoe.aot.collectives import StepSizes, collectives_across_slices
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.training import train_sharding
@@ -42,7 +42,7 @@ def test_a_step_sends_the_sums_of_gradients_and_loads_across_slices_and_nothing_
     plan = Plan(slices=2, **degrees)
     config = dataclasses.replace(EVERY_LAYER_APART, model=dataclasses.replace(WHOLE.model, tied_embeddings=tied))
     sequences = len(ROWS) // plan.num_token_shards
-    step = Step(num_tokens=LENGTH * sequences, num_sequences=sequences, dtype="float32", ragged=False)
+    step = StepSizes(num_tokens=LENGTH * sequences, num_sequences=sequences, dtype="float32", ragged=False)
     planned, specs = Counter(), param_specs(config.model)
     for each in collectives_across_slices(config, plan, step):
         assert each.num_slices == 2

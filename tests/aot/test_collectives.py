@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from raggedmoe import KernelChoice, MoEConfig, MoEExecution, RouterConfig
-from raggedmoe.aot.collectives import Step, layer_collectives, least_sent
+from raggedmoe.aot.collectives import StepSizes, layer_collectives, least_sent
 from raggedmoe.aot.compiled import compile_for
 from raggedmoe.aot.program_text import counts_of
 from raggedmoe.aot.topology import find_topology
@@ -58,7 +58,7 @@ SUMMED = ("counts", "routing weights")
 
 def planned(config, execution, plan):
     """Bytes by kind and number of devices."""
-    step, found = Step(num_tokens=NUM_TOKENS, dtype="bfloat16", ragged=True), Counter()
+    step, found = StepSizes(num_tokens=NUM_TOKENS, dtype="bfloat16", ragged=True), Counter()
     for each in layer_collectives(config, execution, plan, step):
         num_bytes = each.num_bytes
         if execution.strategy == "ring" and (each.what, each.kind) == ("routing weights", "all-reduce"):
@@ -101,7 +101,7 @@ def test_a_tpu_sends_to_another_slice_what_the_plan_says(degrees):
     execution, plan = MoEExecution(strategy="all_to_all", kernels=KERNELS), Plan(slices=2, **degrees)
     traffic = counts_of(compiled(CONFIG, execution, plan, find_topology("v5e:2x2", 2))).collectives
     assert [kind for kind in traffic if "slices" in kind] == ["all-reduce across slices"]
-    step, planned = Step(num_tokens=NUM_TOKENS, dtype="bfloat16", ragged=True), 0.0
+    step, planned = StepSizes(num_tokens=NUM_TOKENS, dtype="bfloat16", ragged=True), 0.0
     for each in layer_collectives(CONFIG, execution, plan, step):
         if each.num_slices > 1:
             # Of two slices, each sends its sums to the other: as many bytes as there are.
@@ -115,7 +115,7 @@ def test_the_least_that_a_device_sends_by_hand(strategy):
     factor = {"capacity_factor": 1.5} if strategy == "capacity" else {}
     config = MoEConfig(num_experts=8, experts_per_token=2, model_dim=16, expert_dim=4, **factor)
     execution = MoEExecution(strategy=strategy)
-    step = Step(num_tokens=64, num_sequences=2, dtype="bfloat16", ragged=True)
+    step = StepSizes(num_tokens=64, num_sequences=2, dtype="bfloat16", ragged=True)
     row = 16 * 2
     slots = 8 * 2 * int(32 * 2 / 8 * 1.5)  # of each expert in each sequence
     expected = {"all_to_all": 64 * 2 * row * 3 / 4, "ring": 64 * row * 3, "capacity": slots * row * 3 / 4}

@@ -73,7 +73,7 @@ def test_cycles_are_those_that_were_counted_before(topology, name):
 
 
 def test_uneven_groups_cost_the_tiles_that_they_straddle():
-    """Of the tiles of 256 rows, 32 as they are, one more for each bound inside of one: the executor's path, exactly."""
+    """There are 32 tiles of 256 rows, and one more for each bound inside of one: the executor's path, exactly."""
     sizes = [1943, 202, 300, 410, 512, 600, 288, 999, 333, 444, 555, 666, 77, 120, 400, 343]
     inside = sum(1 for i in range(1, 16) if sum(sizes[:i]) % 256)
     found = peer("v6e:2x2", "ragged_dot", f"{SHAPE},sizes={'/'.join(map(str, sizes))}")

@@ -84,7 +84,7 @@ def test_loops_of_known_length_count_as_often_as_they_run():
 
 
 def test_bytes_of_collectives_are_those_of_what_is_gathered_scattered_or_summed():
-    """Of one device alone nothing is exchanged."""
+    """One device alone exchanges nothing."""
     assert counts_of(PROGRAM).collectives == {
         "all-reduce": Traffic(number=5, num_bytes=5 * 8 * 4 * 4),
         "all-gather": Traffic(number=1, num_bytes=64 * 2),

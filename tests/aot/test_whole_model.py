@@ -42,7 +42,7 @@ def test_state_is_added_by_its_shapes_and_the_rest_by_the_last_layer():
     state = [s.params + s.moments for s in (state_bytes(model, PLAN), state_bytes(cut, PLAN))]
     assert found.arguments == 1000 + state[0] - state[1]
     assert (found.rest, found.rest_per_layer) == (715, 100)
-    assert found.needed == found.arguments + 715 + (61 - 4) * 100
+    assert found.num_bytes == found.arguments + 715 + (61 - 4) * 100
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 
 from raggedmoe.bench.case import BOTH, DIRECTIONS, SWEEP
 from raggedmoe.bench.contender import LIMIT, NOTE, SECOND_LIMIT, contenders
-from raggedmoe.bench.limits import dense_operands, oriented, read_operands, shared_matmuls
+from raggedmoe.bench.limits import dense_operands, orient, read_operands, shared_matmuls
 from raggedmoe.bench.run import measure
 
 MODULES = ("raggedmoe.bench.limits",)
@@ -17,7 +17,7 @@ def test_products_have_the_useful_flops(problem, subject, direction, groups):
     case = problem(subject, direction)
     flops = 0
     for product, pairs in dense_operands(case, groups):
-        for left, right in (oriented(product, *pair) for pair in pairs):
+        for left, right in (orient(product, *pair) for pair in pairs):
             assert left.shape[1] == right.shape[0]
             flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
     assert flops == case.flops

@@ -3,7 +3,7 @@
 import pytest
 
 from raggedmoe.bench import machine
-from raggedmoe.bench.machine import cpu_features, isa_environment, restricted, this_machine
+from raggedmoe.bench.machine import cpu_features, isa_environment, restrict_isa, this_machine
 
 CPUINFO = "processor\t: 0\nmodel name\t: A CPU of 2031\nflags\t\t: fpu avx2 fma avx512f amx_bf16\n"
 
@@ -34,7 +34,7 @@ def test_isa_restricts_every_library_and_keeps_flags(monkeypatch, cpuinfo):
     assert "--xla_cpu_experimental_ynn_fusion_type=" in found["XLA_FLAGS"].split()
     wanted = {"ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE", "MKL_ENABLE_INSTRUCTIONS"}
     assert wanted | {"NPY_DISABLE_CPU_FEATURES", "RAGGEDMOE_CPU_ISA"} <= found.keys()
-    with restricted("avx2"):
+    with restrict_isa("avx2"):
         assert cpu_features() == ("avx2", "fma")
     assert "avx512f" in cpu_features()
     assert "every contender restricted to avx2" in this_machine("avx2").title

@@ -121,7 +121,7 @@ def test_one_device_sends_nothing(capsys):
         (("mixtral-tiny", "fsdp_parallelism=-1"), {"devices": 256}, "256 devices: expected the chip .* use --hardware"),
         (("mixtral-tiny",), {"hardware": "v6e", "topology": "v6e:2x2"}, "expected --hardware or --topology, got both"),
         (("mixtral-tiny", "fsdp_parallelism=0"), {}, "expected fsdp_parallelism >= 1, or -1 for .*, got 0"),
-        (("mixtral-tiny", "expert_parallelism=3"), {}, "its expert=8 is not divisible by expert_parallelism=3"),
+        (("mixtral-tiny", "expert_parallelism=3"), {}, "expert_parallelism=3 does not divide num_experts=8"),
         (("mixtral-tiny",), {"topology": "v6e:4x5"}, "topology 'v6e:4x5': expected chips in 2 directions"),
         (("mixtral-tiny",), {"topology": "v9:2x2"}, "unknown topology 'v9:2x2'"),
     ],

@@ -99,7 +99,7 @@ def stored(parts: Parts) -> dict[str, np.ndarray]:
 
 
 def gradients(parts: Parts, ids: torch.Tensor) -> dict[str, np.ndarray]:
-    """Of the mean cross-entropy of the token after the next, under the same names."""
+    """Compute the gradients of the mean cross-entropy of the token after the next, under the same names."""
     with torch.enable_grad():
         logits = further_logits(parts, ids)[:, :-1]
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 2:].flatten()).backward()

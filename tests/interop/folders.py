@@ -73,7 +73,7 @@ def _drawn(rng: np.random.Generator, spec: ParamSpec) -> Any:
 
 
 def assert_same_params(model: Decoder, other: Decoder) -> None:
-    """The same parameters, bit for bit."""
+    """Require the same parameters, bit for bit."""
     ours, theirs = model.params, other.params
     assert ours.keys() == theirs.keys()
     for name, array in ours.items():

@@ -30,7 +30,7 @@ class Case:
         self.expected = expected
 
     def logits(self, ids):
-        """Of two rows, filled up to a fixed length: what comes after a token changes nothing."""
+        """Compare two rows, filled up to a fixed length: what comes after a token changes nothing."""
         padded = np.zeros((2, LENGTH), np.int32)
         padded[:, : ids.shape[1]] = ids
         return np.asarray(scores(self.model.params, jnp.asarray(padded), self.model.config))[:, : ids.shape[1]]

@@ -23,7 +23,7 @@ def read(values):
 
 
 def old_style(values):
-    """The same settings as published checkpoints spell them."""
+    """Return the settings as published checkpoints spell them."""
     values = dict(values)
     rope = dict(values.pop("rope_parameters"))
     values["rope_theta"] = rope.pop("rope_theta")

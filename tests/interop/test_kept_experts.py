@@ -10,11 +10,11 @@ import pytest
 
 from raggedmoe import interop
 from raggedmoe.interop import native
+from raggedmoe.interop.kept_experts import MATRICES
 from raggedmoe.kernels.dequantize import dequantize
 from raggedmoe.kernels.qarray import QArray
-from raggedmoe.models.decoder import EXPERT_WEIGHTS
 from raggedmoe.models.generate import generate
-from tests.interop.folders import GOLDEN, bits, write_checkpoint
+from tests.interop.folders import GOLDEN, bits, stored_quantised, write_checkpoint
 from tests.interop.test_quantized import fp8_folder, mxfp4_folder
 
 
@@ -22,7 +22,7 @@ def assert_stands_for_what_is_loaded(folder):
     kept, loaded = interop.load(folder, keep_quantised=True), interop.load(folder)
     assert kept.config == loaded.config
     quantised = {name for name, array in kept.params.items() if isinstance(array, QArray)}
-    matrices = {name for name in loaded.params if name.endswith(EXPERT_WEIGHTS[:3])}
+    matrices = {name for name in loaded.params if name.endswith(MATRICES)}
     assert quantised == matrices != set()
     for name, array in loaded.params.items():
         found = kept.params[name]
@@ -37,7 +37,7 @@ def assert_stands_for_what_is_loaded(folder):
 def test_experts_in_fp8_stand_for_those_that_are_dequantised(block, tmp_path):
     folder, _, _, _ = fp8_folder(tmp_path / "fp8", block)
     kept = assert_stands_for_what_is_loaded(folder)
-    for name in (name for name in kept.params if name.endswith(EXPERT_WEIGHTS[:3])):
+    for name in (name for name in kept.params if name.endswith(MATRICES)):
         array = kept.params[name]
         assert array.qvalue.nbytes == np.prod(array.shape)
 
@@ -45,15 +45,15 @@ def test_experts_in_fp8_stand_for_those_that_are_dequantised(block, tmp_path):
 def test_experts_in_mxfp4_stand_for_those_that_are_dequantised_and_take_half_a_byte(tmp_path):
     folder, _, _ = mxfp4_folder(tmp_path / "mxfp4")
     kept = assert_stands_for_what_is_loaded(folder)
-    for name in (name for name in kept.params if name.endswith(EXPERT_WEIGHTS[:3])):
+    for name in (name for name in kept.params if name.endswith(MATRICES)):
         array = kept.params[name]
         assert array.qvalue.nbytes == np.prod(array.shape) // 2
         assert array.scale.nbytes == np.prod(array.shape) // 32
 
 
-def powers_of_two(folder):
+def powers_of_two(folder, block=(16, 16)):
     """The fp8 checkpoint with factors that are powers of two, by which bfloat16 holds every weight exactly."""
-    _, config, _, tensors = fp8_folder(folder / "any", (16, 16))
+    _, config, _, tensors = fp8_folder(folder / "any", block)
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         tensors[name] = np.exp2(np.round(np.log2(tensors[name])) - 3).astype(np.float32)
     return write_checkpoint(folder / "powers", config, tensors)
@@ -93,3 +93,32 @@ def test_a_matrix_of_which_one_expert_is_not_quantised_is_dequantised(tmp_path):
     of_ups = {isinstance(array, QArray) for key, array in kept.items() if key.endswith(".moe.wi_0")}
     assert False in of_downs
     assert of_ups == {True}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("stored", ["fp8", "mxfp4"])
+def test_greedy_text_is_that_of_transformers_which_dequantises(stored, tmp_path):
+    """Weights that are exact in bfloat16, read by both from one folder; activations of both in float32.
+
+    `transformers` widens every weight, ours keep experts as they are stored: their memory is that of the file.
+    """
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    folder = powers_of_two(tmp_path, (128, 128)) if stored == "fp8" else mxfp4_folder(tmp_path / "mxfp4")[0]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(torch.float32)
+    prompt = [5, 9, 2, 17]
+    with torch.no_grad():
+        out = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    model = interop.load(folder, keep_quantised=True, dtype="float32")
+    ours = [token for (token,) in generate(model, [prompt], max_new_tokens=24)]
+    assert ours == out[0, len(prompt) :].tolist()
+    assert len(set(ours)) > 4
+    kept = [array for name, array in model.params.items() if name.endswith(MATRICES)]
+    in_file = sum(
+        tensor.nbytes
+        for name, tensor in stored_quantised(folder).items()
+        if "experts." in name and "shared" not in name
+    )
+    biases = sum(array.nbytes for name, array in model.params.items() if ".moe.bias_" in name)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(kept)) + biases
+    assert held == in_file

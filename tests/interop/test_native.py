@@ -9,6 +9,7 @@ import pytest
 
 from raggedmoe import interop
 from raggedmoe.interop import native as native_module
+from raggedmoe.interop.safetensors_file import StoredTensor
 from raggedmoe.models.presets import PRESETS
 from tests.interop.folders import (
     INDEX,
@@ -38,6 +39,21 @@ def test_a_saved_model_is_loaded_bit_for_bit_from_several_files(name, dtype, tmp
     loaded = interop.load(tmp_path / "out")
     assert_same_params(loaded, model)
     assert loaded.config == model.config
+
+
+def test_a_model_is_read_in_pieces_of_bounded_size(native, monkeypatch):
+    pieces, read = [], StoredTensor.read
+
+    def recorded(tensor, start=0, stop=None):
+        pieces.append((tensor, start, read(tensor, start, stop)))
+        return pieces[-1][-1]
+
+    monkeypatch.setattr(StoredTensor, "read", recorded)
+    monkeypatch.setattr(native_module, "PIECE_BYTES", 1000)
+    interop.load(native)
+    row_bytes = {id(tensor): tensor.num_bytes // tensor.shape[0] for tensor, _, _ in pieces}
+    assert all(piece.nbytes <= max(1000, row_bytes[id(tensor)]) for tensor, _, piece in pieces)
+    assert sum(start > 0 for _, start, _ in pieces) > 10
 
 
 def test_our_files_hold_our_names(native, golden_model):

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from raggedmoe import interop
+from raggedmoe.interop.kept_experts import MATRICES
 from raggedmoe.interop.quantise import ERRORS
 from raggedmoe.kernels.dequantize import dequantize
 from raggedmoe.kernels.qarray import QArray
-from raggedmoe.models.decoder import EXPERT_WEIGHTS
 from tests.interop.folders import (
     GOLDEN,
     SINGLE,
@@ -37,30 +37,42 @@ def matrices_of(tensors):
     return {name for name, tensor in tensors.items() if tensor.ndim == 2 and not name.endswith(UNQUANTISED)}
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    """A Mixtral of widths 136 and 150, of whose blocks of 128 the last are cut, with zeros and large values in one."""
+def write_wide(folder, width, hidden, heads=4, dtype=ml_dtypes.bfloat16):
+    """A Mixtral of one layer of those widths, with zeros and large values in blocks of one matrix."""
     config = json.loads((GOLDEN / "mixtral" / "config.json").read_text())
-    config |= {"hidden_size": 136, "intermediate_size": 150, "head_dim": 8, "num_hidden_layers": 1}
+    config |= {"hidden_size": width, "intermediate_size": hidden, "head_dim": 8, "num_hidden_layers": 1}
+    config["num_attention_heads"] = heads
     rng = np.random.default_rng(0)
     tensors = {}
     for name, tensor in stored(GOLDEN / "mixtral").items():
         if "layers.1." not in name:
-            attention = {"q_proj": (32, 136), "k_proj": (16, 136), "v_proj": (16, 136), "o_proj": (136, 32)}
+            queries, keys = (8 * heads, width), (16, width)
+            attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries[::-1]}
             shape = next((attention[key] for key in attention if key in name), None)
-            shape = shape or [{32: 136, 24: 150}.get(size, size) for size in tensor.shape]
-            tensors[name] = (0.1 * rng.standard_normal(shape)).astype(ml_dtypes.bfloat16)
+            shape = shape or [{32: width, 24: hidden}.get(size, size) for size in tensor.shape]
+            tensors[name] = (0.1 * rng.standard_normal(shape)).astype(dtype)
     tensors[DOWN][:128, 128:] = 0
     tensors[DOWN][128:, :] *= 1000
     tensors[DOWN][7] = 0
-    return write_checkpoint(tmp_path_factory.mktemp("wide") / "mixtral", config, tensors)
+    return write_checkpoint(folder, config, tensors)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A folder for each format: of several blocks of 128, and of rows that are no multiple of 4."""
+    folder = tmp_path_factory.mktemp("wide")
+    return {"fp8": write_wide(folder / "fp8", 256, 384), "int8": write_wide(folder / "int8", 136, 150)}
 
 
 @pytest.fixture(scope="module", params=["fp8", "int8"])
 def written(request, wide, tmp_path_factory):
     """The format, the folder, and the error that was reported of each matrix."""
     out = tmp_path_factory.mktemp("out") / request.param
-    return request.param, out, {error.name: error for error in interop.quantise(wide, out, request.param)}
+    return (
+        request.param,
+        out,
+        {error.name: error for error in interop.quantise(wide[request.param], out, request.param)},
+    )
 
 
 def unpacked(words, columns):
@@ -88,7 +100,7 @@ def half_step(to, ratio):
 
 def test_values_are_the_nearest_and_scales_those_of_the_largest(written, wide):
     to, out, errors = written
-    before, after = stored(wide), stored_quantised(out)
+    before, after = stored(wide[to]), stored_quantised(out)
     assert errors.keys() == matrices_of(before)
     largest_value = {"fp8": 448, "int8": 127}[to]
     for name, error in errors.items():
@@ -117,8 +129,8 @@ def test_values_are_the_nearest_and_scales_those_of_the_largest(written, wide):
 
 
 def test_all_else_is_as_it_was(written, wide):
-    _, out, errors = written
-    before, after = stored(wide), stored_quantised(out)
+    to, out, errors = written
+    before, after = stored(wide[to]), stored_quantised(out)
     others = before.keys() - errors.keys()
     assert {name for name in after if not name.startswith(tuple(errors))} == others
     for name in others:
@@ -126,16 +138,16 @@ def test_all_else_is_as_it_was(written, wide):
     assert json.loads((out / ERRORS).read_text())["tensors"][0]["name"] in errors
     config = json.loads((out / "config.json").read_text())
     assert config.pop("quantization_config")
-    assert config == json.loads((wide / "config.json").read_text())
+    assert config == json.loads((wide[to] / "config.json").read_text())
 
 
 def test_it_is_read_as_it_was_written_whole_or_kept(written, wide):
     to, out, _ = written
-    loaded, kept, plain = interop.load(out), interop.load(out, keep_quantised=True), interop.load(wide)
-    tensors, before = stored_quantised(out), stored(wide)
+    loaded, kept, plain = interop.load(out), interop.load(out, keep_quantised=True), interop.load(wide[to])
+    tensors, before = stored_quantised(out), stored(wide[to])
     assert loaded.config == kept.config == plain.config
     quantised = {name for name, array in kept.params.items() if isinstance(array, QArray)}
-    assert quantised == {name for name in plain.params if name.endswith(EXPERT_WEIGHTS[:3])}
+    assert quantised == {name for name in plain.params if name.endswith(MATRICES)}
     for name, array in loaded.params.items():
         found = kept.params[name]
         if name in quantised:
@@ -153,9 +165,9 @@ def test_it_is_read_as_it_was_written_whole_or_kept(written, wide):
 
 @pytest.mark.parametrize("to", ["fp8", "int8"])
 def test_pieces_are_those_of_the_whole(to, wide, tmp_path, monkeypatch):
-    interop.quantise(wide, tmp_path / "whole", to)
+    interop.quantise(wide[to], tmp_path / "whole", to)
     monkeypatch.setattr(sys.modules["raggedmoe.interop.quantise"], "PIECE_BYTES", 10_000)
-    interop.quantise(wide, tmp_path / "pieces", to)
+    interop.quantise(wide[to], tmp_path / "pieces", to)
     whole, pieces = stored_quantised(tmp_path / "whole"), stored_quantised(tmp_path / "pieces")
     assert whole.keys() == pieces.keys()
     for name, tensor in whole.items():
@@ -181,6 +193,19 @@ def test_modules_of_multi_token_prediction_are_quantised_but_for_what_joins_them
     interop.load(tmp_path / "out", keep_quantised=True)
 
 
+def test_a_matrix_whose_last_block_would_be_cut_stays(tmp_path):
+    """144 rows of queries."""
+    folder = write_wide(tmp_path / "plain", 128, 128, heads=18)
+    interop.quantise(folder, tmp_path / "out", "fp8")
+    before, after = stored(folder), stored_quantised(tmp_path / "out")
+    names = [f"model.layers.0.self_attn.{name}_proj" for name in "qo"]
+    for name in names:
+        np.testing.assert_array_equal(bits(after[f"{name}.weight"]), bits(before[f"{name}.weight"]))
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert set(names) <= set(settings["modules_to_not_convert"])
+    assert "model.layers.0.self_attn.k_proj.weight_scale_inv" in after
+
+
 def test_the_tokenizer_and_licence_go_along(tmp_path):
     folder = copied("mixtral", tmp_path / "plain")
     (folder / "tokenizer.json").write_text("{}")
@@ -197,13 +222,14 @@ def test_what_cannot_be_quantised_is_refused_and_nothing_is_written(wide, tmp_pa
         assert not (tmp_path / "refused").exists()
         return str(raised.value)
 
-    assert "'fp4': expected one of fp8, int8" in refused(wide, "fp4")
+    assert "'fp4': expected one of fp8, int8" in refused(wide["fp8"], "fp4")
     assert "got gpt_oss, whose experts have biases" in refused(GOLDEN / "gpt_oss")
-    interop.quantise(wide, tmp_path / "fp8", "fp8")
+    interop.quantise(wide["fp8"], tmp_path / "fp8", "fp8")
     assert "found a quantization_config" in refused(tmp_path / "fp8", "int8")
+    assert "experts.0.w1.weight [150, 136], whose last block" in refused(wide["int8"])
     interop.save_native(interop.load(GOLDEN / "olmoe"), tmp_path / "native")
     assert "raggedmoe export" in refused(tmp_path / "native")
-    folder = shutil.copytree(wide, tmp_path / "broken")
+    folder = shutil.copytree(wide["fp8"], tmp_path / "broken")
     change_tensors(folder, lambda tensors: tensors[DOWN].__setitem__((3, 1), np.inf))
     assert f"{SINGLE}: {DOWN}: expected finite weights" in refused(folder)
 
@@ -215,8 +241,8 @@ def test_what_cannot_be_quantised_is_refused_and_nothing_is_written(wide, tmp_pa
     "family",
     [
         "deepseek_v3",
-        "mixtral",
-        *(pytest.param(f, marks=pytest.mark.slow) for f in ("deepseek_v2_lite", "qwen3_moe", "olmoe")),
+        "wide",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("mixtral", "deepseek_v2_lite", "qwen3_moe", "olmoe")),
     ],
 )
 def test_transformers_reads_the_same_weights(family, to, tmp_path):
@@ -225,14 +251,19 @@ def test_transformers_reads_the_same_weights(family, to, tmp_path):
     pytest.importorskip("accelerate" if to == "fp8" else "compressed_tensors")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     out = tmp_path / "out"
-    interop.quantise(GOLDEN / family, out, to)
+    folder = GOLDEN / family
+    if family == "wide":
+        folder = write_wide(tmp_path / "wide", 256, 384, heads=18, dtype=np.float32)
+    interop.quantise(folder, out, to)
     # It would quantise the weights of int8 anew in every call.
     options = {} if to == "fp8" else {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, **options)
+    kept = json.loads((out / "config.json").read_text())["quantization_config"]
     ids = np.arange(1, 13).reshape(2, 6) * 5
     with torch.no_grad():
+        stays = {f"{name}.weight" for name in kept.get("modules_to_not_convert", kept.get("ignore"))}
         for name, weights in theirs.named_parameters():
-            if weights.ndim > 1 and not name.endswith(UNQUANTISED):
+            if weights.ndim > 1 and not name.endswith(UNQUANTISED) and name not in stays:
                 weights.copy_(weights.to(torch.bfloat16))  # as we read them
         want = theirs(torch.from_numpy(ids)).logits.numpy()
     found = interop.load(out, param_dtype="float32")(jnp.asarray(ids))
@@ -241,7 +272,7 @@ def test_transformers_reads_the_same_weights(family, to, tmp_path):
 
 def test_int8_of_others_is_read_plain_and_in_parts_of_a_row(wide, tmp_path):
     """ "int-quantized", with a scale for each 75 of a row of 150, is what a plain loop says, whole and kept."""
-    interop.quantise(wide, tmp_path / "packed", "int8")
+    interop.quantise(wide["int8"], tmp_path / "packed", "int8")
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
     config["quantization_config"]["format"] = "int-quantized"
     tensors = stored_quantised(tmp_path / "packed")
@@ -276,7 +307,7 @@ def test_int8_of_others_is_read_plain_and_in_parts_of_a_row(wide, tmp_path):
     ],
 )
 def test_int8_that_is_broken_or_otherwise_is_refused(change, message, wide, tmp_path):
-    interop.quantise(wide, tmp_path / "out", "int8")
+    interop.quantise(wide["int8"], tmp_path / "out", "int8")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     tensors = stored_quantised(tmp_path / "out")
     change(tensors, config["quantization_config"])

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -114,7 +114,10 @@ def draw_matmul(seed, *, rhs=None, rhs_scale="channel", lhs=None, lhs_scale="row
         exponents = rhs_scale == "exponents"
         blocks = GRANULARITIES["narrow" if exponents else rhs_scale]
         blocks = blocks if transpose else blocks[::-1]
-        right = draw_stored(rng, shape, rhs, _scale_shape(shape, blocks), exponents=exponents, poisoned=idle)
+        scale_dtype = jnp.promote_types(dtype, jnp.float32)
+        right = draw_stored(
+            rng, shape, rhs, _scale_shape(shape, blocks), exponents=exponents, poisoned=idle, scale_dtype=scale_dtype
+        )
     cotangent = rng.standard_normal((row.size, out)).astype(dtype)
     cotangent[past] = np.nan
     options = {"transpose_rhs": transpose}
@@ -134,7 +137,16 @@ def draw_ffn(seed, *, weights, scale="channel", rows=None, dtype="float32", bias
         blocks = blocks[::-1] if name == "wo" else blocks  # the dimension that is summed over comes first there
         shapes = _scale_shape(shape, blocks)
         # The bound squares the sums of absolute values before the activation: it is tight where they are about 1.
-        operands[name] = draw_stored(rng, shape, weights, shapes, exponents=exponents, poisoned=idle, size=1 / width)
+        operands[name] = draw_stored(
+            rng,
+            shape,
+            weights,
+            shapes,
+            exponents=exponents,
+            poisoned=idle,
+            scale_dtype=jnp.promote_types(dtype, jnp.float32),
+            size=1 / width,
+        )
     if not gated:
         operands["wi_1"] = None
     if rows is None:
@@ -149,6 +161,20 @@ def draw_ffn(seed, *, weights, scale="channel", rows=None, dtype="float32", bias
     cotangent = rng.standard_normal((row.size, width)).astype(dtype)
     cotangent[past] = np.nan
     return Call("expert_ffn", operands, sizes, {"activation": "silu"}, cotangent, added)
+
+
+def positive(call: Call) -> Call:
+    """The call with all signs dropped: sums are as large as those of absolute values, which bounds are made of."""
+
+    def without_signs(operand: Operand) -> Operand:
+        if not isinstance(operand, Stored):
+            return None if operand is None else np.abs(operand)
+        if operand.qtype == "int8":
+            return replace(operand, codes=np.abs(operand.codes.view(np.int8)).view(np.uint8))
+        return replace(operand, codes=operand.codes & (0x77 if operand.qtype == "mxfp4" else 0x7F))
+
+    operands = {name: without_signs(operand) for name, operand in call.operands.items()}
+    return replace(call, operands=operands, cotangent=np.abs(call.cotangent))
 
 
 def run(call: Call, implementation: str) -> dict[str, np.ndarray]:

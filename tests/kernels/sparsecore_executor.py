@@ -254,8 +254,8 @@ def check_memory(scratch: tuple[Scratch, ...], hardware: Hardware) -> None:
     _require(used["scalar"] < SCALAR_WORDS, "a subcore's scalars", used)
 
 
-def launch(program, *, name, hardware, operands, num_tiles, layout, dtype, scratch, count=None, **cost):
-    """In the place of `sparsecore_kernel.launch`: the same call, executed here, by the chip's number of subcores."""
+def run_on_subcores(program, *, name, hardware, operands, num_tiles, layout, dtype, scratch, count=None, **cost):
+    """Execute the call here, in the place of `sparsecore_kernel`'s function, by the chip's number of subcores."""
     dtype = jnp.dtype(dtype)
 
     def run(*arrays):

@@ -49,8 +49,8 @@ class InterpretedSubcore(VectorSubcore):
         pass
 
 
-def launch(program, *, name, hardware, operands, num_tiles, layout, dtype, scratch, **cost):
-    """In the place of `sparsecore_kernel.launch`: the same call, interpreted. The result's words are as on the chip."""
+def run_on_subcores(program, *, name, hardware, operands, num_tiles, layout, dtype, scratch, **cost):
+    """Interpret the call, in the place of `sparsecore_kernel`'s function. Its words are as on the chip."""
     device = jax.sharding.AbstractDevice(device_kind=hardware.device_kinds[0], num_cores=1, platform="tpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         mesh = plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore", num_cores=1, num_subcores=1)

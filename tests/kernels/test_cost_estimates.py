@@ -43,7 +43,7 @@ def claims(jaxpr):
 
 
 def kernels_of(name, implementation):
-    """Of the value and all gradients; of expert_ffn the value alone, as its gradients are grouped matmuls."""
+    """List the claims for value and gradients; for expert_ffn's value alone, as its gradients are grouped matmuls."""
     example = example_of_shape(name, SHAPES[name], "bfloat16")
     function = functools.partial(operation(name).function, **example.options, implementation=implementation)
     if name == "expert_ffn":

@@ -39,9 +39,9 @@ CASES = [
 ]
 
 
-def launched_by(monkeypatch, launch):
+def launched_by(monkeypatch, run_on_subcores):
     for module in (gather_kernel, reduce_kernel, sparsecore_dots_kernel):
-        monkeypatch.setattr(module, "launch", launch)
+        monkeypatch.setattr(module, "run_on_subcores", run_on_subcores)
 
 
 @pytest.mark.parametrize("width", [2048, 2880, 16_384])
@@ -50,11 +50,11 @@ def test_what_the_row_dots_hold_fits_a_subcores_memory(chip, width, monkeypatch)
     """Rows that are wider than fit are moved in chunks: for v6e from a few thousand columns on."""
     held = []
 
-    def launch(program, *, scratch, num_tiles, **options):
+    def run_on_subcores(program, *, scratch, num_tiles, **options):
         held.append(sum(np.prod(buffer.shape) for buffer in scratch if buffer.kind == "vector"))
         return jnp.zeros((num_tiles * 8, LINE))
 
-    launched_by(monkeypatch, launch)
+    launched_by(monkeypatch, run_on_subcores)
     x, rows, valid = jnp.zeros((3, width)), jnp.zeros(5, jnp.int32), jnp.ones(5, bool)
     sparsecore_dots_kernel.row_dots(x, rows, x, rows, valid, hardware=HARDWARE[chip])
     assert 0 < held[0] <= MEMORY_WORDS[chip]
@@ -63,13 +63,13 @@ def test_what_the_row_dots_hold_fits_a_subcores_memory(chip, width, monkeypatch)
 @pytest.fixture
 def executed(monkeypatch):
     """Programs run in NumPy, on every subcore of the chip."""
-    launched_by(monkeypatch, sparsecore_executor.launch)
+    launched_by(monkeypatch, sparsecore_executor.run_on_subcores)
 
 
 @pytest.fixture
 def executed_by_few(monkeypatch):
     """On three subcores, in small blocks, so that small calls too have several tiles and blocks for each of them."""
-    launched_by(monkeypatch, functools.partial(sparsecore_executor.launch, count=3))
+    launched_by(monkeypatch, functools.partial(sparsecore_executor.run_on_subcores, count=3))
     monkeypatch.setattr(gather_kernel, "BLOCK_TILES", 4)
     monkeypatch.setattr(reduce_kernel, "num_subcores", lambda hardware: 3)
 
@@ -159,9 +159,9 @@ def test_the_executor_does_what_interpret_mode_does(monkeypatch, program):
     """Streams, buffers, lists of scalars, loops and arithmetic, on one subcore, with race detection."""
     monkeypatch.setattr(gather_kernel, "BLOCK_TILES", 2)
     call = forward_calls()[program]
-    launched_by(monkeypatch, sparsecore_executor.launch)
+    launched_by(monkeypatch, sparsecore_executor.run_on_subcores)
     expected = call()
-    launched_by(monkeypatch, sparsecore_interpreted.launch)
+    launched_by(monkeypatch, sparsecore_interpreted.run_on_subcores)
     np.testing.assert_array_equal(np.asarray(jax.jit(call)()), np.asarray(expected))
     assert np.isfinite(np.asarray(expected, np.float32)).all()
     assert np.any(np.asarray(expected) != 0)

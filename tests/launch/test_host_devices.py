@@ -15,3 +15,11 @@ def test_each_process_makes_its_share_of_the_host_devices(monkeypatch, num_proce
     mesh = MeshSettings(data_parallelism=2, fsdp_parallelism=-1, expert_parallelism=4)
     assert make_cpu_devices(mesh.num_devices, num_processes) == made
     assert asked == [("jax_num_cpu_devices", made)]
+
+
+def test_a_cpu_that_has_started_with_too_few_devices_says_what_came_too_late(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS")
+    num = jax.local_device_count()  # it has started now
+    assert make_cpu_devices(num) == 0
+    with pytest.raises(ValueError, match=rf"expected {num + 1} devices .* JAX has started with {num}: call raggedmoe"):
+        make_cpu_devices(num + 1)

@@ -102,6 +102,12 @@ def test_the_command_prints_the_run_that_was_asked_for(monkeypatch, capsys):
     assert container["volumeMounts"] == [{"name": "runs", "mountPath": "/runs"}]
 
 
+def test_a_pod_never_starts_again_by_itself():
+    spec = manifest(cluster_run("v5p:4x4x4"))["spec"]
+    assert spec["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] == 0
+    assert spec["failurePolicy"]["maxRestarts"] > 0  # all of them do, together
+
+
 def test_several_slices_are_several_jobs():
     spec = manifest(cluster_run("v5p:4x4x4", num_slices=3))["spec"]["replicatedJobs"][0]
     assert spec["replicas"] == 3
@@ -236,7 +242,7 @@ def test_a_topology_that_is_not_offered_is_refused(name):
         ((*RENDER, "--", "train", "fsdp_parallelism=1024"), "fsdp_parallelism=1024 = 1024 devices, but there are 512"),
         (
             (*RENDER, "--", "train", "deepseek-v3", "expert_parallelism=512"),
-            r"expert=256 is not divisible by expert_parallelism=512",
+            r"expert_parallelism=512 does not divide num_experts=256",
         ),
         (
             (*RENDER, "--slices", "2", *TRAIN, "dcn_data_parallelism=1"),
@@ -293,6 +299,37 @@ def test_a_folder_in_an_object_store_needs_no_claim_but_credentials(monkeypatch,
     assert container.get("envFrom") == ([{"secretRef": {"name": "runs-s3"}}] if option == "--secret=runs-s3" else None)
     assert pod.get("serviceAccountName") == ("trainer" if option == "--service-account=trainer" else None)
     assert ("pods have their nodes' credentials for s3://bucket/runs, or none" in error) == (option is None)
+
+
+def test_what_pods_would_not_find_is_said(monkeypatch, capsys):
+    words = (*DEEPSEEK, "dataset_type=text", "dataset_path=s3://bucket/text,/data/text", "tokenizer_path=/runs/t.json")
+    code, _, error = raggedmoe(monkeypatch, capsys, *RENDER, *words, "base_output_directory=s3://bucket/runs")
+    assert code == 0
+    for word in ("dataset_path=/data/text", "tokenizer_path=/runs/t.json"):
+        assert f"{word}: there is no --claim: pods find it only if the image has it" in error
+    assert "s3://bucket/text:" not in error
+    claimed = (*RENDER, "--claim", "runs:/runs", *words, "base_output_directory=/runs")
+    code, _, error = raggedmoe(monkeypatch, capsys, *claimed)
+    assert code == 0
+    assert "dataset_path=/data/text: it is not in /runs, where --claim is mounted" in error
+    assert "tokenizer_path" not in error
+
+
+def test_a_model_that_only_the_pods_have_is_rendered_with_a_note(monkeypatch, capsys):
+    words = (DATA, "fsdp_parallelism=-1", "base_output_directory=/runs")
+    mounted = (*RENDER, "--claim", "runs:/runs", "--", "train")
+    code, out, error = raggedmoe(monkeypatch, capsys, *mounted, "/runs/hf", *words)
+    assert code == 0
+    assert json.loads(out)["kind"] == "JobSet"
+    assert "model_name=/runs/hf is not on this machine: what depends on the model is checked when the pods" in error
+    code, _, error = raggedmoe(monkeypatch, capsys, *mounted, "deepseek-v3", "load_parameters_path=/runs/hf", *words)
+    assert code == 0
+    assert "load_parameters_path=/runs/hf is not on this machine" in error
+    code, _, error = raggedmoe(monkeypatch, capsys, *mounted, "/elsewhere/hf", *words)
+    assert code == 2
+    assert "/elsewhere/hf: expected a preset or a folder with a model, found neither" in error
+    code, _, error = raggedmoe(monkeypatch, capsys, *mounted, "/runs/hf", *words[:1], *words[2:])
+    assert "the degrees use 1 devices, but 1 × tpu7x:4x8x8 has 512" in error
 
 
 def test_hosts_need_no_shared_disk_for_a_run_without_checkpoints(monkeypatch, capsys):

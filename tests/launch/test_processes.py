@@ -64,6 +64,30 @@ def test_a_cluster_that_jax_does_not_find_is_named_with_what_to_set():
     assert "set it to host:port of process 0, with RAGGEDMOE_NUM_PROCESSES and RAGGEDMOE_PROCESS_ID" in done.stderr
 
 
+@pytest.mark.ci
+def test_scripts_join_by_one_call_and_end_together():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    code = (
+        "import raggedmoe, jax; raggedmoe.join_processes(); raggedmoe.join_processes(); "
+        "print(jax.process_index(), jax.device_count())"
+    )
+    shared = {**os.environ, "RAGGEDMOE_COORDINATOR": f"127.0.0.1:{port}", "RAGGEDMOE_NUM_PROCESSES": "2"}
+    scripts = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**shared, "RAGGEDMOE_PROCESS_ID": str(number), "RAGGEDMOE_CPU_DEVICES": "3", "XLA_FLAGS": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    for number, script in enumerate(scripts):
+        said, errors = script.communicate(timeout=120)
+        assert (script.returncode, said) == (0, f"{number} 6\n"), errors
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_process_whose_others_do_not_come_says_so(number):
@@ -91,7 +115,7 @@ def said(monkeypatch):
         all_ended=SimpleNamespace(wait=noted("all ended")),
         all_gone=SimpleNamespace(wait=noted("all gone")),
     )
-    monkeypatch.setattr(processes, "_membership", SimpleNamespace(failed=None, peers=peers))
+    monkeypatch.setattr(processes, "_membership", SimpleNamespace(failed=None, left=False, peers=peers))
     monkeypatch.setattr(os, "_exit", noted("exit"))
     return happened
 

@@ -1,6 +1,7 @@
 """Signals to stop, counted: those that come together are one request."""
 
 import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +48,20 @@ def test_it_is_not_left_before_all_signals_of_the_first_request_have_come(clock,
             clock.now += wait
             signal.raise_signal(signal.SIGTERM)
     assert clock.now == left
+
+
+def test_another_thread_than_the_main_one_leaves_signals_as_they_are(clock):
+    before = [signal.getsignal(number) for number in stop_signals.STOP_SIGNALS]
+    found = []
+
+    def enter():
+        with StopSignals(found.append):
+            found.append([signal.getsignal(number) for number in stop_signals.STOP_SIGNALS])
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert found == [before]
 
 
 def test_outside_signals_do_what_they_did_before(clock):

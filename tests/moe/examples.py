@@ -82,7 +82,7 @@ def layer_gradients(x, params, config, cotangent, **options):
 
 @functools.partial(jax.jit, static_argnames="config")
 def dense_gradients(x, params, config, cotangent, experts, mask=None, kept=None):
-    """The same gradients by the dense oracle."""
+    """Compute the gradients by the dense oracle."""
     mask = jnp.ones(x.shape[0], bool) if mask is None else mask
 
     def loss(x, params):
@@ -94,7 +94,7 @@ def dense_gradients(x, params, config, cotangent, experts, mask=None, kept=None)
 
 
 def oracle_loss(x, params, config, cotangent, **options):
-    """The same loss by the NumPy oracle."""
+    """Compute the loss by the NumPy oracle."""
     return scalar_loss(numpy_layer.layer(x, params, config, **options), cotangent)
 
 

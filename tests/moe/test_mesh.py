@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from raggedmoe import ExpertConfig, KernelChoice, MoE, MoEExecution, update_selection_bias
-from raggedmoe.aot.collectives import Step, layer_collectives
+from raggedmoe.aot.collectives import StepSizes, layer_collectives
 from raggedmoe.aot.program_text import counts_of
 from raggedmoe.kernels.registry import record_selections
 from tests.aot.hlo_collectives import collectives
@@ -157,7 +157,7 @@ def expected(routing_name):
 def planned(config, execution, plan, num_sequences=1):
     """Bytes by kind and number of devices, as the plan prints them; the sequences are those of one device."""
     tokens = NUM_TOKENS // plan.num_token_shards
-    step = Step(num_tokens=tokens, num_sequences=num_sequences, dtype="float32", ragged=False)
+    step = StepSizes(num_tokens=tokens, num_sequences=num_sequences, dtype="float32", ragged=False)
     found = Counter()
     for each in layer_collectives(config, execution, plan, step):
         found[each.kind, each.num_devices] += each.num_bytes
@@ -169,7 +169,7 @@ def by_kind(found):
 
 
 def sent_by_kind(hlo):
-    """The same, as `raggedmoe bench layer` and `compile --hlo` read it."""
+    """Return what is sent as `raggedmoe bench layer` and `compile --hlo` read it."""
     return {kind: traffic.num_bytes for kind, traffic in counts_of(hlo).collectives.items()}
 
 

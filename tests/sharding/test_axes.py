@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from raggedmoe import Decoder, ExpertConfig, MoE, MoEExecution
-from raggedmoe.aot.collectives import Step, layer_collectives
+from raggedmoe.aot.collectives import StepSizes, layer_collectives
 from raggedmoe.models.generate import generate
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.sharding.axes import AXES, TOKEN_AXES, logical_mesh
@@ -98,7 +98,7 @@ def test_the_layer_and_its_gradients_are_those_of_the_oracles_and_it_sends_what_
     if mesh.size(*AXES) < mesh.mesh.size:
         return  # along the other axes all devices agree on gradients by sums that the plan does not know
     plan, planned = Plan(**{axis: mesh.size(axis) for axis in AXES}, tensor_split=execution.tensor_split), Counter()
-    step = Step(num_tokens=NUM_TOKENS // plan.num_token_shards, dtype="float32", ragged=False)
+    step = StepSizes(num_tokens=NUM_TOKENS // plan.num_token_shards, dtype="float32", ragged=False)
     for each in layer_collectives(CONFIG, execution, plan, step):
         planned[each.kind, each.num_devices] += each.num_bytes
     assert collectives(run.as_text()) == planned
@@ -178,6 +178,11 @@ def test_new_parameters_are_those_of_one_device_each_drawn_where_it_belongs():
         np.testing.assert_allclose(array, alone.params[name], rtol=4 * EPS, err_msg=name)
     model = Decoder(tiny("mixtral-tiny", num_layers=1), rngs=nnx.Rngs(0), mesh=own, mesh_axes=mesh_axes)
     assert model.params["stacks.0.0.moe.wi_0"].sharding.spec == PartitionSpec(None, "x", None, "y")
+    shardings = Plan().shardings(own, param_specs(model.config), mesh_axes)
+    assert {name: array.sharding for name, array in model.params.items()} == shardings
+    assert Plan().shardings(model.mesh, param_specs(model.config)) == shardings
+    by_width = Plan(tensor_split="model_dim").shardings(own, CONFIG.param_specs(), {"tensor": ("x", "y")})
+    assert by_width["wi_0"].spec == PartitionSpec(None, None, ("x", "y"))
 
 
 def test_what_a_mesh_cannot_split_or_a_strategy_needs_is_found_when_a_model_is_made():

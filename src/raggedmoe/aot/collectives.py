@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from raggedmoe.models.parameters import is_trained, param_specs
+from raggedmoe.kernels.registry import BACKWARD, FORWARD
+from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.config import MoEConfig, is_expert_choice, strategy_name
 from raggedmoe.moe.dispatch.strategy import buffer_rows
 from raggedmoe.moe.execution import MoEExecution
@@ -21,7 +22,6 @@ from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.rules import is_routed
 from raggedmoe.train.settings.step import ResolvedStep
 
-FORWARD, BACKWARD = "forward", "backward"
 WIDE = 4  # bytes of the router's numbers, and of counts
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 EXCHANGE, RAGGED_EXCHANGE = "all-to-all", "ragged-all-to-all"
@@ -59,7 +59,7 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class StepSizes:
     """What the volumes depend on beside the layer and the plan."""
 
     num_tokens: int  # of one device
@@ -68,14 +68,14 @@ class Step:
     ragged: bool = True  # the platform has a ragged all-to-all; XLA's CPU backend has not
 
 
-def layer_collectives(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> list[Collective]:
+def layer_collectives(config: MoEConfig, execution: MoEExecution, plan: Plan, step: StepSizes) -> list[Collective]:
     """List all that a training step of one layer communicates; nothing over axes of one device."""
     collectives = [*_of_router(config, plan), *_of_weights(config, plan, step)]
     collectives += _of_rows(config, execution, plan, step)
     return _on_mesh(collectives, plan)
 
 
-def collectives_across_slices(run: ResolvedStep, plan: Plan, step: Step) -> list[Collective]:
+def collectives_across_slices(run: ResolvedStep, plan: Plan, step: StepSizes) -> list[Collective]:
     """List all of a model that crosses slices in a micro-batch: sums of gradients, and what routers sum forward.
 
     Of a gradient it is the part that a device stores. Those of routed experts have the type of activations, as they are
@@ -90,12 +90,14 @@ def collectives_across_slices(run: ResolvedStep, plan: Plan, step: Step) -> list
         if collective.direction == FORWARD
     ]
     for name, spec in param_specs(model).items():
-        if not is_trained(name) or (name.startswith("mtp.") and not modules):
+        if not spec.trained or (name.startswith("mtp.") and not modules):
             continue
         size = np.dtype(model.dtype).itemsize if is_routed(name, spec) else WIDE
         uses = 1 if "vocab" not in spec.axes else (2 if model.tied_embeddings else 1) * (1 + modules)
         num_bytes = uses * plan.device_elements(name, spec) * size
-        crossing += _on_mesh([_collective(REDUCE, name, BACKWARD, _summed_over(plan, name, spec), num_bytes)], plan)
+        crossing += _on_mesh(
+            [_collective(REDUCE, name, BACKWARD, _axes_of_gradient_sum(plan, name, spec), num_bytes)], plan
+        )
     return [collective for collective in crossing if collective.num_slices > 1 and collective.num_bytes]
 
 
@@ -113,7 +115,7 @@ def _on_mesh(collectives: list[Collective], plan: Plan) -> list[Collective]:
     return [collective for collective in sized if collective.num_devices > 1 and collective.num_bytes]
 
 
-def least_sent(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> float:
+def least_sent(config: MoEConfig, execution: MoEExecution, plan: Plan, step: StepSizes) -> float:
     """Count the bytes that a device sends at least for its tokens, over the experts' axis, in a whole training step.
 
     all_to_all: every row whose expert is elsewhere, there and back, and its gradient, there and back; with balanced
@@ -158,7 +160,7 @@ def _split_axes(plan: Plan, name: str, spec: ParamSpec) -> tuple[str, ...]:
     return tuple(axis for entry in plan.spec(name, spec) for axis in axes_of(entry))
 
 
-def _summed_over(plan: Plan, name: str, spec: ParamSpec) -> tuple[str, ...]:
+def _axes_of_gradient_sum(plan: Plan, name: str, spec: ParamSpec) -> tuple[str, ...]:
     """Return the mesh axes over which the gradient of the part that a device stores is summed."""
     split = _split_axes(plan, name, spec)
     if not is_routed(name, spec):
@@ -185,7 +187,7 @@ def _of_router(config: MoEConfig, plan: Plan) -> Iterator[Collective]:
         yield _collective(GATHER, name, FORWARD, split, num_bytes)
         yield _collective(SCATTER, name, BACKWARD, split, num_bytes)
         here = num_bytes // math.prod(sizes[axis] for axis in split)
-        yield _collective(REDUCE, name, BACKWARD, _summed_over(plan, name, spec), here)
+        yield _collective(REDUCE, name, BACKWARD, _axes_of_gradient_sum(plan, name, spec), here)
     if config.router.selection == "balanced":
         yield _collective(GATHER, "tokens before", FORWARD, TOKEN_AXES, plan.num_token_shards * WIDE)
 
@@ -200,7 +202,7 @@ def _sums_of_router(config: MoEConfig) -> int:
     return always + 2 * config.num_experts + 1  # counts and probabilities; tokens
 
 
-def _of_weights(config: MoEConfig, plan: Plan, step: Step) -> Iterator[Collective]:
+def _of_weights(config: MoEConfig, plan: Plan, step: StepSizes) -> Iterator[Collective]:
     """List how FSDP gathers weights before use, once whatever the chunks, and sums and splits their gradients."""
     size, sizes = np.dtype(step.dtype).itemsize, plan.sizes
     for name, spec in config.param_specs().items():
@@ -212,10 +214,10 @@ def _of_weights(config: MoEConfig, plan: Plan, step: Step) -> Iterator[Collectiv
             yield _collective(GATHER, name, FORWARD, (FSDP,), here)
             yield _collective(SCATTER, name, BACKWARD, (FSDP,), here)
             here //= sizes[FSDP]
-        yield _collective(REDUCE, name, BACKWARD, _summed_over(plan, name, spec), here)
+        yield _collective(REDUCE, name, BACKWARD, _axes_of_gradient_sum(plan, name, spec), here)
 
 
-def _of_rows(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> Iterator[Collective]:
+def _of_rows(config: MoEConfig, execution: MoEExecution, plan: Plan, step: StepSizes) -> Iterator[Collective]:
     strategy, tokens, per_token = strategy_name(config, execution), step.num_tokens, config.experts_per_token
     size, ranks = np.dtype(step.dtype).itemsize, plan.expert
     moved = tokens * columns_here(config, plan) * size
@@ -245,7 +247,7 @@ def _of_rows(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step)
     yield from _of_tensor_ranks(config, execution, plan, step)
 
 
-def _of_tensor_ranks(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> Iterator[Collective]:
+def _of_tensor_ranks(config: MoEConfig, execution: MoEExecution, plan: Plan, step: StepSizes) -> Iterator[Collective]:
     tokens, size = step.num_tokens, np.dtype(step.dtype).itemsize
     whole = tokens * config.model_dim * size
     if plan.tensor_split == "expert_dim":
@@ -266,16 +268,16 @@ def _of_tensor_ranks(config: MoEConfig, execution: MoEExecution, plan: Plan, ste
     yield _collective(REDUCE, "routing weights", BACKWARD, (TENSOR,), copies * slots * WIDE)
 
 
-def _parts(execution: MoEExecution, step: Step) -> list[slice]:
+def _parts(execution: MoEExecution, step: StepSizes) -> list[slice]:
     return even_parts(step.num_tokens, execution.token_chunks)
 
 
-def received_rows(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> int:
+def received_rows(config: MoEConfig, execution: MoEExecution, plan: Plan, step: StepSizes) -> int:
     """Count the rows that a device has room for at once: those of its largest chunk of tokens."""
     return max(_rows_of_parts(config, execution, plan, step))
 
 
-def _rows_of_parts(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Step) -> list[int]:
+def _rows_of_parts(config: MoEConfig, execution: MoEExecution, plan: Plan, step: StepSizes) -> list[int]:
     ranks, sequences = plan.expert, step.num_sequences
     return [rows_here(config, execution, ranks, part.stop - part.start, sequences) for part in _parts(execution, step)]
 

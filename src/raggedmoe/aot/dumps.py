@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr
 from raggedmoe.aot.bundles import BundleProgram, read_program, read_utilisation, scoped_bytes
 from raggedmoe.aot.clock import Clock, clock_of
 from raggedmoe.aot.known_values import CustomCalls, KernelCall, Values, kernel_calls
-from raggedmoe.aot.scalar_run import Execution, run_program
+from raggedmoe.aot.scalar_run import ScalarRun, run_program
 from raggedmoe.aot.schedule import OpSchedule, Schedule, op_schedule
 from raggedmoe.aot.sparsecore_schedule import read_sparse_core
 from raggedmoe.hardware import Hardware
@@ -69,7 +69,7 @@ class _Ops:
                 self._files.setdefault(match[2], {})[match[3]] = path
         self._clock, self._calls, self._steering = clock, list(calls), steering
         self._programs: dict[str, BundleProgram] = {}
-        self._executions: dict[str, Execution] = {}
+        self._executions: dict[str, ScalarRun] = {}
         hlo = "".join(path.read_text() for path in sorted(folder.glob("*-TLP-hlo.txt")))
         self._custom_calls = CustomCalls(hlo, arguments, lambda name: self.execution(name).outputs)
 
@@ -82,9 +82,9 @@ class _Ops:
             self._programs[name] = read_program(self._files[name][BUNDLES].read_text())
         return self._programs[name]
 
-    def execution(self, name: str) -> Execution:
+    def execution(self, name: str) -> ScalarRun:
         if name not in self._files:
-            return Execution(counts=(), transfers=(), assumed=frozenset(), outputs={})
+            return ScalarRun(counts=(), transfers=(), assumed=frozenset(), outputs={})
         if name not in self._executions:
             program = self.program(name)
             self._executions[name] = run_program(

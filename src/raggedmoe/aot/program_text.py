@@ -50,7 +50,7 @@ class _Line:
     lhs: str  # the type of its first operand
 
     @property
-    def called(self) -> Iterator[tuple[str, int]]:
+    def calls(self) -> Iterator[tuple[str, int]]:
         """The computations that it runs, and how often."""
         if self.operation.endswith(("-update", "-done")):  # the start has run them
             return
@@ -82,7 +82,7 @@ def counts_of(hlo: str) -> ProgramCounts:
 
 def counts_from_json(plain: Mapping[str, Any]) -> ProgramCounts:
     """Make the counts that `dataclasses.asdict` described."""
-    traffic = {kind: Traffic(**each) for kind, each in plain["collectives"].items()}
+    traffic = {kind: Traffic(**entry) for kind, entry in plain["collectives"].items()}
     return ProgramCounts(**{**plain, "collectives": traffic})
 
 
@@ -97,7 +97,7 @@ def write_programs(folder: Path, lowered: str, optimized: str) -> tuple[Path, Pa
 
 def _computations(hlo: str) -> tuple[dict[str, list[_Line]], str]:
     """Read the instructions of each computation by its name, and the name of the one that is run."""
-    found: dict[str, list[_Line]] = {}
+    lines: dict[str, list[_Line]] = {}
     types: dict[str, str] = {}
     entry = name = ""
     for text in hlo.splitlines():
@@ -106,14 +106,14 @@ def _computations(hlo: str) -> tuple[dict[str, list[_Line]], str]:
             types[line[1]] = line[2]
             first = re.search(r"%([\w.\-]+)", line[4])
             lhs = types.get(first[1], "") if first else ""
-            found[name].append(_Line(result=line[2], operation=line[3], rest=line[4], lhs=lhs))
+            lines[name].append(_Line(result=line[2], operation=line[3], rest=line[4], lhs=lhs))
         elif text.startswith("}"):
             name = ""
         elif header := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", text):
             name = header[2]
-            found[name], types = [], {}
+            lines[name], types = [], {}
             entry = name if header[1] else entry
-    return found, entry
+    return lines, entry
 
 
 def _how_often(computations: dict[str, list[_Line]], entry: str) -> dict[str, int]:
@@ -122,7 +122,7 @@ def _how_often(computations: dict[str, list[_Line]], entry: str) -> dict[str, in
     often[entry] = 1
     for name in reversed(computations):  # callers stand after what they call: all of one's callers come before it
         for line in computations[name]:
-            for called, times in line.called:
+            for called, times in line.calls:
                 if called in often:
                     often[called] += often[name] * times
     return often
@@ -134,16 +134,16 @@ def _traffic(lines_and_times: list[tuple[_Line, int]]) -> dict[str, Traffic]:
         across = re.search(r'_xla_megascale_transfer_type="(\w+)"', line.rest) if line.operation == "send" else None
         if across is not None:  # by the hosts: its type has the array, a number and a token
             what, (bits, shape) = f"{across[1].lower().replace('_', '-')} across slices", next(_arrays(line.result))
-            total[what] = _added(total.get(what), times, bits * math.prod(shape) // 8)
+            total[what] = _add_traffic(total.get(what), times, bits * math.prod(shape) // 8)
         kind = next((kind for kind in COLLECTIVES if line.operation in (kind, f"{kind}-start")), None)
         size = 1 if kind is None else _group_size(line.rest)
         if kind is not None and size > 1:
             moved = _moved_bytes(line, kind) * (size if kind == "reduce-scatter" else 1)
-            total[kind] = _added(total.get(kind), times, moved)
+            total[kind] = _add_traffic(total.get(kind), times, moved)
     return total
 
 
-def _added(traffic: Traffic | None, times: int, num_bytes: int) -> Traffic:
+def _add_traffic(traffic: Traffic | None, times: int, num_bytes: int) -> Traffic:
     """Count a collective that is run so often, with these bytes each time."""
     old = traffic or Traffic()
     return replace(old, number=old.number + times, num_bytes=old.num_bytes + times * num_bytes)

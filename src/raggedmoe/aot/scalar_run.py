@@ -80,7 +80,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Execution:
+class ScalarRun:
     """One execution of a program."""
 
     counts: tuple[int, ...]  # how often each bundle ran
@@ -234,7 +234,7 @@ def run_program(
     operands: Mapping[int, Sequence[Value]] | None = None,
     trips: Mapping[int, int] | None = None,
     taken: Mapping[int, float] | None = None,
-) -> Execution:
+) -> ScalarRun:
     """Execute a program's scalar unit.
 
     Args:
@@ -257,7 +257,7 @@ def run_program(
         if operand.is_output:
             machine.output_at[address] = operand.number
     counts = _count_bundles(machine)
-    return Execution(
+    return ScalarRun(
         counts=tuple(counts),
         transfers=tuple(
             Transfer(kind=kind, num_bytes=num_bytes, runs=runs) for (kind, num_bytes), runs in machine.dmas.items()

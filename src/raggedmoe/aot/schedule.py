@@ -16,7 +16,7 @@ from typing import Any
 
 from raggedmoe.aot.bundles import BundleProgram, Utilisation
 from raggedmoe.aot.clock import Clock
-from raggedmoe.aot.scalar_run import Execution, Transfer
+from raggedmoe.aot.scalar_run import ScalarRun, Transfer
 from raggedmoe.aot.sparsecore_schedule import SparseCoreProgram, sparse_core_from_json
 
 MATMUL = ("MATMUL", "MXU")  # how older and newer compilers name the matrix units
@@ -120,7 +120,7 @@ def op_schedule(
     name: str,
     program: BundleProgram,
     utilisation: Utilisation,
-    execution: Execution,
+    execution: ScalarRun,
     scoped: Mapping[str, int],
     delay: int,
 ) -> OpSchedule:
@@ -152,7 +152,7 @@ def op_schedule(
 
 
 def _sections(
-    program: BundleProgram, utilisation: Utilisation, execution: Execution, matmul: str, delay: int
+    program: BundleProgram, utilisation: Utilisation, execution: ScalarRun, matmul: str, delay: int
 ) -> list[ScheduleSection]:
     """Cut the program at its branches, outermost first."""
     spans = [("top", 0, 0, program.num_bundles)]

@@ -29,7 +29,7 @@ class WholeModel:
     available: int
 
     @property
-    def needed(self) -> int:
+    def num_bytes(self) -> int:
         return self.arguments + self.rest + (self.num_layers - self.compiled_layers) * self.rest_per_layer
 
 

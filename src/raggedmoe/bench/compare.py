@@ -60,18 +60,22 @@ def _signs(size: int, axis: int) -> np.ndarray:
 
 
 def difference(
-    found: Mapping[str, Digests], expected: Mapping[str, Digests], dtype: str, inner: int, roundings: int | None = None
+    results: Mapping[str, Digests],
+    expected: Mapping[str, Digests],
+    dtype: str,
+    inner: int,
+    roundings: int | None = None,
 ) -> str | None:
     """Say what is wrong with a contender's results, or None.
 
     ``inner`` is the longest sum in it, ``roundings`` how many roundings to the type may add up, if not as in a layer.
     Sums are in float32, whose rounding errors grow with the root of their length; roundings to the type come on top.
     """
-    if found.keys() != expected.keys():
-        return f"expected {', '.join(expected)}, got {', '.join(found) or 'nothing'}"
+    if results.keys() != expected.keys():
+        return f"expected {', '.join(expected)}, got {', '.join(results) or 'nothing'}"
     eps, sum_eps = float(jnp.finfo(dtype).eps), float(jnp.finfo(jnp.float32).eps)
     for name, want in expected.items():
-        have = found[name]
+        have = results[name]
         if have.squares.shape != want.squares.shape:
             return f"{name}: expected {want.squares.size} rows, got {have.squares.size}"
         allowed = (roundings or ROUNDINGS.get(name, MOST_ROUNDINGS)) * eps / 2 + 4 * sum_eps * inner**0.5

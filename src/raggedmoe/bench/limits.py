@@ -77,7 +77,7 @@ def _widths(case: Case) -> set[int]:
     return {case.sizes.model_dim, case.sizes.expert_dim}
 
 
-def oriented(product: str, left: Any, right: Any) -> tuple[Any, Any]:
+def orient(product: str, left: Any, right: Any) -> tuple[Any, Any]:
     """Transpose the operands, without a copy, so that ``left @ right`` is the product."""
     return (left.T if product[0] == "t" else left), (right.T if product[1] == "t" else right)
 
@@ -87,7 +87,7 @@ def prepare_matmuls(case: Case, groups: int, multiply: Callable[[str, Any, Any],
     products: list[tuple[str, list[tuple[Any, Any]]]] = []
     placed: dict[int, Any] = {}  # an operand that stands in several products is placed once
     for product, operands in dense_operands(case, groups):
-        pairs = [tuple(placed.setdefault(_identity(each), place(each)) for each in pair) for pair in operands]
+        pairs = [tuple(placed.setdefault(_identity(operand), place(operand)) for operand in pair) for pair in operands]
         products.append((product, [(pair[0], pair[1]) for pair in pairs]))
 
     def run() -> Any:
@@ -116,7 +116,7 @@ def xla_matmuls(case: Case, groups: int, dtype: str = "float32") -> Prepared:
 
     @functools.partial(jax.jit, static_argnums=0)
     def dot(product: str, left: Any, right: Any) -> Any:
-        return jnp.matmul(*oriented(product, left, right), preferred_element_type=jnp.float32).astype(left.dtype)
+        return jnp.matmul(*orient(product, left, right), preferred_element_type=jnp.float32).astype(left.dtype)
 
     return prepare_matmuls(case, groups, dot, lambda array: jnp.asarray(array, dtype))
 
@@ -127,14 +127,14 @@ def torch_matmuls(case: Case, groups: int, dtype: str = "float32") -> Prepared:
 
     def mm(product: str, left: Any, right: Any) -> Any:
         with torch.inference_mode():
-            return torch.mm(*oriented(product, left, right))
+            return torch.mm(*orient(product, left, right))
 
     return prepare_matmuls(case, groups, mm, lambda array: torch.from_numpy(array).to(getattr(torch, dtype)))
 
 
 def numpy_matmuls(case: Case, groups: int) -> Prepared:
     """Prepare the products by NumPy's BLAS with threads of its own."""
-    return prepare_matmuls(case, groups, lambda *product: np.matmul(*oriented(*product)), lambda array: array)
+    return prepare_matmuls(case, groups, lambda *product: np.matmul(*orient(*product)), lambda array: array)
 
 
 def shared_matmuls(case: Case, groups: int) -> Prepared:
@@ -144,19 +144,19 @@ def shared_matmuls(case: Case, groups: int) -> Prepared:
 
     def tiles() -> Iterator[tuple[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]]:
         for product, operands in products:
-            found = []
-            for left, right in (oriented(product, *pair) for pair in operands):
+            parts = []
+            for left, right in (orient(product, *pair) for pair in operands):
                 out = np.empty((left.shape[0], right.shape[1]), np.float32)
                 for start in range(0, left.shape[0], TILE_ROWS):
-                    found.append((left[start : start + TILE_ROWS], right, out[start : start + TILE_ROWS]))
-            yield product, found
+                    parts.append((left[start : start + TILE_ROWS], right, out[start : start + TILE_ROWS]))
+            yield product, parts
 
     def multiply(tile: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
         np.matmul(tile[0], tile[1], out=tile[2])
 
     def run() -> None:
-        for _, found in tiles():
-            list(pool.map(multiply, found))
+        for _, parts in tiles():
+            list(pool.map(multiply, parts))
 
     return Prepared(run=run)
 
@@ -212,9 +212,9 @@ def read_operands(case: Case) -> list[np.ndarray]:
     names = ("wi_0", "wi_1", "wo") if case.subject == "layer" else ("wi_0",)
     active = [expert for expert, _ in routing_of(case.place, case.dtype).groups()]
     stacks = [read_array(case.place, name) for name in names]
-    found = [stack[expert].reshape(-1).view(np.float32) for expert in active for stack in stacks]
-    touch(*found)
-    return found
+    pieces = [stack[expert].reshape(-1).view(np.float32) for expert in active for stack in stacks]
+    touch(*pieces)
+    return pieces
 
 
 def numpy_read(case: Case) -> Prepared:

@@ -54,16 +54,16 @@ class Machine:
 
 
 def num_cores() -> int:
-    """The cores that this process may use."""
+    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_features() -> tuple[str, ...]:
-    """Those of `FEATURES` that the CPU has and that no --isa has taken away."""
-    found = set(_field("flags").split()) | set(_field("Features").split())
+    """Return those of `FEATURES` that the CPU has and that no --isa has taken away."""
+    flags = set(_field("flags").split()) | set(_field("Features").split())
     if os.environ.get(OUR_ISA) == "avx2":
-        found -= {name for name in FEATURES if name.startswith(("avx512", "amx"))}
-    return tuple(name for name in FEATURES if name in found)
+        flags -= {name for name in FEATURES if name.startswith(("avx512", "amx"))}
+    return tuple(name for name in FEATURES if name in flags)
 
 
 def this_machine(isa: str | None = None) -> Machine:
@@ -79,7 +79,7 @@ def this_machine(isa: str | None = None) -> Machine:
 
 
 @contextlib.contextmanager
-def restricted(isa: str | None) -> Iterator[None]:
+def restrict_isa(isa: str | None) -> Iterator[None]:
     """Let this process as well count only what the instruction set has, where it decides who can run."""
     before = os.environ.get(OUR_ISA)
     if isa is not None:
@@ -93,7 +93,7 @@ def restricted(isa: str | None) -> Iterator[None]:
 
 
 def isa_environment(isa: str | None) -> dict[str, str]:
-    """The variables that restrict every library of a child; flags of XLA that are set already stay."""
+    """Return the variables that restrict every library of a child; flags of XLA that are set already stay."""
     if isa is None:
         return {}
     wanted = dict(ISAS[isa])
@@ -103,7 +103,7 @@ def isa_environment(isa: str | None) -> dict[str, str]:
 
 
 def _numpy_features(names: list[str]) -> list[str]:
-    """Those that this NumPy chooses at run time: it warns of the others."""
+    """List those that this NumPy chooses at run time: it warns of the others."""
     try:
         numpy_core: Any = importlib.import_module("numpy._core._multiarray_umath")
     except ImportError:
@@ -113,7 +113,7 @@ def _numpy_features(names: list[str]) -> list[str]:
 
 
 def _field(name: str) -> str:
-    """The first processor's value of a field of /proc/cpuinfo."""
+    """Return the first processor's value of a field of /proc/cpuinfo."""
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:

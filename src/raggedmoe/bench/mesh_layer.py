@@ -63,8 +63,8 @@ def figures_of(executable: jax.stages.Compiled) -> dict[str, int]:
 
 
 def _exchange_bytes(counts: ProgramCounts) -> dict[str, int]:
-    found = {f"{kind} bytes": traffic.num_bytes for kind, traffic in sorted(counts.collectives.items())}
-    return {**found, "collective bytes": sum(found.values())}
+    exchanged = {f"{kind} bytes": traffic.num_bytes for kind, traffic in sorted(counts.collectives.items())}
+    return {**exchanged, "collective bytes": sum(exchanged.values())}
 
 
 def _draw_arguments(program: JitProgram) -> tuple[Any, ...]:
@@ -82,22 +82,22 @@ def _draw_arguments(program: JitProgram) -> tuple[Any, ...]:
     return jax.tree.unflatten(tree, [draw(key, leaf) for key, leaf in zip(keys, leaves)])
 
 
-def as_json(title: str, words: Sequence[str], tokens: int, found: Sequence[LayerProgram]) -> dict[str, Any]:
+def programs_as_json(title: str, words: Sequence[str], tokens: int, programs: Sequence[LayerProgram]) -> dict[str, Any]:
     """Describe a measurement as a file keeps it, for `earlier_figures`."""
     return {
         "title": title,
         "settings": list(words),
         "tokens_of_a_device": tokens,
-        "programs": [asdict(each) for each in found],
+        "programs": [asdict(program) for program in programs],
     }
 
 
 def earlier_figures(plain: Any, source: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """Read the time and the figures of a measurement that `as_json` described, by pass and type."""
+    """Read the time and the figures of a measurement that `programs_as_json` described, by pass and type."""
     try:
         return {
-            (each["case"], each["dtype"]): {"ms": 1e3 * each["seconds"], **each["figures"]}
-            for each in plain["programs"]
+            (measured["case"], measured["dtype"]): {"ms": 1e3 * measured["seconds"], **measured["figures"]}
+            for measured in plain["programs"]
         }
     except (KeyError, TypeError):
         raise ValueError(

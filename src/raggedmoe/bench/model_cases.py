@@ -26,7 +26,7 @@ from raggedmoe.train.settings.sections import DataConfig, ModelOverrides, StepSe
 
 MODEL_SUBJECTS = ("train", "generate")
 MODEL_NAMES = {"train": "demo", "generate": "qwen3-691m"}
-DIRECTIONS = {"train": "step", "generate": "token"}
+MEASURED_UNITS = {"train": "step", "generate": "token"}
 PROMPT_TOKENS, NEW_TOKENS = 16, 32
 # A Qwen3-MoE of 690.8M parameters, of which a token reads 129.5M.
 DECODED = replace(
@@ -44,7 +44,7 @@ DECODED = replace(
 
 
 def train_config(dtype: str) -> ResolvedConfig:
-    """The demo's run, with 2048 tokens a step. transformers moves no selection biases, so here they stay."""
+    """Make the demo's run, with 2048 tokens a step. transformers moves no selection biases, so here they stay."""
     config = TrainConfig(
         model="demo",
         overrides=ModelOverrides(dtype=dtype),
@@ -55,14 +55,14 @@ def train_config(dtype: str) -> ResolvedConfig:
 
 
 def read_parameters(config: ModelConfig) -> int:
-    """The parameters that a token reads: of the embedding one row, unless it is the head as well."""
+    """Count the parameters that a token reads: of the embedding one row, unless it is the head as well."""
     embedding = 0 if config.tied_embeddings else config.vocab_size * config.model_dim
     return count_params(config).active - embedding
 
 
 def model_case_name(subject: str) -> str:
-    """The name of a subject's case."""
-    return f"{subject} {MODEL_NAMES[subject]} {DIRECTIONS[subject]}"
+    """Name a subject's case."""
+    return f"{subject} {MODEL_NAMES[subject]} {MEASURED_UNITS[subject]}"
 
 
 def measure_models(subjects: Iterable[str], session: Session, decoded: ModelConfig = DECODED) -> Iterator[list[Result]]:
@@ -102,7 +102,7 @@ def write_generate_case(folder: Path, dtype: str, config: ModelConfig = DECODED)
 
 
 def _model_case(subject: str, dtype: str, folder: Path, **rest: Any) -> Case:
-    name, direction = MODEL_NAMES[subject], DIRECTIONS[subject]
+    name, direction = MODEL_NAMES[subject], MEASURED_UNITS[subject]
     return Case(subject=subject, shape=None, model=name, dtype=dtype, direction=direction, folder=str(folder), **rest)
 
 

@@ -93,11 +93,11 @@ def prepare_layer(case: Case, execution: MoEExecution) -> Prepared:
     if case.direction != BOTH:
         return prepare_jax(lambda arrays: layer(**arrays), (arrays,), lambda value: {"value": value})
 
-    def named(result: dict[str, Any]) -> dict[str, Any]:
+    def rename_router(result: dict[str, Any]) -> dict[str, Any]:
         return {{"drouter_kernel": "drouter"}.get(name, name): array for name, array in result.items()}
 
     both = lambda arrays, cotangent: value_and_gradients(layer, arrays, cotangent)  # noqa: E731
-    return prepare_jax(both, (arrays, device_array(case, "cotangent")), named)
+    return prepare_jax(both, (arrays, device_array(case, "cotangent")), rename_router)
 
 
 def prepare_grouped_matmul(case: Case, function: Callable[..., Any]) -> Prepared:

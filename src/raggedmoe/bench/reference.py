@@ -28,9 +28,9 @@ def _grouped_matmul(case: Case) -> dict[str, Digests]:
         value[rows] = lhs[rows] @ weight.T
         dlhs[rows] = cotangent[rows] @ weight
         drhs[expert] = digest((cotangent[rows].T @ lhs[rows])[None])
-    found = {"value": digest(value), "dlhs": digest(dlhs), "drhs": Digests.join(drhs)}
-    wanted = {"forward": ("value",), "dlhs": ("dlhs",), "drhs": ("drhs",), BOTH: tuple(found)}
-    return {name: found[name] for name in wanted[case.direction]}
+    digests = {"value": digest(value), "dlhs": digest(dlhs), "drhs": Digests.join(drhs)}
+    wanted = {"forward": ("value",), "dlhs": ("dlhs",), "drhs": ("drhs",), BOTH: tuple(digests)}
+    return {name: digests[name] for name in wanted[case.direction]}
 
 
 def _layer(case: Case) -> dict[str, Digests]:
@@ -67,8 +67,8 @@ def _layer(case: Case) -> dict[str, Digests]:
     dchosen = routing.weights * (dslots - (routing.weights * dslots).sum(1, keepdims=True))
     np.put_along_axis(dlogits, routing.experts, dchosen, axis=1)
     dx += dlogits @ router
-    found = {"value": value, "dx": dx, "drouter": dlogits.T @ x}
+    arrays = {"value": value, "dx": dx, "drouter": dlogits.T @ x}
     return {
-        **{name: digest(array) for name, array in found.items()},
+        **{name: digest(array) for name, array in arrays.items()},
         **{f"d{name}": Digests.join(parts) for name, parts in gradients.items()},
     }

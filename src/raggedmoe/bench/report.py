@@ -134,9 +134,9 @@ def _markdown_table(columns: Sequence[Sequence[Result]]) -> Iterator[str]:
     names = dict.fromkeys(r.contender for group in columns for r in group if r.role in (OURS, PEER))
     footnotes: list[str] = []
     for name in names:
-        found = [next((r for r in group if r.contender == name), None) for group in columns]
-        if any(r is not None for r in found):
-            yield _row(name, [_cell(r, group, footnotes) for r, group in zip(found, columns)])
+        results = [next((r for r in group if r.contender == name), None) for group in columns]
+        if any(r is not None for r in results):
+            yield _row(name, [_cell(r, group, footnotes) for r, group in zip(results, columns)])
     yield _row("limit", [_limit_cell(fastest(group, LIMIT)) for group in columns])
     if any(second_limit(group) for group in columns):
         yield _row("second limit: E matrices", [_share_cell(second_limit(group)) for group in columns])

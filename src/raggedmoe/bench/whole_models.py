@@ -37,9 +37,10 @@ def train_ours(case: Case) -> Prepared:
     batch = Batch(ids=ids, targets=targets, segments=np.zeros_like(ids), positions=positions, weights=weights)
     programs = compile_programs(config, batch, None)
     params = interop.load(case.place / "model").params
-    optimizer = make_optimizer(config.optimizer, param_specs(config.model))
+    specs = param_specs(config.model)
+    optimizer = make_optimizer(config.optimizer, specs)
     # Copied, as a step is given its buffers to write to, and two counters would be the same one.
-    state = jax.tree.map(lambda leaf: leaf.copy(), state_from_params(params, optimizer, jax.random.key(0)))
+    state = jax.tree.map(lambda leaf: leaf.copy(), state_from_params(params, specs, optimizer, jax.random.key(0)))
 
     def step() -> Any:
         nonlocal state
@@ -64,10 +65,10 @@ def generate_ours(case: Case) -> Prepared:
 
     def run() -> tuple[list[int], float]:
         tokens = generate(model, ids.tolist(), max_new_tokens=NEW_TOKENS + 1)
-        found = [next(tokens)[0]]
+        continuation = [next(tokens)[0]]
         start = time.perf_counter()
-        found += [token for (token,) in tokens]
-        return [token for token in found if token is not None], (time.perf_counter() - start) / NEW_TOKENS
+        continuation += [token for (token,) in tokens]
+        return [token for token in continuation if token is not None], (time.perf_counter() - start) / NEW_TOKENS
 
     run()  # compiles
 
@@ -79,8 +80,8 @@ def generate_ours(case: Case) -> Prepared:
 
 def results_of(case: Case, tokens: list[int], logits: np.ndarray) -> dict[str, np.ndarray]:
     """Return what is compared: the prompt's logits, and in float32, where rounding changes none, the tokens."""
-    found = {"logits": logits}
-    return found | {"tokens": np.asarray(tokens, np.float32)[:, None]} if case.dtype == "float32" else found
+    results = {"logits": logits}
+    return results | {"tokens": np.asarray(tokens, np.float32)[:, None]} if case.dtype == "float32" else results
 
 
 def load_transformers(case: Case, experts: str, attention: str) -> Any:
@@ -126,7 +127,7 @@ def generate_transformers(case: Case, experts: str, attention: str) -> Prepared:
 
     from raggedmoe.bench.model_cases import NEW_TOKENS
 
-    model = _loaded(case.folder, case)
+    model = _load_once(case.folder, case)
     ids = torch.from_numpy(np.load(case.place / "ids.npy"))
 
     def run() -> tuple[list[int], float]:
@@ -134,13 +135,13 @@ def generate_transformers(case: Case, experts: str, attention: str) -> Prepared:
         model.set_experts_implementation(experts)
         with torch.inference_mode():
             out = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-            found = [out.logits[:, -1:].argmax(-1)]
+            continuation = [out.logits[:, -1:].argmax(-1)]
             start = time.perf_counter()
             for _ in range(NEW_TOKENS):
-                out = model(input_ids=found[-1], past_key_values=out.past_key_values, use_cache=True)
-                found.append(out.logits[:, -1:].argmax(-1))
+                out = model(input_ids=continuation[-1], past_key_values=out.past_key_values, use_cache=True)
+                continuation.append(out.logits[:, -1:].argmax(-1))
             seconds = (time.perf_counter() - start) / NEW_TOKENS
-        return [int(token) for token in found], seconds
+        return [int(token) for token in continuation], seconds
 
     def arrays(result: tuple[list[int], float]) -> dict[str, np.ndarray]:
         with torch.inference_mode():
@@ -152,7 +153,7 @@ def generate_transformers(case: Case, experts: str, attention: str) -> Prepared:
 
 
 @functools.lru_cache(maxsize=1)
-def _loaded(folder: str, case: Case) -> Any:
+def _load_once(folder: str, case: Case) -> Any:
     """Load one model for all settings: each of them has its turn in the same process."""
     return load_transformers(case, EXPERTS[0], ATTENTION[0]).eval()
 

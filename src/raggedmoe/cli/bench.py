@@ -17,7 +17,7 @@ from raggedmoe import compat
 from raggedmoe.bench.children import Children
 from raggedmoe.bench.contender import OURS
 from raggedmoe.bench.in_process import results_in_process
-from raggedmoe.bench.machine import ISAS, Machine, isa_environment, restricted, this_machine
+from raggedmoe.bench.machine import ISAS, Machine, isa_environment, restrict_isa, this_machine
 from raggedmoe.bench.model_cases import MODEL_SUBJECTS, measure_models, model_case_name
 from raggedmoe.bench.report import (
     as_json,
@@ -190,7 +190,7 @@ def _plot(groups: Sequence[Sequence[Result]], machine: Machine, place: Path | No
 
 
 def _all_names(peered: Sequence[str]) -> list[str]:
-    """The names of all cases with peers."""
+    """List the names of all cases with peers."""
     shaped = [name for subject in peered if subject in SHAPED for name in case_names(subject)]
     return shaped + [model_case_name(subject) for subject in peered if subject in MODEL_SUBJECTS]
 
@@ -244,7 +244,7 @@ def _settings_of(subjects: tuple[str, ...], devices: int | None, compare: Path |
 
 
 def _is_setting(word: str) -> bool:
-    """Whether a word is a setting or a model of `raggedmoe train`, and not another subject."""
+    """Tell whether a word is a setting or a model of `raggedmoe train`, and not another subject."""
     return "=" in word or word in (*MODELS, *ALIASES) or (word not in SUBJECTS and is_folder(word))
 
 
@@ -257,8 +257,7 @@ def _layer_on_devices(
     tokens: int,
     compare: Path | None,
 ) -> int:
-    from raggedmoe.bench.mesh_layer import LayerProgram, earlier_figures, layer_programs
-    from raggedmoe.bench.mesh_layer import as_json as programs_as_json
+    from raggedmoe.bench.mesh_layer import LayerProgram, earlier_figures, layer_programs, programs_as_json
 
     if tokens < 1:
         raise ValueError(f"expected --tokens >= 1, got {tokens}")
@@ -277,16 +276,16 @@ def _layer_on_devices(
     )
     if earlier:
         console.print(f"[dim]{'':30} {'now':>20} {'then':>20} {'ratio':>9}[/]", soft_wrap=True)
-    found: list[LayerProgram] = []
+    programs: list[LayerProgram] = []
     for dtype in dtypes:
         for program in layer_programs(config, found_devices, tokens, dtype, rounds):
-            found.append(program)
+            programs.append(program)
             console.print(f"[bold]{program.case}, {dtype}[/]", highlight=False)
             now = {"ms": 1e3 * program.seconds, **program.figures}
             for line in _figure_lines(now, earlier.get((program.case, dtype))):
                 console.print(line, highlight=False, soft_wrap=True)
     if json is not None:
-        _write_json(programs_as_json(title, words, tokens, found), json)
+        _write_json(programs_as_json(title, words, tokens, programs), json)
     return 0
 
 
@@ -340,7 +339,7 @@ def _measure(
     """Measure what has peers in processes of their own, and the rest in this one."""
     if "train" in peered and find_spec("grain") is None:
         raise ValueError("training needs more packages: pip install 'raggedmoe[train]'")
-    with restricted(isa), Children(isa_environment(isa)) as children, console.status("") as status:
+    with restrict_isa(isa), Children(isa_environment(isa)) as children, console.status("") as status:
         session = Session(
             children=children,
             rounds=rounds,

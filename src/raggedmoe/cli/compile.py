@@ -17,7 +17,7 @@ from raggedmoe import compat
 from raggedmoe.aot.baselines import BASELINES, OPERATION, BaselineCall, ExampleCall
 from raggedmoe.aot.case import CompileCase, CompileOutcome, Subject, case_to_json, outcome_to_json
 from raggedmoe.aot.lowered import lower_here
-from raggedmoe.aot.shapes import FORMS
+from raggedmoe.aot.shapes import SHAPE_FORMS
 from raggedmoe.aot.subjects import (
     ModelForward,
     MoELayer,
@@ -53,7 +53,7 @@ from raggedmoe.train.settings.config import TrainConfig
 from raggedmoe.train.settings.files import is_file
 from raggedmoe.train.settings.words import read_words
 
-DIRECTIONS = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
+DIRECTION_WORDS = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
 WHOLES = ("layer", "model")  # subjects that are no operation
 SHORT_DTYPES = {"bf16": "bfloat16", "f32": "float32", "f16": "float16"}
 
@@ -207,11 +207,11 @@ def _cases(
         if layers is not None and topology != HOST and not forward:
             fewer = [layers - 1] if can_extrapolate(resolve_on(config, topology).step.model, layers) else []
         return [_model(config, name, topology, num, forward) for num in (layers, *fewer)]
-    check_known("direction", direction, DIRECTIONS)
+    check_known("direction", direction, DIRECTION_WORDS)
     return [
         case
         for name in subject
-        for case in _operation_cases(name, topology, dtype, shape, implementation, DIRECTIONS[direction], against)
+        for case in _operation_cases(name, topology, dtype, shape, implementation, DIRECTION_WORDS[direction], against)
     ]
 
 
@@ -294,9 +294,9 @@ def _operation_cases(
     calls = [shape] if shape is not None else [spec.name for spec in operation_named(name).specs if spec.large]
     for call in calls:
         if "=" not in call:
-            specs = [spec.name for spec in operation_named(name).specs]
+            specs = [spec.name for spec in operation_named(name).all_specs]
             if call not in specs:
-                raise unknown(f"example call of {name},", call, (*specs, FORMS[name][0]))
+                raise unknown(f"example call of {name},", call, (*specs, SHAPE_FORMS[name][0]))
         else:
             find_example(name, call, dtype)
         for direction in directions:
@@ -384,7 +384,7 @@ def _compile(cases: list[CompileCase], timeout: float, json: bool) -> int:
             )
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
-    return 1 if failed or (whole is not None and whole.needed > whole.available) else 0
+    return 1 if failed or (whole is not None and whole.num_bytes > whole.available) else 0
 
 
 def _lower(cases: list[CompileCase], json: bool) -> int:

@@ -87,7 +87,7 @@ def whole_model_line(whole: WholeModel) -> str:
     fixed, more = whole.arguments, whole.num_layers - whole.compiled_layers
     return (
         f"whole model, {whole.num_layers} layers, by the compiled {whole.compiled_layers}: HBM: "
-        f"{_fit(whole.needed, whole.available)}: state and batch {_size(fixed)}, by their shapes; the rest "
+        f"{_fit(whole.num_bytes, whole.available)}: state and batch {_size(fixed)}, by their shapes; the rest "
         f"{_size(whole.rest)} + {more} × {_size(whole.rest_per_layer)}, the difference that the last layer made"
     )
 

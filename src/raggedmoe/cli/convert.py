@@ -7,6 +7,7 @@ import tyro
 from raggedmoe import interop
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.models.count import count_params
+from raggedmoe.models.merge import merge_lora
 from raggedmoe.models.module import Decoder
 from raggedmoe.names import unknown
 from raggedmoe.storage import ObjectPath, as_path
@@ -40,6 +41,8 @@ def export(
     out: tyro.conf.Positional[str],
     layout: str | None = None,
     dtype: str | None = None,
+    merge: bool = False,
+    adapters: bool = False,
 ) -> int:
     """Convert a checkpoint of ours to a Hugging Face folder, or change the layout or type of a Hugging Face one.
 
@@ -50,10 +53,18 @@ def export(
         out: the folder to write.
         layout: layout of the experts: per_expert (one tensor each) or fused; by default as the family publishes them.
         dtype: type of the weights, such as bfloat16; by default that of PATH.
+        merge: of a model with adapters, add them to its weights, and write those.
+        adapters: of a model with adapters, write those alone, as PEFT reads them.
     """
+    if adapters and (merge or layout is not None or dtype is not None):
+        raise ValueError("expected --adapters alone, which are written in float32 as they are, got more")
     target = _check(out, dtype)
     saved = find_model(path)
     model = saved.load(progress=True)
+    if adapters:
+        interop.save_peft(model, target)
+        return _print_result("exported the adapters of", model, target)
+    model = merge_lora(model) if merge else model
     interop.save(model, target, layout=layout, dtype=dtype, progress=True)
     return _print_result("exported", model, target)
 

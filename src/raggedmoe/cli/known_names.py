@@ -39,7 +39,7 @@ def known_names() -> dict[str, Any]:
         "layers": [*PRESETS, *ALIASES, *LAYERS],
         "settings": list(SETTINGS),
         "other_names": OTHER_NAMES,
-        "maxtext": sorted(set(maxtext.known_names()) - SETTINGS.keys()),
+        "maxtext": sorted(set(maxtext.known_maxtext_names()) - SETTINGS.keys()),
     }
 
 
@@ -49,8 +49,8 @@ def _options(command: Callable[..., int]) -> Iterator[tuple[str, str]]:
     for name in inspect.signature(command).parameters:
         marks = getattr(hints[name], "__metadata__", ())
         if tyro.conf.Positional not in marks:
-            given = next((mark.name for mark in marks if getattr(mark, "name", None)), name)
-            yield given.replace("_", "-"), _words_of(hints[name])
+            option = next((mark.name for mark in marks if getattr(mark, "name", None)), name)
+            yield option.replace("_", "-"), _words_of(hints[name])
 
 
 def _words_of(annotation: Any) -> str:

@@ -15,8 +15,10 @@ from raggedmoe.launch.launcher import launch as launch_here
 from raggedmoe.launch.slices import parse_slice
 from raggedmoe.names import unknown
 from raggedmoe.storage import ObjectPath, as_path
+from raggedmoe.train.settings.config import TrainConfig
 from raggedmoe.train.settings.model_defaults import check_data
 from raggedmoe.train.settings.resolve import resolve
+from raggedmoe.train.settings.sections import BYTES
 from raggedmoe.train.settings.words import read_words
 
 COMMANDS = ("train",)  # those that join the other processes
@@ -154,14 +156,24 @@ def _check_cluster_run(run: ClusterRun) -> list[str]:
     """Refuse settings that cannot run on these slices, as the pods would. Return notes for the user."""
     config = read_words(run.command[1:])
     num_devices = run.slice.num_devices * run.num_slices
-    resolved = resolve(config, HARDWARE[run.slice.chip], num_devices, run.num_slices)
-    plan = resolved.plan
+    absent = _absent_models(config, run)
+    resolved = None if absent else resolve(config, HARDWARE[run.slice.chip], num_devices, run.num_slices)
+    plan = config.mesh.plan.resolve(num_devices, run.num_slices) if resolved is None else resolved.plan
     if plan.num_devices != num_devices:
         raise ValueError(
             f"the degrees use {plan.num_devices} devices, but {run.num_slices} × {run.slice.name} has "
             f"{num_devices}; expected all of them: set one degree to -1, or use a smaller topology"
         )
-    check_data(config, resolved.step.model)
+    if resolved is not None:
+        check_data(config, resolved.step.model)
+    unchecked = [
+        f"{word} is not on this machine: what depends on the model is checked when the pods begin" for word in absent
+    ]
+    return [*_check_run_folder(config, run), *unchecked, *_outside_the_claim(config, run)]
+
+
+def _check_run_folder(config: TrainConfig, run: ClusterRun) -> list[str]:
+    """Refuse a folder of the run that its pods cannot share. Return notes for the user."""
     if not config.checkpoints.enable_checkpointing:
         return ["enable_checkpointing=false: after a failure the run begins anew"]
     place = as_path(config.run.base_output_directory)
@@ -169,7 +181,6 @@ def _check_cluster_run(run: ClusterRun) -> list[str]:
         if run.secret or run.service_account:
             return []
         return [f"without --secret or --service-account, pods have their nodes' credentials for {place}, or none"]
-    folder = os.path.normpath(place)
     num_hosts = run.slice.num_hosts * run.num_slices
     if run.mount is None and num_hosts > 1:
         raise ValueError(
@@ -179,6 +190,45 @@ def _check_cluster_run(run: ClusterRun) -> list[str]:
         )
     if run.mount is None:
         return ["without --claim, pods write to disks of their own that end with them: a run cannot go on"]
-    if not Path(folder).is_relative_to(os.path.normpath(run.mount)):
+    if not _is_mounted(place, run):
+        folder = os.path.normpath(place)
         raise ValueError(f"base_output_directory={folder}: expected a folder in {run.mount}, where --claim is mounted")
     return []
+
+
+def _is_mounted(place: Path, run: ClusterRun) -> bool:
+    """Tell whether a place of the pods is where the claim is mounted."""
+    return run.mount is not None and Path(os.path.normpath(place)).is_relative_to(os.path.normpath(run.mount))
+
+
+def _absent_models(config: TrainConfig, run: ClusterRun) -> list[str]:
+    """List the folders of models that the pods will find where the claim is mounted, and this machine has not."""
+    start = config.run.load_parameters_path
+    folders = {
+        "model_name": config.model_folder,
+        "load_parameters_path": None if start is None else as_path(start),
+    }
+    return [
+        f"{name}={folder}"
+        for name, folder in folders.items()
+        if isinstance(folder, Path) and _is_mounted(folder, run) and not folder.is_dir()
+    ]
+
+
+def _outside_the_claim(config: TrainConfig, run: ClusterRun) -> list[str]:
+    """Say which files the run reads that are neither where the claim is mounted nor in an object store."""
+    data, tokenizer = config.data, config.data.tokenizer_path
+    read: dict[str, tuple[str, ...]] = {
+        "model_name": () if config.model_folder is None else (config.model_name,),
+        "load_parameters_path": tuple(filter(None, (config.run.load_parameters_path,))),
+        "init_from": tuple(filter(None, (config.run.init_from,))),
+        "dataset_path": data.dataset_path,
+        "tokenizer_path": () if tokenizer in (None, BYTES) else (str(tokenizer),),
+    }
+    where = "there is no --claim" if run.mount is None else f"it is not in {run.mount}, where --claim is mounted"
+    return [
+        f"{name}={place}: {where}: pods find it only if the image has it"
+        for name, places in read.items()
+        for place in places
+        if isinstance(path := as_path(place), Path) and not _is_mounted(path, run)
+    ]

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from raggedmoe.aot.collectives import (
     Collective,
-    Step,
+    StepSizes,
     collectives_across_slices,
     columns_here,
     layer_collectives,
@@ -69,7 +69,7 @@ def plan(
     moe_layers = len(model.moe_layers) + config.step.mtp_layers
     sequences = config.micro_batch_size // made.num_token_shards
     tokens = sequences * config.data.sequence_length
-    step = Step(
+    step = StepSizes(
         num_tokens=tokens,
         num_sequences=sequences,
         dtype=str(np.dtype(model.dtype)),
@@ -111,7 +111,7 @@ def plan(
 
 
 def _print_layer(
-    console: Console, run: ResolvedStep, made: Plan, step: Step, collectives: list[Collective], layers: int
+    console: Console, run: ResolvedStep, made: Plan, step: StepSizes, collectives: list[Collective], layers: int
 ) -> None:
     console.print(
         "router and routed experts of each MoE layer, a micro-batch: bytes of a collective, and what a device sends of "
@@ -246,7 +246,7 @@ def _over(axes: Sequence[str], sizes: Mapping[str, int]) -> str:
 
 
 def _volume_lines(
-    run: ResolvedStep, made: Plan, step: Step, collectives: list[Collective], layers: int
+    run: ResolvedStep, made: Plan, step: StepSizes, collectives: list[Collective], layers: int
 ) -> Iterator[str]:
     model, execution = run.model, run.execution
     strategy = strategy_name(model.moe, execution.moe)
@@ -267,7 +267,7 @@ def _volume_lines(
         yield _buffer_line(model.moe, execution.moe, made, step)
 
 
-def _buffer_line(config: MoEConfig, execution: MoEExecution, made: Plan, step: Step) -> str:
+def _buffer_line(config: MoEConfig, execution: MoEExecution, made: Plan, step: StepSizes) -> str:
     rows, chunks = received_rows(config, execution, made, step), execution.token_chunks
     even = -(-step.num_tokens // chunks) * config.experts_per_token
     size = _size(rows * columns_here(config, made) * np.dtype(step.dtype).itemsize)
@@ -282,7 +282,7 @@ def _buffer_line(config: MoEConfig, execution: MoEExecution, made: Plan, step: S
 def _as_json(
     run: ResolvedStep,
     made: Plan,
-    step: Step,
+    step: StepSizes,
     collectives: list[Collective],
     across: list[Collective],
     state: Any,
@@ -304,7 +304,7 @@ def _as_json(
             for name, spec in param_specs(model).items()
         },
         "collectives": [{**vars(collective), "sent_bytes": collective.sent_bytes} for collective in collectives],
-        "across_slices": [{**vars(each), "sent_bytes": each.sent_across_slices} for each in across],
+        "across_slices": [{**vars(collective), "sent_bytes": collective.sent_across_slices} for collective in across],
         "micro_batches": run.micro_batches,
         "moe_layers": moe_layers,
         "sent_again_bytes": sent_again(collectives),

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from raggedmoe.aot.shapes import FORMS
+from raggedmoe.aot.shapes import SHAPE_FORMS
 from raggedmoe.aot.topology import check_compiler, check_topology_name
 from raggedmoe.aot.tuning import OPERATION, TileTrial, choices_for, table_line, tune
 
@@ -35,7 +35,7 @@ def tune_(
     check_topology_name(topology)
     check_compiler()
     if "=" not in shape:
-        raise ValueError(f"shape: expected sizes such as {FORMS[OPERATION][0]}, got {shape!r}")
+        raise ValueError(f"shape: expected sizes such as {SHAPE_FORMS[OPERATION][0]}, got {shape!r}")
     total = len(choices_for(shape, dtype, topology))
     trials: list[TileTrial] = []
     with Progress(console=Console(file=sys.stderr), transient=True) as progress:

@@ -46,7 +46,7 @@ def kept_params(pairs: Sequence[tuple[Target, ReadableTensor]]) -> set[str]:
         for param, spec in zip(target.params, target.specs):
             if param.endswith(MATRICES):
                 forms.setdefault(param, set()).add(_form(target, spec, tensor))
-    return {param for param, found in forms.items() if len(found) == 1 and None not in found}
+    return {param for param, param_forms in forms.items() if len(param_forms) == 1 and None not in param_forms}
 
 
 def _form(target: Target, spec: ParamSpec, tensor: ReadableTensor) -> object:

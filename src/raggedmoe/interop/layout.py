@@ -15,7 +15,7 @@ import numpy as np
 
 from raggedmoe.params import ParamSpec
 
-PARTS = "&"  # the axis that counts the parameters of a tensor
+PARAM_AXIS = "&"  # the axis that counts the parameters of a tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ def parse_layout(text: str) -> TensorLayout:
     return TensorLayout(text=text, dims=tuple(dims))
 
 
-def _axis_sizes(layout: TensorLayout, specs: Sequence[ParamSpec]) -> dict[str, int]:
+def axis_sizes(layout: TensorLayout, specs: Sequence[ParamSpec]) -> dict[str, int]:
     """Return the size of each axis of a layout."""
-    sizes: dict[str, int] = {PARTS: len(specs)}
+    sizes: dict[str, int] = {PARAM_AXIS: len(specs)}
     for spec in specs:
         sizes.update(zip(spec.axes, spec.shape))
     for axis in layout.axes:
@@ -50,7 +50,7 @@ def _axis_sizes(layout: TensorLayout, specs: Sequence[ParamSpec]) -> dict[str, i
 
 def stored_shape(layout: TensorLayout, specs: Sequence[ParamSpec]) -> tuple[int, ...]:
     """Return the shape that the checkpoint's tensor must have."""
-    sizes = _axis_sizes(layout, specs)
+    sizes = axis_sizes(layout, specs)
     return tuple(math.prod(sizes[axis] for axis in dim) for dim in layout.dims)
 
 
@@ -61,14 +61,14 @@ def parameter_views(
 
     Tensors are read in pieces that are cut along the layout's first axis; ``first_size`` is its size in this piece.
     """
-    sizes = _axis_sizes(layout, specs)
+    sizes = axis_sizes(layout, specs)
     split = stored.reshape([first_size, *[sizes[axis] for axis in layout.axes[1:]]])
     views = []
     for number, spec in enumerate(specs):
         index: list[slice | int] = []
         names = []
         for axis in layout.axes:
-            if axis == PARTS:
+            if axis == PARAM_AXIS:
                 index.append(number)
                 continue
             if "+" in axis:

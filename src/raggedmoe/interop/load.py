@@ -1,6 +1,5 @@
 """`load` reads a model from a Hugging Face folder, or from one that `raggedmoe import` made."""
 
-import math
 import os
 from collections import Counter
 from dataclasses import replace
@@ -17,12 +16,16 @@ from raggedmoe.interop.folder import read_tensor_headers
 from raggedmoe.interop.hf_config import read_config_json, read_model_config
 from raggedmoe.interop.layout import first_axis, parameter_views
 from raggedmoe.interop.matching import Target, match_tensors
-from raggedmoe.interop.named_model import read_family, without_missing_mtp
+from raggedmoe.interop.named_model import has_float64, load_config, majority_dtype, read_family, without_missing_mtp
+from raggedmoe.interop.peft import is_peft, load_peft
 from raggedmoe.interop.progress import Advance, bytes_bar
 from raggedmoe.interop.quantized import QuantizedTensor, ReadableTensor, dequantize_tensors
+from raggedmoe.models.companions import AdapterBase
 from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.fingerprint import fingerprint
 from raggedmoe.models.module import Decoder
 from raggedmoe.models.parameters import param_specs
+from raggedmoe.params import Params
 from raggedmoe.storage import ObjectPath, as_path
 
 
@@ -50,18 +53,22 @@ def load(
         name, and nothing has been loaded.
     """
     path = as_path(folder)
-    if any(jnp.dtype(name) == np.float64 for name in (dtype, param_dtype) if name is not None) and not _has_float64():
+    if any(jnp.dtype(name) == np.float64 for name in (dtype, param_dtype) if name is not None) and not has_float64():
         raise ValueError("float64 is switched off in JAX; switch it on with JAX_ENABLE_X64=1, or use float32")
+    if is_peft(path):
+        if keep_quantised:
+            raise ValueError(f"{path}: expected a checkpoint with quantised experts, found adapters")
+        return load_peft(path, load, load_config, dtype=dtype, param_dtype=param_dtype, progress=progress)
     if native.is_native(path):
         if keep_quantised:
             raise ValueError(f"{path}: expected a checkpoint with quantised experts, found one of arrays")
-        return native.load(path, dtype=dtype, param_dtype=param_dtype, progress=progress)
+        return native.load(path, load_base, dtype=dtype, param_dtype=param_dtype, progress=progress)
     reader = read_config_json(path)
     family = read_family(reader)
     tensors = dequantize_tensors(reader, read_tensor_headers(path))
     config = without_missing_mtp(path, read_model_config(reader, family.read_config), tensors)
     reader.warn_of_unread()
-    param_dtype = param_dtype or _majority_dtype(tensors)
+    param_dtype = param_dtype or majority_dtype(tensors)
     config = replace(config, param_dtype=jnp.dtype(param_dtype), dtype=jnp.dtype(dtype or param_dtype))
     pairs = match_tensors(path, family, config, tensors)
     kept = kept_experts.kept_params(pairs) if keep_quantised else set()
@@ -73,17 +80,29 @@ def load(
     return Decoder(config, params=params, companions=read_companions(path))
 
 
-def _has_float64() -> bool:
-    return jnp.result_type(float) == np.float64
+def load_base(base: AdapterBase, config: ModelConfig, where: str, progress: bool = False) -> Params:
+    """Load the frozen weights of a model with adapters, and require that they are those that the adapters are for.
 
-
-def _majority_dtype(tensors: dict[str, ReadableTensor]) -> Any:
-    """Return the type of most elements of a checkpoint; float32 where JAX has no float64."""
-    sizes: Counter[Any] = Counter()
-    for tensor in tensors.values():
-        sizes[tensor.dtype] += math.prod(tensor.shape)
-    majority = sizes.most_common(1)[0][0] if sizes else np.dtype(np.float32)
-    return np.dtype(np.float32) if majority == np.float64 and not _has_float64() else majority
+    ``where`` is the file that names them.
+    """
+    if not as_path(base.folder).is_dir():
+        raise ValueError(
+            f"{where}: expected the model that its adapters are for at {base.folder}, found no folder there; put it "
+            "back, or correct the folder's name in that file"
+        )
+    params = load(base.folder, param_dtype=config.param_dtype, progress=progress).params
+    specs = {name: spec for name, spec in param_specs(config).items() if spec.updated_by is None}
+    frozen = {name: value for name, value in params.items() if name in specs}
+    wrong = sorted(
+        name for name, spec in specs.items() if name not in frozen or tuple(frozen[name].shape) != spec.shape
+    )
+    if wrong or fingerprint(frozen) != base.fingerprint:
+        shapes = f" ({', '.join(wrong[:3])} differ in shape)" if wrong else ""
+        raise ValueError(
+            f"{where}: its adapters are for another model than the one that is now at {base.folder}{shapes}; restore "
+            "that one"
+        )
+    return frozen
 
 
 def _load_params(
@@ -129,11 +148,11 @@ def _pieces(target: Target, tensor: ReadableTensor) -> list[tuple[int, int, int,
 
 def _keep(target: Target, tensor: Any, buffers: dict[str, Any], advance: Advance) -> None:
     """Copy a stored tensor's values and scales into those of its parameters."""
-    own = [buffers[param] for param in target.params]
-    kept_experts.fill_scales(target, tensor, own)
+    arrays = [buffers[param] for param in target.params]
+    kept_experts.fill_scales(target, tensor, arrays)
     axis = first_axis(target.entry.layout, target.specs[0])
     for first, last, start, stop in _pieces(target, tensor):
-        kept_experts.fill_values(target, tensor.read_codes(start, stop), slice(first, last), axis, own)
+        kept_experts.fill_values(target, tensor.read_codes(start, stop), slice(first, last), axis, arrays)
         advance((stop - start) * tensor.num_bytes // tensor.shape[0])
 
 

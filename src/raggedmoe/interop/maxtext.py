@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from raggedmoe.interop.maxtext_defaults import COUNTERPARTS, NO_EFFECT, REFUSED, is_same, pairs
+from raggedmoe.interop.maxtext_quantization import NAMES as QUANTIZATION_NAMES
+from raggedmoe.interop.maxtext_quantization import translate_quantization
 from raggedmoe.sharding.axes import AXES
 
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
@@ -158,6 +160,12 @@ SHAPE_KEYS = (
 NAMES_OF_A_SHAPE = (*SHAPE_KEYS, "base_num_decoder_layers", "mtp_num_layers", "global_parameter_scale")
 
 
+def _eval_files(text: str) -> Translation:
+    """Translate the files to evaluate on, which are one set here, called eval."""
+    files = [part.strip(" []\"'") for part in text.split(",")]
+    return Translation(settings={"eval_paths": ",".join(f"eval={file}" for file in files)} if text else {})
+
+
 def _data_columns(text: str) -> Translation:
     """Translate the columns of a dataset: one of text or messages, or prompt and completion, which are found here."""
     names = [part.strip(" []\"'") for part in text.split(",")]
@@ -214,6 +222,7 @@ TRANSLATED: dict[str, Translator] = {
         ),
     ),
     "dataset_path": _unless("dataset_path", "", None),
+    "hf_eval_files": _eval_files,
     "train_split": _rename("dataset_split"),
     "train_data_columns": _data_columns,
     "eval_interval": _unless("eval_interval", "-1", "0"),
@@ -269,6 +278,11 @@ TRANSLATED: dict[str, Translator] = {
     **{f"ici_{axis}_parallelism": _rename(f"{axis}_parallelism") for axis in AXES},
     # words of jax-gpt
     "moe_use_kernel_agent_ffn": _switch("moe_use_kernel_agent_ffn", on={"moe_backend": "expert_ffn"}),
+    "moe_fp8_weights": _switch(
+        "moe_fp8_weights",
+        on={"quantization": "fp8_weights"},
+        note="with a scale for each expert and output channel, where a bare cast has none",
+    ),
     "moe_use_gmm_v2": _switch("moe_use_gmm_v2", on={"moe_backend": "gmm_v2"}),
 }
 
@@ -323,6 +337,11 @@ def _attention(typed: Mapping[str, str]) -> Translation:
     note = f"ignored: use_tokamax_splash is read with attention=flash, not {text}" if use_tokamax else None
     known = {"autoselected": "auto", "flash": "splash"}
     return Translation(settings={"attention": known.get(text, text)} if text else {}, note=note)
+
+
+def _quantization(typed: Mapping[str, str]) -> Translation:
+    settings, note = translate_quantization(typed)
+    return Translation(settings=settings, note=note)
 
 
 # The activations that a remat policy saves, by MaxText's names, and our names for those.
@@ -398,6 +417,7 @@ GROUPS: tuple[Group, ...] = (
     Group(names=("hf_path", "hf_data_dir", "hf_train_files"), translate=_hf_dataset),
     Group(names=("attention", "use_tokamax_splash"), translate=_attention),
     Group(names=("megablox", "use_tokamax_gmm", "use_gmm_v2"), translate=_grouped_matmul),
+    Group(names=QUANTIZATION_NAMES, translate=_quantization),
     Group(names=("remat_policy", "decoder_layer_input", *REMAT_NAMES), translate=_remat),
 )
 GROUP_OF: dict[str, Group] = {name: group for group in GROUPS for name in group.names}
@@ -434,6 +454,6 @@ def translate(name: str, text: str) -> Translation | None:
     return None
 
 
-def known_names() -> tuple[str, ...]:
+def known_maxtext_names() -> tuple[str, ...]:
     """List every setting of MaxText that is translated, has no effect, or is refused with a reason."""
     return tuple(dict.fromkeys((*TRANSLATED, *GROUP_OF, *without_counterpart())))

@@ -14,7 +14,7 @@ adam_eps_root=0 opt_type=adamw muon_beta=0.95 muon_weight_decay=0 muon_consisten
 adam_b1=0.9 adam_b2=0.95 adam_eps=1e-8 adam_weight_decay=0.1 mu_dtype=
 grad_dtype=float32 gradient_clipping_threshold=1.0 gradient_accumulation_steps=1 data_shuffle_seed=0
 init_weights_seed=0 per_device_batch_size=12.0 max_target_length=2048 packing=true dataset_type=tfds dataset_path=
-train_split=train train_data_columns=text hf_path= hf_data_dir= hf_train_files=
+train_split=train train_data_columns=text hf_path= hf_data_dir= hf_train_files= hf_eval_files=
 tokenizer_path= eval_interval=-1 eval_steps=-1 dtype=bfloat16 weight_dtype=float32 scan_layers=true
 attention=autoselected use_tokamax_splash=false enable_checkpointing=true async_checkpointing=true
 checkpoint_period=10000 max_num_checkpoints_to_keep=none profiler= profiler_steps=5 skip_first_n_steps_for_profiler=1
@@ -32,7 +32,9 @@ ragged_gather_reduce_fallback=false remat_policy=full decoder_layer_input=device
 mlpwi_0=remat mlpwi_1=remat mlpwo=remat moe_mlpwi_0=remat moe_mlpwi_1=remat moe_mlpwo=remat query_proj=remat
 key_proj=remat value_proj=remat kv_proj=remat qkv_proj=remat out_proj=remat query_wa_proj=remat kv_wa_proj=remat
 mla_q=remat mla_kv=remat attention_out=remat ici_data_parallelism=1 ici_fsdp_parallelism=-1 ici_tensor_parallelism=1
-ici_expert_parallelism=1 dcn_data_parallelism=-1
+ici_expert_parallelism=1 dcn_data_parallelism=-1 quantization= use_qwix_quantization=false moe_fp8_weights=false
+weight_quantization_calibration_method=absmax act_quantization_calibration_method=absmax
+bwd_quantization_calibration_method=absmax
 """
 
 # Settings that change no number, and why each has no effect here; the reason is shown to those who set another value.
@@ -149,13 +151,14 @@ NO_EFFECT: dict[str, str] = {
 
 # Features that do not exist here: refused with the reason, and with what comes nearest, unless the value is harmless.
 REFUSED: dict[str, str] = {
-    "quantised experts are not built; leave it out, weights are multiplied in dtype": (
-        "quantization= use_qwix_quantization=false use_manual_quantization=false replicate_quant_scale=false "
-        "quant_cfg_path= quantization_local_shard_count=-1 weight_quantization_calibration_method=absmax "
-        "act_quantization_calibration_method=absmax bwd_quantization_calibration_method=absmax constant_bound_config= "
-        "checkpoint_is_quantized=false save_quantized_params_path= experimental_sa_quant_q_fp8=false "
-        "experimental_sa_quant_k_fp8=false moe_fp8_weights=false"
+    "scales are made by the largest value of a row or channel, or constant; use quantization=fp8_full or int8": (
+        "use_manual_quantization=false replicate_quant_scale=false quant_cfg_path= quantization_local_shard_count=-1 "
+        "constant_bound_config="
     ),
+    "quantised weights are read by `raggedmoe generate --keep-quantised`, and not trained; leave it out": (
+        "checkpoint_is_quantized=false save_quantized_params_path="
+    ),
+    "attention is not quantised; leave it out": ("experimental_sa_quant_q_fp8=false experimental_sa_quant_k_fp8=false"),
     "a quantised cache is not built; leave it out": (
         "quantize_kvcache=false kv_quant_axis=heads_and_dkv kv_quant_dtype=int8"
     ),
@@ -248,7 +251,7 @@ REFUSED: dict[str, str] = {
     ),
     "data are files of this machine, or synthetic; use dataset_type=text, chat or hf with dataset_path": (
         "dataset_name=c4/en:3.1.0 eval_dataset_name=c4/en:3.1.0 eval_split=validation "
-        "hf_name= hf_data_files= hf_eval_split= hf_eval_files= hf_access_token= "
+        "hf_name= hf_data_files= hf_eval_split= hf_access_token= "
         "grain_train_files= grain_eval_files= grain_train_mixture_config_path= grain_file_type=arrayrecord "
         "grain_packing_type=first_fit grain_worker_count=1 grain_per_worker_buffer_size=1 grain_num_threads=16 "
         "grain_prefetch_buffer_size=500 grain_worker_count_eval=1 grain_per_worker_buffer_size_eval=1 "

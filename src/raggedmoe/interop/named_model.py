@@ -1,14 +1,23 @@
 """A model's configuration by what a user calls it: the name of a preset, or a folder with a checkpoint of any size."""
 
+import math
 import os
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from raggedmoe.interop import native
 from raggedmoe.interop.families.registry import family_by_model_type
 from raggedmoe.interop.folder import has_tensors, read_tensor_headers
 from raggedmoe.interop.hf_config import ConfigReader, logger, read_config_json, read_model_config
+from raggedmoe.interop.json_file import read_json_object
+from raggedmoe.interop.peft import is_peft, read_adapters
+from raggedmoe.interop.quantized import ReadableTensor, dequantize_tensors
 from raggedmoe.interop.table import Family
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.presets import ALIASES, PRESETS, model_preset
@@ -40,10 +49,39 @@ def load_config(folder: str | os.PathLike[str] | ObjectPath) -> ModelConfig:
         hub = f"; `hf download {path} --local-dir {path}` makes it" if is_hub_name else ""
         raise ValueError(f"{path}: expected a preset or a folder with a model, found neither{hub}")
     if native.is_native(path):
-        return native.load_config(path)
+        return native.read_model_config(path)
+    if is_peft(path):
+        return read_adapters(path, load_config).config
     reader = read_config_json(path)
     config = read_model_config(reader, read_family(reader).read_config)
     return without_missing_mtp(path, config, read_tensor_headers(path)) if has_tensors(path) else config
+
+
+def stored_dtype(folder: AnyPath) -> Any:
+    """Read the type of most of a folder's weights; where only its config.json is there, the one that says."""
+    if is_peft(folder):
+        return stored_dtype(read_adapters(folder, load_config).base)
+    if not native.is_native(folder) and not has_tensors(folder):
+        config = read_json_object(folder / "config.json")
+        named = config.get("dtype") or config.get("torch_dtype") or "float32"
+        return jnp.dtype(named if named in ("bfloat16", "float16") else "float32")
+    if native.is_native(folder):
+        return native.read_model_config(folder).param_dtype
+    return majority_dtype(dequantize_tensors(read_config_json(folder), read_tensor_headers(folder)))
+
+
+def majority_dtype(tensors: Mapping[str, ReadableTensor]) -> Any:
+    """Return the type of most elements of a checkpoint; float32 where JAX has no float64."""
+    sizes: Counter[Any] = Counter()
+    for tensor in tensors.values():
+        sizes[tensor.dtype] += math.prod(tensor.shape)
+    majority = sizes.most_common(1)[0][0] if sizes else np.dtype(np.float32)
+    return np.dtype(np.float32) if majority == np.float64 and not has_float64() else majority
+
+
+def has_float64() -> bool:
+    """Tell whether JAX has numbers of 64 bits switched on."""
+    return jnp.result_type(float) == np.float64
 
 
 def read_family(reader: ConfigReader) -> Family:

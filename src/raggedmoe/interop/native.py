@@ -1,8 +1,8 @@
 """Our own format of a model's folder: raggedmoe.json, and safetensors files that load without a transposition."""
 
 import os
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -18,11 +18,12 @@ from raggedmoe.interop.kept_experts import check_is_of_arrays
 from raggedmoe.interop.progress import bytes_bar
 from raggedmoe.interop.safetensors_file import NewTensor
 from raggedmoe.interop.writing import SHARD_BYTES, new_folder, replaced_objects, write_json, write_tensors
-from raggedmoe.models.companions import Companions
+from raggedmoe.models.companions import AdapterBase, Companions
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.config_json import from_json, to_json
 from raggedmoe.models.module import Decoder
 from raggedmoe.models.parameters import param_specs
+from raggedmoe.params import Params
 from raggedmoe.storage import AnyPath, ObjectPath, as_path
 
 CONFIG, FORMAT = "raggedmoe.json", 1
@@ -44,7 +45,9 @@ def save(
 ) -> None:
     """Write a model in our own format, with the tokenizer and all else that belongs to it, as `interop.save` does.
 
-    A folder of this machine must be new or empty. In an object store a model that is there is replaced.
+    A folder of this machine must be new or empty. In an object store a model that is there is replaced. Of a model with
+    adapters that was loaded beside a base, the frozen weights are not written, but where they are and how they are
+    known again.
     """
     check_is_of_arrays(model)
     belongings, path = companions_of(model, companions), as_path(folder)
@@ -55,19 +58,29 @@ def save(
             "config": to_json(model.config),
             "axes": {name: list(spec.axes) for name, spec in specs.items()},
         }
+        base = None if model.companions is None or model.config.lora is None else model.companions.base
+        if base is not None:
+            specs = {name: spec for name, spec in specs.items() if spec.updated_by is not None}
+            description["base"] = vars(base)
         write_json(partial / CONFIG, description)
         tensors = [
             NewTensor(name=name, dtype=np.dtype(array.dtype), shape=array.shape, pieces=_pieces(array))
             for name, array in model.params.items()
+            if name in specs
         ]
         write_companions(belongings, partial)
         write_kept_config(belongings, partial)
         write_tensors(partial, tensors, metadata={"format": "raggedmoe"}, shard_bytes=shard_bytes, progress=progress)
 
 
-def load_config(folder: AnyPath) -> ModelConfig:
+def read_model_config(folder: AnyPath) -> ModelConfig:
     """Read the configuration of a model's folder, and none of its tensors."""
     return _read_description(folder)[0]
+
+
+def read_base(folder: AnyPath) -> AdapterBase | None:
+    """Read which base the adapters of a folder are for; None: the folder has a whole model."""
+    return _read_description(folder)[2]
 
 
 def _pieces(array: jax.Array | np.ndarray) -> Iterator[np.ndarray]:
@@ -78,11 +91,23 @@ def _pieces(array: jax.Array | np.ndarray) -> Iterator[np.ndarray]:
 
 
 def load(
-    folder: AnyPath, *, dtype: DTypeLike | None = None, param_dtype: DTypeLike | None = None, progress: bool = False
+    folder: AnyPath,
+    load_base: Callable[[AdapterBase, ModelConfig, str], Params],
+    *,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike | None = None,
+    progress: bool = False,
 ) -> Decoder:
-    """Read a folder that `save` wrote. By default activations have the type of the weights that is asked for."""
-    config, axes = _read_description(folder)
+    """Read a folder that `save` wrote. By default activations have the type of the weights that is asked for.
+
+    ``load_base`` is given what the folder says of the base of its adapters, if it has no frozen weights.
+    """
+    config, axes, base = _read_description(folder)
     specs, tensors = param_specs(config), read_tensor_headers(folder)
+    frozen: Params = {}
+    if base is not None:
+        frozen = load_base(base, config, str(folder / CONFIG))
+        specs = {name: spec for name, spec in specs.items() if name not in frozen}
     problems = [f"{name}: missing" for name in sorted(specs.keys() - tensors.keys())]
     problems += [f"{name}: unknown" for name in sorted(tensors.keys() - specs.keys())]
     for name, spec in specs.items():
@@ -115,11 +140,12 @@ def load(
                 buffer[start:stop] = piece
                 advance(piece.nbytes)
             params[name] = to_device(buffer)
-    return Decoder(config, params=params, companions=read_companions(folder))
+    params |= {name: value.astype(target_specs[name].dtype) for name, value in frozen.items()}
+    return Decoder(config, params=params, companions=replace(read_companions(folder), base=base))
 
 
-def _read_description(folder: AnyPath) -> tuple[ModelConfig, dict[str, Any]]:
-    """Read the model's configuration and the axes of its parameters from raggedmoe.json."""
+def _read_description(folder: AnyPath) -> tuple[ModelConfig, dict[str, Any], AdapterBase | None]:
+    """Read the model's configuration, the axes of its parameters, and its adapters' base, from raggedmoe.json."""
     path = folder / CONFIG
     description = read_json_object(path)
     missing = [key for key in ("format", "config", "axes") if key not in description]
@@ -136,4 +162,12 @@ def _read_description(folder: AnyPath) -> tuple[ModelConfig, dict[str, Any]]:
         raise ValueError(f"{path}: expected the configuration of a model, got {error}") from None
     if not isinstance(model, ModelConfig):
         raise ValueError(f"{path}: expected the configuration of a model, got that of {config['kind']!r}")
-    return model, axes
+    return model, axes, None if "base" not in description else _base_of(description["base"], path, model)
+
+
+def _base_of(written: Any, path: AnyPath, model: ModelConfig) -> AdapterBase:
+    names = {entry.name for entry in fields(AdapterBase)}
+    is_record = isinstance(written, dict) and written.keys() == names
+    if model.lora is None or not is_record or not all(isinstance(value, str) for value in written.values()):
+        raise ValueError(f"{path}: expected base to be the {' and '.join(sorted(names))} of adapters, got {written!r}")
+    return AdapterBase(**written)

@@ -1,8 +1,8 @@
 """`quantise` writes a Hugging Face folder anew with its matrices in 8 bits, as transformers reads them.
 
 What is quantised is what DeepSeek and Qwen publish in fp8: every matrix of a layer, experts, attention and dense MLPs,
-but not its router, nor the projection of a multi-token-prediction module. Embedding, head, norms and biases stay too.
-One piece of one matrix is in memory at a time.
+but not its router, nor the projection of a multi-token-prediction module. Embedding, head, norms and biases stay too,
+and in fp8 a matrix whose last block of 128 would be cut. One piece of one matrix is in memory at a time.
 """
 
 import functools
@@ -32,7 +32,7 @@ from raggedmoe.interop.safetensors_file import NewTensor
 from raggedmoe.interop.writing import SHARD_BYTES, new_folder, write_json, write_tensors
 from raggedmoe.kernels.quantize import absmax_scale, encode
 from raggedmoe.names import check_known
-from raggedmoe.storage import ObjectPath, as_path
+from raggedmoe.storage import AnyPath, ObjectPath, as_path
 
 FORMATS = ("fp8", "int8")
 BLOCK = (128, 128)  # of fp8, as DeepSeek and Qwen store it
@@ -98,7 +98,7 @@ def quantise(
     written: list[NewTensor] = []
     ignored: list[str] = []
     for target, source in _sources(pairs, list(targets(family, config, "per_expert"))):
-        if len(target.shape) == 2 and target.params[0].rpartition(".")[2] not in KEPT and not target.copy:
+        if _is_quantised(path, target, to):
             matrices.append(Matrix(target, source, to))
             written += matrices[-1].tensors()
         else:
@@ -112,6 +112,25 @@ def quantise(
         errors = [matrix.error() for matrix in matrices]
         write_json(partial / ERRORS, {"format": to, "tensors": [asdict(error) for error in errors]})
     return errors
+
+
+def _is_quantised(path: AnyPath, target: Target, to: str) -> bool:
+    """Tell whether a tensor is quantised: matrices of layers are, but for those that transformers would misread.
+
+    transformers 5 finds the size of a block of fp8 by division, where it makes arrays of them: 192 rows with two scales
+    are 96 and 96 to it, not 128 and 64. Its own quantiser leaves out matrices with such blocks as well.
+    """
+    param = target.params[0].rpartition(".")[2]
+    if len(target.shape) != 2 or param in KEPT or target.copy:
+        return False
+    if to == "int8" or all(size <= step or size % step == 0 for size, step in zip(target.shape, BLOCK)):
+        return True
+    if target.entry.per_expert:
+        raise ValueError(
+            f"{path}: expected experts of 128 rows and columns, or a multiple of it, for fp8, got {target.name} "
+            f"{list(target.shape)}, whose last block transformers misreads; use int8, which has scales by row"
+        )
+    return False
 
 
 def _settings(to: str, ignored: list[str]) -> dict[str, Any]:
@@ -128,7 +147,7 @@ def _settings(to: str, ignored: list[str]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class HeldTensor:
     """A tensor of one layout, in the tensor of another one that holds it."""
 
     target: Target
@@ -161,19 +180,19 @@ class Source:
         return whole
 
 
-def _sources(pairs: Pairs, wanted: list[Target]) -> Iterator[tuple[Target, Source]]:
+def _sources(pairs: Pairs, wanted: list[Target]) -> Iterator[tuple[Target, HeldTensor]]:
     """Find for each tensor of the layout that is written the one that has it; copies follow as they are."""
     by_place = {(param, pair[0].index): pair for pair in pairs if not pair[0].copy for param in pair[0].params}
     for target in wanted:
         param, index = target.params[0], target.index
         holder, tensor = by_place.get((param, index)) or by_place[param, index[:-1]]
-        yield target, Source(target=target, holder=holder, tensor=tensor)
+        yield target, HeldTensor(target=target, holder=holder, tensor=tensor)
     for target, tensor in pairs:
         if target.copy:
-            yield target, Source(target=target, holder=target, tensor=tensor)
+            yield target, HeldTensor(target=target, holder=target, tensor=tensor)
 
 
-def _unchanged(target: Target, source: Source) -> NewTensor:
+def _unchanged(target: Target, source: HeldTensor) -> NewTensor:
     step = max(1, PIECE_BYTES // max(1, math.prod(target.shape[1:]) * source.dtype.itemsize))
     pieces = (source.read(start, min(start + step, target.shape[0])) for start in range(0, target.shape[0], step))
     return NewTensor(name=target.name, dtype=source.dtype, shape=target.shape, pieces=pieces)
@@ -182,7 +201,7 @@ def _unchanged(target: Target, source: Source) -> NewTensor:
 class Matrix:
     """A matrix on its way to a file: values first, piece by piece, then their scales; its error is known after that."""
 
-    def __init__(self, target: Target, source: Source, to: str) -> None:
+    def __init__(self, target: Target, source: HeldTensor, to: str) -> None:
         self.target = target
         self.source = source
         self.to = to

@@ -51,6 +51,11 @@ def save(
     """
     check_is_of_arrays(model)
     config = model.config
+    if config.lora is not None:
+        raise ValueError(
+            "expected a model of weights alone, got one with adapters: merge them (raggedmoe.merge_lora, or "
+            "`raggedmoe export --merge`), or write them alone for PEFT (raggedmoe.interop.save_peft, or `--adapters`)"
+        )
     family = family_by_model_type(config.family, "the model")
     layout = layout or next(iter(family.experts))
     writable = [name for name in family.experts if name not in family.import_only]

@@ -20,14 +20,14 @@ def dequantize(operand, wide):
     """Compute the array that a quantised operand stands for, in the type ``wide``; an array is returned as it is."""
     if not isinstance(operand, QArray):
         return operand
-    values, scale = decode(operand.qvalue, operand.qtype, wide), decode_scale(operand.scale, wide)
+    values, scale = decode_values(operand.qvalue, operand.qtype, wide), decode_scale(operand.scale, wide)
     # Every dimension as (blocks, what shares a scale).
     blocks = [(num, size // num) for size, num in zip(values.shape, scale.shape)]
     product = values.reshape(sum(blocks, ())) * scale.reshape(sum([(num, 1) for num, _ in blocks], ()))
     return product.reshape(values.shape)
 
 
-def decode(codes, qtype, wide):
+def decode_values(codes, qtype, wide):
     """Convert values from the form in which kernels read them; all of them exactly."""
     if qtype == "int8":
         return codes.astype(wide)
@@ -65,7 +65,7 @@ def operand_gradient(operand: Any, gradient: Any, used: Any) -> Any:
         return gradient
     if operand.scale.dtype == jnp.uint8:
         return QArray(None, None, None, operand.qtype)
-    values = decode(operand.qvalue, operand.qtype, gradient.dtype)
+    values = decode_values(operand.qvalue, operand.qtype, gradient.dtype)
     terms = jnp.where(used.reshape(-1, *[1] * (values.ndim - 1)), values * gradient, 0)
     scale = operand.scale
     split = terms.reshape(sum([(num, size // num) for size, num in zip(terms.shape, scale.shape)], ()))

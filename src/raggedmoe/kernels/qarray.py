@@ -151,7 +151,7 @@ def check_scale_values(operation: str, name: str, operand: Any, dims: str, bound
     if not isinstance(operand, QArray) or any(isinstance(a, jax.core.Tracer) for a in (operand.scale, bounds)):
         return
     scale, ends = np.asarray(operand.scale), np.asarray(bounds)
-    used = _used(dims, ends, operand.shape[0]) if scale.shape[0] > 1 else np.asarray([ends[-1] > ends[0]])
+    used = _mark_used(dims, ends, operand.shape[0]) if scale.shape[0] > 1 else np.asarray([ends[-1] > ends[0]])
     if scale.dtype == np.uint8:
         wrong = scale == 255
     else:
@@ -170,7 +170,7 @@ def check_scale_values(operation: str, name: str, operand: Any, dims: str, bound
         )
 
 
-def _used(dims: str, ends: np.ndarray, size: int) -> np.ndarray:
+def _mark_used(dims: str, ends: np.ndarray, size: int) -> np.ndarray:
     """Mark the groups that have rows, or the rows that belong to a group."""
     if dims.startswith("R"):
         row = np.arange(size)

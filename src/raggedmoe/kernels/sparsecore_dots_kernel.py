@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.sparsecore import LINE, TILE_ROWS, RowLayout, row_layout
-from raggedmoe.kernels.sparsecore_kernel import HIGH_HALF, Scratch, launch, word_table
+from raggedmoe.kernels.sparsecore_kernel import HIGH_HALF, Scratch, run_on_subcores, word_table
 
 IN_FLIGHT = 4  # products whose two rows are on their way, or here
 
@@ -38,7 +38,7 @@ def row_dots(left, left_row, right, right_row, valid, *, hardware: Hardware):
         Scratch(kind="scalar", shape=(2 * tile_dots + 2,), dtype=jnp.int32),
         Scratch(kind="scalar", shape=(tile_dots + 1,), dtype=jnp.int32),
     )
-    dots = launch(
+    dots = run_on_subcores(
         functools.partial(dots_program, layout=layout, num_tiles=num_tiles),
         name="ragged_row_dots",
         hardware=hardware,

@@ -146,7 +146,7 @@ def _place(out, number, chunk, layout: RowLayout):
     return words.at[rows, pl.ds(pl.multiple_of(chunk * layout.columns, layout.columns), layout.columns)]
 
 
-def launch(
+def run_on_subcores(
     program: Callable[..., None],
     *,
     name: str,

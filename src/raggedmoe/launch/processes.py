@@ -4,6 +4,7 @@
 leaves the search to JAX (GKE, Slurm, Open MPI). Without them a run is one process, and these functions do nothing.
 """
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -90,6 +91,7 @@ class _Membership:
     def __init__(self, service: compat.Coordination) -> None:
         self.service = service
         self.failed = False
+        self.left = False  # this process has said how it ends
         self.peers = _connect_to_peers(service, self.on_lost)
 
     def on_lost(self, text: str) -> None:
@@ -100,11 +102,13 @@ class _Membership:
 
 
 _membership: _Membership | None = None
+_has_looked = False  # whether this process has looked for a run to join
 
 
 def join(process_info: ProcessInfo | None = None, environment: Mapping[str, str] | None = None) -> None:
     """Join the run that ``process_info`` or the environment names, if any. Call this before any device is used."""
-    global _membership
+    global _membership, _has_looked
+    _has_looked = True
     environment = os.environ if environment is None else environment
     if LAUNCHER in environment:
         _follow_launcher(int(environment[LAUNCHER]))
@@ -131,6 +135,19 @@ def join(process_info: ProcessInfo | None = None, environment: Mapping[str, str]
         )
     _membership = _Membership(compat.coordination())
     sys.excepthook = _handle_uncaught
+
+
+def join_processes() -> None:
+    """Join the other processes of a run that the environment names, from a script that trains with Python.
+
+    It must be called before JAX uses a device. `raggedmoe.train` calls it, so a script has to call it only if it uses
+    JAX before that. A process that is alone, or has joined, goes on. At its end a process waits for the others.
+    """
+    if _has_looked:
+        return
+    join()
+    if _membership is not None:
+        atexit.register(leave, 0)
 
 
 @contextlib.contextmanager
@@ -232,8 +249,9 @@ def leave(code: int, *, failed: bool = False) -> None:
     get some seconds to find the same mistake, and are then stopped. JAX's own shutdown, at exit, would wait for
     processes that have ended, and abort.
     """
-    if _membership is None:
+    if _membership is None or _membership.left:
         return
+    _membership.left = True
     _membership.failed = failed or code != 0
     peers = _membership.peers
     if peers is not None:

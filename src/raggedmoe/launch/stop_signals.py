@@ -1,6 +1,7 @@
 """SIGTERM and SIGINT as requests to stop, where signals that are repeated within two seconds are one request."""
 
 import signal
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -15,6 +16,8 @@ class StopSignals:
 
     Signals within those 2 s count as the first one. The context does not end before they are over: outside of it a
     signal does what it did before, and a repeated one would kill the process while it ends by itself.
+
+    Python takes signals in its main thread alone: in another one the context changes nothing.
     """
 
     def __init__(self, handle: Callable[[signal.Signals], None]) -> None:
@@ -23,6 +26,8 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is not threading.main_thread():
+            return self
         for number in STOP_SIGNALS:
             self._before[number] = signal.signal(number, self._receive)
         return self

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from raggedmoe.kernels.expert_ffn.api import check_activation, may_keep_sums
+from raggedmoe.lora import LoraConfig
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.config import check_execution as check_moe_execution
@@ -165,6 +166,7 @@ class ModelConfig:
     max_length: int = 4096  # positions that the model is made for
     dtype: DTypeLike = jnp.float32  # of activations
     param_dtype: DTypeLike = jnp.float32  # of stored weights
+    lora: LoraConfig | None = None  # adapters, which then learn alone; None: the weights themselves learn
 
     def __post_init__(self) -> None:
         check_sizes(self, "vocab_size", "num_layers", "model_dim", "max_length")
@@ -173,6 +175,8 @@ class ModelConfig:
             if not isinstance(getattr(self, name), kinds):
                 expected = " or ".join(kind.__name__ for kind in kinds)
                 raise ValueError(f"expected {name} to be a {expected}, got {getattr(self, name)!r}")
+        if self.moe.lora is not None:
+            raise ValueError("expected lora in the ModelConfig, which gives it to its MoE layers, got it in moe")
         if self.moe.model_dim != self.model_dim:
             raise ValueError(f"expected moe.model_dim to be model_dim={self.model_dim}, got {self.moe.model_dim}")
         outside = [layer for layer in self.dense_layers if not 0 <= layer < self.num_layers]
@@ -192,8 +196,8 @@ class ModelConfig:
 
     @property
     def moe_layer(self) -> MoEConfig:
-        """The MoE layers' configuration, with the model's type of parameters."""
-        return replace(self.moe, param_dtype=self.param_dtype)
+        """The MoE layers' configuration, with the model's type of parameters and its adapters."""
+        return replace(self.moe, param_dtype=self.param_dtype, lora=self.lora)
 
     def kind(self, layer: int) -> LayerKind:
         """Return what a layer is. Those past the last, as multi-token prediction has, are MoE layers without window."""
@@ -230,7 +234,7 @@ def check_execution(config: ModelConfig, execution: ModelExecution) -> None:
             f"expected execution to be a ModelExecution, got {type(execution).__name__}; that of its MoE layers is "
             "ModelExecution(moe=MoEExecution(...))"
         )
-    check_moe_execution(config.moe, execution.moe)
+    check_moe_execution(config.moe_layer, execution.moe)
     absent = {"q_a", "kv_a"}
     if isinstance(config.attention, LatentConfig):
         absent = {"q_a"} if config.attention.q_lora_rank is None else set()

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from raggedmoe.lora import LoraConfig
 from raggedmoe.models.config import GroupedQueryConfig, LatentConfig, ModelConfig, RopeConfig, YarnConfig
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.moe.config import ExpertConfig, MoEConfig, RouterConfig
@@ -20,15 +21,17 @@ KINDS: dict[str, type] = {
     "moe": MoEConfig,
     "router": RouterConfig,
     "experts": ExpertConfig,
+    "lora": LoraConfig,
 }
 # The fields that are configurations themselves: nothing else is nested, so a file cannot be without end.
-PARTS: dict[str, tuple[str, ...]] = {
+PART_NAMES: dict[str, tuple[str, ...]] = {
     "attention": ("grouped_query", "latent"),
     "rope": ("rope",),
     "yarn": ("yarn",),
     "moe": ("moe",),
     "router": ("router",),
     "experts": ("experts",),
+    "lora": ("lora",),
 }
 # What older files may hold beside the architecture: how the model was run when it was saved. It is left out.
 EXECUTION: dict[str, frozenset[str]] = {
@@ -80,9 +83,9 @@ def from_json(value: Any, where: str = "config", kinds: tuple[str, ...] = tuple(
         if name == "kind":
             continue
         if isinstance(entry_value, dict):
-            if name not in PARTS:
+            if name not in PART_NAMES:
                 raise ValueError(f"{where}.{name}: expected no object, got {reprlib.repr(entry_value)}")
-            entry_value = from_json(entry_value, f"{where}.{name}", PARTS[name])
+            entry_value = from_json(entry_value, f"{where}.{name}", PART_NAMES[name])
         elif name in DTYPES:
             entry_value = _dtype(entry_value, f"{where}.{name}")
         elif isinstance(entry_value, int) and abs(entry_value) >= 2**63:

@@ -16,6 +16,7 @@ class Count:
     total: int
     active: int  # that one token uses: all but the experts that it does not choose
     mtp: int  # of the multi-token-prediction modules, beside the total
+    trained: int  # of all of them, those that learn by gradient
     bytes: int  # of all of them, as stored
 
 
@@ -35,5 +36,6 @@ def count_params(config: ModelConfig) -> Count:
         total=total,
         active=total - idle,
         mtp=mtp,
+        trained=sum(spec.num_elements for spec in specs.values() if spec.trained),
         bytes=sum(spec.num_elements * jnp.dtype(spec.dtype).itemsize for spec in specs.values()),
     )

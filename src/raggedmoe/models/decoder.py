@@ -14,6 +14,7 @@ from raggedmoe.kernels.arrays import int32
 from raggedmoe.kernels.attention.operands import segment_numbers
 from raggedmoe.kernels.eager import compile_once
 from raggedmoe.kernels.native.library import takes
+from raggedmoe.lora import A, B, scale_adapters
 from raggedmoe.models.cache import Cache, VisibleMemory, split_layers, update_cache
 from raggedmoe.models.config import LayerKind, ModelConfig, Stack, check_execution
 from raggedmoe.models.execution import ModelExecution
@@ -258,7 +259,11 @@ def unstack_params(params: Params) -> Params:
 
 
 # Parameters with an expert axis, but for the router's: nearly all of a model.
-EXPERT_WEIGHTS = tuple(f".moe.{name}" for name in ("wi_0", "wi_1", "wo", "bias_wi_0", "bias_wi_1", "bias_wo"))
+EXPERT_WEIGHTS = tuple(
+    f".moe.{name}{part}"
+    for name in ("wi_0", "wi_1", "wo", "bias_wi_0", "bias_wi_1", "bias_wo")
+    for part in (("",) if name.startswith("bias") else ("", A, B))
+)
 
 
 def reads_experts_in_place(config: ModelConfig, execution: MoEExecution, x: Float[Array, "..."]) -> bool:
@@ -271,6 +276,7 @@ def reads_experts_in_place(config: ModelConfig, execution: MoEExecution, x: Floa
         target_hardware(execution.hardware, (x,)).platform != "cpu"
         or strategy_name(config.moe, execution) != "local"
         or config.param_dtype != config.dtype  # all of them would be cast
+        or execution.quantization is not None  # or quantised
     ):
         return False
     choice, backend = execution.kernel_choice.grouped_matmul, execution.moe_backend
@@ -293,7 +299,7 @@ def run_layer(
     config, mixer = run.config, mixer_of(run.config)
     eps = config.norm_epsilon
     with jax.named_scope("attention"):
-        attention_weights = under("attention.", weights)
+        attention_weights = scale_adapters(under("attention.", weights), config.lora)
         normed = rms_norm(x, weights["attention_norm"], eps)
         query = mixer.project_query(normed, attention_weights, config.attention, run.cos_sin)
         new = mixer.project_key_value(normed, attention_weights, config.attention, run.cos_sin)
@@ -325,7 +331,8 @@ def run_layer(
 
 
 def _mlp(config: ModelConfig, x: Float[Array, "B S D"], weights: Params) -> Float[Array, "B S D"]:
-    return shared_experts(x.reshape(-1, x.shape[-1]), under("mlp.", weights), config.activation).reshape(x.shape)
+    mlp = scale_adapters(under("mlp.", weights), config.lora)
+    return shared_experts(x.reshape(-1, x.shape[-1]), mlp, config.activation).reshape(x.shape)
 
 
 def _experts(

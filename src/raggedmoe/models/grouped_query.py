@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from raggedmoe.models.config import GroupedQueryConfig
-from raggedmoe.models.matmul import project, project_back
+from raggedmoe.models.matmul import linear, linear_back
 from raggedmoe.models.mixer import AttentionContext, Memory, Mixer, run_attention
 from raggedmoe.models.norm import rms_norm
 from raggedmoe.models.rope import RopeCosSin, apply_rope
@@ -57,7 +57,7 @@ def specs(config: GroupedQueryConfig, model_dim: int, dtype: Any) -> dict[str, P
 
 
 def _heads(x: Float[Array, "B S D"], name: str, weights: Params, config: GroupedQueryConfig) -> Float[Array, "B S N H"]:
-    out = project(x, weights[f"w{name}"])
+    out = linear(x, weights, f"w{name}")
     if config.biases:
         out = out + weights[f"b{name}"].astype(out.dtype)[None, None]
     if name != "v" and config.qk_norm != "none":
@@ -89,7 +89,7 @@ def attend(
 ) -> Float[Array, "B S D"]:
     sinks = weights["sinks"] if config.sinks else None
     out = run_attention(query, memory["key"], memory["value"], context, scale=config.softmax_scale, sinks=sinks)
-    out = project_back(out, weights["wo"])
+    out = linear_back(out, weights, "wo")
     return out + weights["bo"].astype(out.dtype)[None, None] if config.biases else out
 
 

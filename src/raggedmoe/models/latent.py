@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from raggedmoe.models.config import LatentConfig
-from raggedmoe.models.matmul import per_head, project, project_back
+from raggedmoe.models.matmul import linear, linear_back, linear_per_head
 from raggedmoe.models.mixer import AttentionContext, Memory, Mixer, run_attention
 from raggedmoe.models.norm import rms_norm
 from raggedmoe.models.rope import RopeCosSin, apply_rope
@@ -50,17 +50,17 @@ def project_query(
     x: Float[Array, "B S D"], weights: Params, config: LatentConfig, cos_sin: RopeCosSin
 ) -> Float[Array, "B S N H"]:
     if config.q_lora_rank is None:
-        query = project(x, weights["wq"])
+        query = linear(x, weights, "wq")
     else:
-        compressed = checkpoint_name(project(x, weights["q_a"]), "q_a")
-        query = project(rms_norm(compressed, weights["q_a_norm"], config.norm_epsilon), weights["q_b"])
+        compressed = checkpoint_name(linear(x, weights, "q_a"), "q_a")
+        query = linear(rms_norm(compressed, weights["q_a_norm"], config.norm_epsilon), weights, "q_b")
     nope, rope = query[..., : config.nope_dim], query[..., config.nope_dim :]
     rope = apply_rope(rope, cos_sin, config.rope.interleaved)
     return checkpoint_name(jnp.concatenate([nope, rope], axis=-1), "query")
 
 
 def project_key_value(x: Float[Array, "B S D"], weights: Params, config: LatentConfig, cos_sin: RopeCosSin) -> Memory:
-    both = checkpoint_name(project(x, weights["kv_a"]), "kv_a")
+    both = checkpoint_name(linear(x, weights, "kv_a"), "kv_a")
     latent = rms_norm(both[..., : config.kv_lora_rank], weights["kv_a_norm"], config.norm_epsilon)
     rope_key = apply_rope(both[..., None, config.kv_lora_rank :], cos_sin, config.rope.interleaved)[:, :, 0]
     return {"latent": jnp.concatenate([latent, rope_key], axis=-1)}
@@ -72,18 +72,18 @@ def attend(
     latent, rope_key = memory["latent"][..., : config.kv_lora_rank], memory["latent"][..., config.kv_lora_rank :]
     on_latents = context.slots is not None and query.shape[1] == 1
     if on_latents:
-        nope = per_head(query[..., : config.nope_dim], weights["k_b"], back=True)
+        nope = linear_per_head(query[..., : config.nope_dim], weights, "k_b", back=True)
         query = jnp.concatenate([nope, query[..., config.nope_dim :]], axis=-1)
         key, value = memory["latent"][:, :, None], latent[:, :, None]
     else:
-        nope = project(latent, weights["k_b"])
+        nope = linear(latent, weights, "k_b")
         rope = jnp.broadcast_to(rope_key[:, :, None], (*nope.shape[:3], config.rope_dim))
         key = checkpoint_name(jnp.concatenate([nope, rope], axis=-1), "key")
-        value = checkpoint_name(project(latent, weights["v_b"]), "value")
+        value = checkpoint_name(linear(latent, weights, "v_b"), "value")
     out = run_attention(query, key, value, context, scale=config.softmax_scale)
     if on_latents:
-        out = per_head(out, weights["v_b"])
-    return project_back(out, weights["wo"])
+        out = linear_per_head(out, weights, "v_b")
+    return linear_back(out, weights, "wo")
 
 
 def memory_shapes(config: LatentConfig) -> dict[str, tuple[int, ...]]:

@@ -21,6 +21,8 @@ from raggedmoe.kernels.arrays import accumulator, matmul_precision
 from raggedmoe.kernels.grouped_matmul.api import grouped_matmul
 from raggedmoe.kernels.native.library import takes
 from raggedmoe.kernels.placement import placement
+from raggedmoe.lora import B, dense_adapter, first_matrix
+from raggedmoe.params import Params
 
 _chip: contextvars.ContextVar[Hardware | None] = contextvars.ContextVar("chip", default=None)
 
@@ -56,10 +58,47 @@ def _project(x: Float[Array, "... I"], weight: Float[Array, "..."], out_dtype: A
 
 def project_back(x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
     """Multiply ``x [..., *I]`` by ``weight [*I, O]``: the result is ``[..., O]``."""
+    return _project_back(x, weight, x.dtype)
+
+
+def _project_back(x: Float[Array, "..."], weight: Float[Array, "..."], out_dtype: Any) -> Float[Array, "..."]:
     *inner, out = weight.shape
     size = math.prod(inner)
-    product = _multiply(x.reshape(-1, size), weight.astype(x.dtype).reshape(size, out), False, x.dtype)
+    product = _multiply(x.reshape(-1, size), weight.astype(x.dtype).reshape(size, out), False, out_dtype)
     return product.reshape(*x.shape[: x.ndim - len(inner)], out)
+
+
+def linear(x: Float[Array, "... I"], weights: Params, name: str) -> Float[Array, "..."]:
+    """Multiply by a weight as `project` does, and by its adapter, if it has one."""
+    added = dense_adapter(x.reshape(-1, x.shape[-1]), weights, name)
+    if added is None:
+        return project(x, weights[name])
+    sums = wide_project(x, weights[name])
+    return (sums + added.reshape(sums.shape)).astype(x.dtype)
+
+
+def linear_back(x: Float[Array, "..."], weights: Params, name: str) -> Float[Array, "..."]:
+    """Multiply by a weight as `project_back` does, and by its adapter, if it has one."""
+    *inner, _ = weights[name].shape
+    added = dense_adapter(x.reshape(-1, math.prod(inner)), weights, name)
+    if added is None:
+        return project_back(x, weights[name])
+    sums = _project_back(x, weights[name], accumulator(x.dtype))
+    return (sums + added.reshape(sums.shape)).astype(x.dtype)
+
+
+def linear_per_head(
+    x: Float[Array, "B S N I"], weights: Params, name: str, *, back: bool = False
+) -> Float[Array, "B S N O"]:
+    """Multiply as `per_head` does, and by the weight's adapter, if it has one, whose first matrix all heads share."""
+    out = per_head(x, weights[name], back=back)
+    if f"{name}{B}" not in weights:
+        return out
+    of_heads = jnp.moveaxis(weights[f"{name}{B}"], 0, 1)  # [N rank X]
+    shared = weights[first_matrix(name)]
+    if back:
+        return out + project_back(per_head(x, of_heads), shared)
+    return out + per_head(project(x, shared), of_heads, back=True)
 
 
 def _multiply(

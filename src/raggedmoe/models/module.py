@@ -12,10 +12,10 @@ from raggedmoe.models.companions import Companions
 from raggedmoe.models.config import ModelConfig, check_execution
 from raggedmoe.models.decoder import DEFAULT_EXECUTION, DecoderOutput, decode, logits, mtp_forward
 from raggedmoe.models.execution import ModelExecution
-from raggedmoe.models.parameters import check_model_params, is_trained, param_specs
+from raggedmoe.models.parameters import check_lora, check_model_params, param_specs
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.dispatch import check_has_mesh
-from raggedmoe.moe.module import SelectionBias
+from raggedmoe.moe.module import KINDS
 from raggedmoe.params import Params
 from raggedmoe.sharding.axes import AnyMesh, MeshAxes, logical_mesh
 from raggedmoe.sharding.rules import make_params
@@ -51,11 +51,13 @@ class Decoder(nnx.Module):
           params: given parameters, by the names of `raggedmoe.models.parameters.param_specs`.
           execution: how it runs, unless a call says otherwise.
           mesh: devices over which sequences, weights and experts are split; None: all on one device. New parameters are
-            drawn in their places; given ones stay where they are, best as `raggedmoe.Plan.shardings` has them.
+            drawn in their places; given ones stay where they are, best as `raggedmoe.Plan.shardings` has them,
+            which takes ``mesh_axes`` too.
           mesh_axes: for a mesh with other axes, which of them are "data", "fsdp", "expert" and "tensor", as for `MoE`.
           companions: the tokenizer and whatever else belongs to its checkpoint, for `raggedmoe.interop.save`.
         """
         check_execution(config, execution)
+        check_lora(config)
         check_has_mesh(strategy_name(config.moe, execution.moe), mesh)
         self.mesh, specs = logical_mesh(mesh, mesh_axes), param_specs(config)
         params = make_params(specs, params, rngs, self.mesh, execution.moe.tensor_split)
@@ -63,10 +65,7 @@ class Decoder(nnx.Module):
         self.config, self.execution, self.companions = config, execution, companions
         # Axes are kept beside the values: sharding and checkpoints go by them.
         self.variables = nnx.Dict(
-            {
-                name: (nnx.Param if is_trained(name) else SelectionBias)(params[name], axes=spec.axes)
-                for name, spec in specs.items()
-            }
+            {name: KINDS[spec.updated_by](params[name], axes=spec.axes) for name, spec in specs.items()}
         )
 
     @property
@@ -113,7 +112,7 @@ class Decoder(nnx.Module):
             mesh=self.mesh,
         )
 
-    def logits_further(self, ids: Integer[Array, "B S"]) -> list[Float[Array, "B S V"]]:
+    def mtp_logits(self, ids: Integer[Array, "B S"]) -> list[Float[Array, "B S V"]]:
         """Compute, for each module of multi-token prediction, the logits of one token further than the last."""
         params, hidden = self.params, self.hidden(ids).hidden
         states, _ = mtp_forward(params, hidden, ids, self.config, self.execution, mesh=self.mesh)

@@ -5,10 +5,12 @@ The layers of a stack are one array, layer axis first, so that a scan can run ov
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 
+from raggedmoe.lora import GROUPS, ONE_LINEAR, is_matrix, with_adapters
 from raggedmoe.models.config import GroupedQueryConfig, LatentConfig, LayerKind, ModelConfig
 from raggedmoe.models.grouped_query import GROUPED_QUERY
 from raggedmoe.models.latent import LATENT
@@ -27,8 +29,9 @@ def layer_specs(config: ModelConfig, kind: LayerKind) -> dict[str, ParamSpec]:
     """Declare the parameters of one layer."""
     width, dtype = config.model_dim, config.param_dtype
     attention = mixer_of(config).specs(config.attention, width, dtype)
+    experts, mlp = {}, {}
     if kind.moe:
-        mlp = {f"moe.{name}": spec for name, spec in config.moe_layer.param_specs().items()}
+        experts = {f"moe.{name}": spec for name, spec in config.moe_layer.param_specs().items()}
     else:
         assert config.mlp_dim is not None
         mlp = {
@@ -37,18 +40,19 @@ def layer_specs(config: ModelConfig, kind: LayerKind) -> dict[str, ParamSpec]:
             )
             for name, contracts in (("wi_0", "model_dim"), ("wi_1", "model_dim"), ("wo", "mlp_dim"))
         }
-    return {
+    specs = {
         "attention_norm": _norm(width, dtype),
         **{f"attention.{name}": spec for name, spec in attention.items()},
         "mlp_norm": _norm(width, dtype),
         **mlp,
     }
+    return {**with_adapters(specs, config.lora), **experts}
 
 
 def mtp_specs(config: ModelConfig) -> dict[str, ParamSpec]:
     """Declare the parameters of one multi-token-prediction module; embedding and head are the model's."""
     width, dtype = config.model_dim, config.param_dtype
-    return {
+    specs = {
         "embedding_norm": _norm(width, dtype),
         "hidden_norm": _norm(width, dtype),
         "projection": ParamSpec(
@@ -57,9 +61,9 @@ def mtp_specs(config: ModelConfig) -> dict[str, ParamSpec]:
             axes=("model_dim", "embedding_and_hidden"),
             contracts="embedding_and_hidden",
         ),
-        **layer_specs(config, config.kind(config.num_layers)),
-        "final_norm": _norm(width, dtype),
     }
+    last = with_adapters({"final_norm": _norm(width, dtype)}, config.lora)
+    return {**with_adapters(specs, config.lora), **layer_specs(config, config.kind(config.num_layers)), **last}
 
 
 def param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
@@ -68,7 +72,11 @@ def param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
     matrix = ParamSpec(
         shape=(config.vocab_size, width), dtype=dtype, axes=("vocab", "model_dim"), contracts="model_dim"
     )
-    specs = {"embedding": matrix}
+    tables = {"embedding": matrix, "final_norm": _norm(width, dtype)}
+    if not config.tied_embeddings:
+        tables["head"] = matrix
+    tables = with_adapters(tables, config.lora)
+    specs = {"embedding": tables.pop("embedding")}
 
     @functools.cache  # there may be many stacks, but few kinds of them
     def layers(kind: LayerKind, repeats: int) -> dict[str, ParamSpec]:
@@ -77,18 +85,32 @@ def param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
     for s, stack in enumerate(config.stacks):
         for p, kind in enumerate(stack.kinds):
             specs.update({f"stacks.{s}.{p}.{name}": spec for name, spec in layers(kind, stack.repeats).items()})
-    specs["final_norm"] = _norm(width, dtype)
-    if not config.tied_embeddings:
-        specs["head"] = matrix
+    specs |= tables
     module = mtp_specs(config) if config.mtp_layers else {}
     for m in range(config.mtp_layers):
         specs.update({f"mtp.{m}.{name}": spec for name, spec in module.items()})
     return specs
 
 
-def is_trained(name: str) -> bool:
-    """Tell whether a parameter learns by gradient: all but the selection bias, which the loss-free rule moves."""
-    return not name.endswith("router_selection_bias")
+def check_lora(config: ModelConfig) -> None:
+    """Require that every matrix that LoRA names is one of the model's, and that one has an adapter at all."""
+    if config.lora is None:
+        return
+    plain = replace(config, lora=None)
+    kinds = {config.kind(layer) for layer in range(config.num_layers)}
+    names = {_of_linear(name) for kind in kinds for name, spec in layer_specs(plain, kind).items() if is_matrix(spec)}
+    names -= {"moe.router_kernel"}
+    unknown = [target for target in config.lora.targets if target not in GROUPS and target not in names]
+    if unknown or not any(config.lora.has_target(name) for name in names):
+        raise ValueError(
+            f"LoRA's targets: expected {', '.join(GROUPS)}, or out of {', '.join(sorted(names))}, got "
+            f"{', '.join(unknown or config.lora.targets)}, which this model has not"
+        )
+
+
+def _of_linear(name: str) -> str:
+    part, _, leaf = name.rpartition(".")
+    return f"{part}.{ONE_LINEAR.get(leaf, leaf)}"
 
 
 def under(prefix: str, params: Params) -> dict[str, Any]:

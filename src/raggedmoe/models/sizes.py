@@ -173,13 +173,22 @@ def _with_layers(model: ModelConfig, sizes: Mapping[str, Any], name: str) -> Mod
     if first is not None and not 0 <= first <= num_layers:
         raise ValueError(f"first_num_dense_layers: expected 0 .. {num_layers}, the layers of {name}, got {first}")
     if first is not None:
+        _check_has_mlp(model, f"first_num_dense_layers={first}", first > 0, name)
         model = replace(model, dense_layers=tuple(range(first)))
     if step > 1:
+        _check_has_mlp(model, f"interleave_moe_layer_step={step}", num_layers > 1, name)
         every = {layer for layer in range(num_layers) if layer % step != step - 1}
         model = replace(model, dense_layers=tuple(sorted({*model.dense_layers, *every})))
     if "sliding_window_size" in sizes:
         model = _with_window(model, sizes["sliding_window_size"], name)
     return model
+
+
+def _check_has_mlp(model: ModelConfig, size: str, makes_dense: bool, name: str) -> None:
+    if makes_dense and model.mlp_dim is None:
+        raise ValueError(
+            f"{size}: {name} has experts in every layer, and no width for the MLP of others; set it with base_mlp_dim"
+        )
 
 
 def _with_window(model: ModelConfig, size: int, name: str) -> ModelConfig:

@@ -3,11 +3,14 @@
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from raggedmoe.kernels.expert_ffn.api import check_activation
+from raggedmoe.kernels.quant_config import check_blocks
+from raggedmoe.lora import LoraConfig, with_adapters
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.names import check_known, refuse_keywords_of
 from raggedmoe.params import ParamSpec, check_sizes, divisors
@@ -116,6 +119,7 @@ class MoEConfig:
     # no token. Expert choice needs it: an expert takes as many tokens as it has slots.
     capacity_factor: float | None = None
     param_dtype: DTypeLike = jnp.float32  # The type that weights are stored in; the router's are always float32.
+    lora: LoraConfig | None = None  # Adapters, which then learn alone; None: the weights themselves learn.
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_experts", "experts_per_token", "model_dim", "expert_dim")
@@ -176,14 +180,15 @@ class MoEConfig:
         sizes = {"expert": self.num_experts, "expert_dim": self.expert_dim, "model_dim": self.model_dim}
         sizes["shared_dim"] = experts.num_shared * self.expert_dim
 
-        def spec(*axes: str, dtype: DTypeLike = self.param_dtype, **how: str) -> ParamSpec:
+        def spec(*axes: str, dtype: DTypeLike = self.param_dtype, **how: Any) -> ParamSpec:
             return ParamSpec(shape=tuple(sizes[axis] for axis in axes), dtype=dtype, axes=axes, **how)
 
         weight, shared_weight = ("expert", "expert_dim", "model_dim"), ("shared_dim", "model_dim")
         specs: dict[str, ParamSpec | bool] = {
             "router_kernel": spec("expert", "model_dim", dtype=float32, contracts="model_dim"),
             "router_logit_bias": router.logit_bias and spec("expert", dtype=float32, init="zeros"),
-            "router_selection_bias": router.selection_bias and spec("expert", dtype=float32, init="zeros"),
+            "router_selection_bias": router.selection_bias
+            and spec("expert", dtype=float32, init="zeros", updated_by="load"),
             "router_expert_scale": router.expert_scale and spec("expert", dtype=float32, init="ones"),
             "wi_0": spec(*weight, contracts="model_dim"),
             "wi_1": gated and spec(*weight, contracts="model_dim"),
@@ -196,7 +201,8 @@ class MoEConfig:
             "shared_wo": shared and spec(*shared_weight, contracts="shared_dim"),
             "shared_gate": experts.shared_gate and spec("model_dim", contracts="model_dim"),
         }
-        return {name: declared for name, declared in specs.items() if isinstance(declared, ParamSpec)}
+        declared = {name: entry for name, entry in specs.items() if isinstance(entry, ParamSpec)}
+        return with_adapters(declared, self.lora, "moe.")
 
 
 def is_expert_choice(config: MoEConfig) -> bool:
@@ -225,6 +231,11 @@ def check_execution(
         )
     if config.capacity_factor is None and strategy == "capacity":
         raise ValueError("strategy='capacity' needs the MoEConfig's capacity_factor, got None; 1.0 is an even share")
+    if execution.backend.fused and config.lora is not None:
+        raise ValueError(
+            f"moe_backend={execution.moe_backend!r} fuses the experts' matmuls, between which LoRA adds its own; use "
+            "another backend"
+        )
     fused, batched = execution.backend.fused, strategy in ("capacity", "dense")
     unread = (
         (fused, "grouped_matmul", "the experts are one expert_ffn"),
@@ -240,6 +251,7 @@ def check_execution(
                 f"the kernel choice for {operation} would never be read with moe_backend={execution.moe_backend!r} and "
                 f"strategy={strategy!r}: {reason}; leave it out"
             )
+    check_blocks(execution.quantization, model_dim=config.model_dim, expert_dim=config.expert_dim)
     if config.model_dim % execution.width_chunks:
         raise ValueError(f"model_dim={config.model_dim} is not divisible by width_chunks={execution.width_chunks}")
     if execution.token_chunks > 1 and strategy == "capacity":
@@ -250,6 +262,7 @@ def check_execution(
     others = sorted(set(quantized) - set(EXPERT_MATRICES))
     arrays_only = (
         (others, f"{others} are multiplied as arrays; dequantise them"),
+        (execution.quantization, "the execution's quantization quantises arrays; leave it out"),
         (mesh, "on a mesh experts are split and gathered as arrays; dequantise them, or run on one device"),
         (strategy != "local", f"strategy={strategy!r} multiplies by all experts at once; use strategy='local'"),
         (execution.width_chunks > 1, "a part of the width may begin within a block of a scale; use width_chunks=1"),

@@ -24,6 +24,13 @@ class SelectionBias(nnx.Variable):
     """A bias that only decides who is chosen: no `nnx.Param`, no gradient; `update_selection_bias` moves it."""
 
 
+class FrozenParam(nnx.Variable):
+    """A weight beside which adapters learn: no `nnx.Param`, so no optimizer takes it."""
+
+
+KINDS: dict[str | None, type[nnx.Variable]] = {"gradient": nnx.Param, "load": SelectionBias, None: FrozenParam}
+
+
 class MoE(nnx.Module):
     """A Mixture-of-Experts layer.
 
@@ -66,9 +73,8 @@ class MoE(nnx.Module):
         specs = config.param_specs()
         params = make_params(specs, params, rngs, self.mesh, execution.tensor_split)
         for name, spec in specs.items():
-            kind = SelectionBias if name == "router_selection_bias" else nnx.Param
-            given = params[name]
-            value = check_operand("MoE", name, given, "G F D") if isinstance(given, Quantized) else jnp.asarray(given)
+            param, kind = params[name], KINDS[spec.updated_by]
+            value = check_operand("MoE", name, param, "G F D") if isinstance(param, Quantized) else jnp.asarray(param)
             setattr(self, name, kind(value, axes=spec.axes))
 
     @classmethod

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from raggedmoe.names import check_known
 from raggedmoe.params import ParamSpec, Specs, divisors
-from raggedmoe.sharding.axes import AXES, DATA, SPLITS, TOKEN_AXES, LogicalMesh, axes_of
+from raggedmoe.sharding.axes import AXES, DATA, SPLITS, TOKEN_AXES, LogicalMesh, MeshAxes, axes_of, logical_mesh
 from raggedmoe.sharding.rules import param_shardings, partition
 
 SLICES = "dcn_data_parallelism"  # the setting: slices, which a data centre's network connects
@@ -135,9 +135,16 @@ class Plan:
         mesh = AbstractMesh(tuple(self.sizes.values()), AXES)
         return partition(name, spec, LogicalMesh(mesh, tensor_split=self.tensor_split))
 
-    def shardings(self, mesh: Mesh, specs: Specs) -> dict[str, NamedSharding]:
-        """Return the sharding of every parameter on the mesh that this plan made."""
-        return param_shardings(LogicalMesh(mesh, tensor_split=self.tensor_split), specs)
+    def shardings(
+        self, mesh: Mesh | LogicalMesh, specs: Specs, mesh_axes: MeshAxes | None = None
+    ) -> dict[str, NamedSharding]:
+        """Return the sharding of every parameter on the mesh that this plan made.
+
+        On a mesh of your own, ``mesh_axes`` says which of its axes are ours; the degrees are then that mesh's.
+        """
+        on_mesh = logical_mesh(mesh, mesh_axes)
+        assert on_mesh is not None
+        return param_shardings(replace(on_mesh, tensor_split=self.tensor_split), specs)
 
     def device_elements(self, name: str, spec: ParamSpec) -> int:
         """Count the elements of a parameter on one device."""

@@ -20,16 +20,28 @@ WIDTH_DIMS = ("model_dim", "q_latent", "kv_latent")
 TENSOR_DIMS = ("head", "kv_head", "mlp_dim", "shared_dim", "vocab")
 
 
+class UnevenSplitError(ValueError):
+    """A dimension of routed experts that the degrees of parallelism which split it do not divide."""
+
+    def __init__(self, name: str, dim: str, size: int, degrees: Mapping[str, int]) -> None:
+        self.dim, self.size, self.degrees = dim, size, degrees
+        self.fitting = [number for number in divisors(size) if number <= 4096]
+        by = " × ".join(f"{axis}_parallelism={degree}" for axis, degree in degrees.items())
+        super().__init__(f"{name}: its {dim}={size} is not divisible by {by}; a product may be in {self.fitting}")
+
+
 def partition(name: str, spec: ParamSpec, mesh: LogicalMesh) -> PartitionSpec:
     """Say how a parameter is split over the logical axes of a mesh.
 
     What does not divide stays whole, but for routed experts: there it is an error, as they are nearly all of a model.
+    Their adapters are split like them, by whichever width they have.
     """
     routed, splits = is_routed(name, spec), dict[str, tuple[str, ...]]()
     if routed:
         splits = {"expert": (EXPERT,), mesh.tensor_split: (TENSOR,)}
-        if "expert_dim" in spec.axes and "model_dim" in spec.axes:  # not the biases, which are small
-            splits["model_dim"] = (*splits.get("model_dim", ()), FSDP)
+        if len([dim for dim in spec.axes if dim != "layer"]) > 2:  # not the biases, which are small
+            width = next(dim for dim in ("model_dim", "expert_dim") if dim in spec.axes)
+            splits[width] = (*splits.get(width, ()), FSDP)
     elif len([dim for dim in spec.axes if dim != "layer"]) > 1:  # not norms and biases: small, and whole everywhere
         for dims, over in ((WIDTH_DIMS, WIDTH_AXES), (TENSOR_DIMS, (TENSOR,))):
             splits.update(dict.fromkeys([dim for dim in dims if dim in spec.axes][:1], over))
@@ -37,12 +49,9 @@ def partition(name: str, spec: ParamSpec, mesh: LogicalMesh) -> PartitionSpec:
     for dim, size in zip(spec.axes, spec.shape):
         axes = splits.get(dim, ())
         while size % mesh.size(*axes):
-            if routed:
-                degrees = " × ".join(f"{axis}_parallelism={mesh.size(axis)}" for axis in axes if mesh.size(axis) > 1)
-                fitting = [n for n in divisors(size) if n <= 4096]
-                raise ValueError(
-                    f"{name}: its {dim}={size} is not divisible by {degrees}; a product may be in {fitting}"
-                )
+            if routed and "lora_rank" not in spec.axes:
+                degrees = {axis: mesh.size(axis) for axis in axes if mesh.size(axis) > 1}
+                raise UnevenSplitError(name, dim, size, degrees)
             axes = axes[:-1]
         entries.append(axes)
     return PartitionSpec(*entries) if splits else PartitionSpec()

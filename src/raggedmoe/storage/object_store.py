@@ -98,14 +98,14 @@ class Bucket:
         """Read an object."""
         import obstore
 
-        with self._explained(key, "read"):
+        with self._explain_errors(key, "read"):
             return bytes(obstore.get(self._store, key).bytes())
 
     def stream(self, key: str) -> Iterator[bytes]:
         """Read an object piece by piece."""
         import obstore
 
-        with self._explained(key, "read"):
+        with self._explain_errors(key, "read"):
             for piece in obstore.get(self._store, key).stream(PART_BYTES):
                 yield bytes(piece)
 
@@ -115,14 +115,14 @@ class Bucket:
 
         starts = range(start, start + count, PART_BYTES)
         lengths = [min(PART_BYTES, start + count - part) for part in starts]
-        with self._explained(key, "read"):
+        with self._explain_errors(key, "read"):
             return [memoryview(part) for part in obstore.get_ranges(self._store, key, starts=starts, lengths=lengths)]
 
     def write(self, key: str, content: bytes | Path | Iterable[bytes | memoryview]) -> None:
         """Write an object, a file of this machine as one, or what comes in pieces, in place of one that is there."""
         import obstore
 
-        with self._explained(key, "written"):
+        with self._explain_errors(key, "written"):
             obstore.put(self._store, key, content, chunk_size=PART_BYTES)
 
     def create(self, key: str, content: bytes) -> str:
@@ -133,7 +133,7 @@ class Bucket:
         return self._write_if(key, content, "create")
 
     def update(self, key: str, content: bytes, version: str) -> str:
-        """Like `create`, for an object that must be there in that version."""
+        """Replace an object that must be there in that version; what `create` says of retries holds here too."""
         return self._write_if(key, content, {"e_tag": version})
 
     def _write_if(self, key: str, content: bytes, condition: Any) -> str:
@@ -153,7 +153,7 @@ class Bucket:
                 raise ChangedObjectError(f"{self._url(key)}: expected it as it was read, but it has changed") from None
             return str(written["e_tag"])
 
-        with self._explained(key, "written"):
+        with self._explain_errors(key, "written"):
             return _repeat(attempt, 0.0 if self._was_in_vain else self._seconds)
 
     def info(self, key: str) -> ObjectInfo | None:
@@ -161,7 +161,7 @@ class Bucket:
         import obstore
 
         try:
-            with self._explained(key, "read"):
+            with self._explain_errors(key, "read"):
                 return _info(obstore.head(self._store, key))
         except FileNotFoundError:
             return None
@@ -170,14 +170,14 @@ class Bucket:
         """List all objects whose keys begin with a prefix that ends with a slash, or is empty."""
         import obstore
 
-        with self._explained(prefix, "listed"):
+        with self._explain_errors(prefix, "listed"):
             return [_info(entry) for page in obstore.list(self._store, prefix or None) for entry in page]
 
     def children(self, prefix: str) -> tuple[list[str], list[str]]:
         """List the folders directly below a prefix, and the objects, by their whole keys."""
         import obstore
 
-        with self._explained(prefix, "listed"):
+        with self._explain_errors(prefix, "listed"):
             result = obstore.list_with_delimiter(self._store, prefix or None)
             return sorted(result["common_prefixes"]), sorted(entry["path"] for entry in result["objects"])
 
@@ -186,21 +186,21 @@ class Bucket:
         import obstore
 
         if keys:
-            with self._explained(keys[0], "deleted"), contextlib.suppress(FileNotFoundError):
+            with self._explain_errors(keys[0], "deleted"), contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._store, list(keys))
 
     def copy(self, source: str, target: str) -> None:
         """Copy an object inside the server."""
         import obstore
 
-        with self._explained(source, "copied"):
+        with self._explain_errors(source, "copied"):
             obstore.copy(self._store, source, target)
 
     def _url(self, key: str) -> str:
         return f"s3://{self.name}/{key}"
 
     @contextlib.contextmanager
-    def _explained(self, key: str, done: str) -> Iterator[None]:
+    def _explain_errors(self, key: str, done: str) -> Iterator[None]:
         """Turn obstore's errors, some of which are not even of one class, into OSErrors that name the object."""
         from obstore.exceptions import BaseError, GenericError
 

@@ -73,19 +73,19 @@ def make_folder(folder: AnyPath) -> None:
 def list_files(folder: AnyPath) -> dict[str, int]:
     """List all files below a folder by their relative names, with their sizes."""
     if isinstance(folder, ObjectPath):
-        found = {info.key.removeprefix(folder.prefix): info.size for info in folder.bucket.files(folder.prefix)}
+        sizes = {info.key.removeprefix(folder.prefix): info.size for info in folder.bucket.files(folder.prefix)}
     else:
         paths = [path for path in folder.rglob("*") if not path.is_dir()]
-        found = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
-    return dict(sorted(found.items()))
+        sizes = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
+    return dict(sorted(sizes.items()))
 
 
 def find_files(folder: AnyPath, pattern: str) -> list[str]:
     """List the files of a folder, or of a named one in it (``notes/*.txt``), whose relative names fit a pattern."""
     inside, _, names = pattern.rpartition("/")
     place = folder / inside
-    found = fnmatch.filter((path.name for path in place.iterdir()), names) if place.is_dir() else []
-    return [f"{inside}/{name}" if inside else name for name in found if (place / name).is_file()]
+    fitting = fnmatch.filter((path.name for path in place.iterdir()), names) if place.is_dir() else []
+    return [f"{inside}/{name}" if inside else name for name in fitting if (place / name).is_file()]
 
 
 def sha256(path: AnyPath) -> str:

@@ -72,7 +72,7 @@ def test_extreme_arguments(activation, gated, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ties_of_the_clamp_have_the_slope_of_the_reference(dtype):
-    """Of `minimum` at a tie JAX gives each argument half."""
+    """At a tie, JAX gives each argument of `minimum` half of the gradient."""
     run, gates = call("clamped_swiglu", True, dtype)
     ties = tied(gates, True)
     assert ties.sum() > 2 * len(UPS)

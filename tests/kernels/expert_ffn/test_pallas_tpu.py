@@ -18,7 +18,7 @@ from raggedmoe.kernels.arrays import structs
 from raggedmoe.kernels.catalog import operation
 from raggedmoe.kernels.expert_ffn import api, matmuls, pallas_tpu, pallas_tpu_kernel, specs
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
-from raggedmoe.kernels.expert_ffn.pallas_tpu import FfnTiles, tiles_for, vmem_need
+from raggedmoe.kernels.expert_ffn.pallas_tpu import FfnTiles, ffn_tiles_for, vmem_need
 from raggedmoe.kernels.grouped_matmul import xla
 from raggedmoe.kernels.grouped_matmul.api import group_bounds
 from raggedmoe.kernels.registry import Call, CannotRunError, Kernels, select
@@ -241,7 +241,7 @@ def call_of(shape, dtype):
 @pytest.mark.parametrize("model", MODELS)
 def test_the_models_tiles_fit_vmem(model, chip, dtype):
     call = call_of(MODELS[model], jnp.dtype(dtype))
-    tiles = tiles_for(call, HARDWARE[chip])
+    tiles = ffn_tiles_for(call, HARDWARE[chip])
     assert vmem_need(call, tiles, HARDWARE[chip]) <= HARDWARE[chip].vmem_bytes
     assert tiles.rows % tiles.chunks[0] == tiles.rows % tiles.pack == 0
     assert list(tiles.chunks) == sorted(tiles.chunks, reverse=True)
@@ -251,7 +251,7 @@ def test_the_models_tiles_fit_vmem(model, chip, dtype):
 
 
 def test_the_largest_model_computes_512_rows_at_once():
-    tiles = tiles_for(call_of(MODELS["deepseek3"], jnp.dtype("bfloat16")), HARDWARE["tpu7x"])
+    tiles = ffn_tiles_for(call_of(MODELS["deepseek3"], jnp.dtype("bfloat16")), HARDWARE["tpu7x"])
     assert tiles == FfnTiles(rows=512, chunks=(512, 384, 256), hidden=256, width=512, slots=2, pack=16, cores=1)
 
 

@@ -67,7 +67,7 @@ def written(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def three(written, tmp_path) -> Path:
-    """The same to be changed."""
+    """Return a copy to be changed."""
     return Path(shutil.copytree(written, tmp_path / "three"))
 
 

@@ -12,7 +12,7 @@ import pytest
 from raggedmoe.train.data.batches import Batches, open_data, split_documents
 from raggedmoe.train.data.corpus import Document
 from raggedmoe.train.data.rows import Batch
-from raggedmoe.train.settings.sections import DataConfig
+from raggedmoe.train.settings.sections import HELD_OUT, DataConfig
 
 SIZES = (0, 1, 2, 7, 8, 9, 16, 17, 30, 41, 5, 64, 23, 12, 50, 3)  # of the files, for rows of 8
 
@@ -165,7 +165,7 @@ def test_the_iterator_keeps_its_protocol(folder):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_training_sees_nothing_of_what_is_held_out(folder, packing, seed):
     data = opened(folder, packing=packing, data_seed=seed)
-    held_out = fives(data.held_out_batches(100))
+    held_out = fives(data.held_out_batches(100)[HELD_OUT])
     assert held_out
     assert not held_out & fives([epoch(data)])
 
@@ -176,12 +176,12 @@ def test_together_both_sides_have_every_byte(folder):
 
 
 def test_held_out_batches_are_the_same_in_every_run(folder):
-    assert same(opened(folder).held_out_batches(3), opened(folder).held_out_batches(3))
+    assert same(*(opened(folder).held_out_batches(3)[HELD_OUT] for _ in range(2)))
 
 
 def test_held_out_batches_are_no_more_than_the_rows_fill_and_hold_each_row_once(folder):
     data = opened(folder, batch_size=4)
-    batches = data.held_out_batches(100)
+    batches = data.held_out_batches(100)[HELD_OUT]
     rows = data.held_out.num_rows
     assert rows % 4
     assert len(batches) == -(-rows // 4)
@@ -191,7 +191,7 @@ def test_held_out_batches_are_no_more_than_the_rows_fill_and_hold_each_row_once(
 
 def test_the_last_held_out_batch_is_filled_up_with_padding(folder):
     data = opened(folder, batch_size=4)
-    last = data.held_out_batches(100)[-1]
+    last = data.held_out_batches(100)[HELD_OUT][-1]
     full = data.held_out.num_rows % 4
     empty = slice(full, None)
     assert full
@@ -203,7 +203,7 @@ def test_the_last_held_out_batch_is_filled_up_with_padding(folder):
 def test_few_held_out_batches_are_spread_over_all_rows(folder):
     data = opened(folder, batch_size=2, held_out=0.5)
     rows = row_list([data.held_out.batch(range(data.held_out.num_rows))])
-    chosen = [rows.index(row) for row in row_list(data.held_out_batches(2))]
+    chosen = [rows.index(row) for row in row_list(data.held_out_batches(2)[HELD_OUT])]
     assert chosen == sorted(set(chosen))
     assert max(chosen) >= len(rows) * 3 // 4
     assert max(np.diff(chosen)) <= -(-len(rows) // 4)
@@ -211,7 +211,7 @@ def test_few_held_out_batches_are_spread_over_all_rows(folder):
 
 @pytest.mark.parametrize("dataset", ["stdlib", "synthetic"])
 def test_nothing_held_out_gives_no_held_out_batches(dataset):
-    assert open_data(DataConfig(dataset_type=dataset, held_out=0.0), 256, 16).held_out_batches(3) == []
+    assert open_data(DataConfig(dataset_type=dataset, held_out=0.0), 256, 16).held_out_batches(3) == {}
 
 
 def test_synthetic_rows_held_out_are_not_those_to_train_on():
@@ -382,7 +382,7 @@ def test_each_document_ends_with_a_token_that_is_learned_and_begins_nothing(tmp_
 
 
 def test_only_where_a_text_ends_it_ends(tmp_path):
-    """Of one long file the end is held out: the part to train on is cut off, and does not end there."""
+    """The end of one long file is held out: the part to train on is cut off, and does not end there."""
     (tmp_path / "a.txt").write_bytes(b"x" * 40)
     data = opened(tmp_path, held_out=0.25, add_eos=True)
     assert not (np.asarray(epoch(data).targets) == 255).any()
@@ -402,3 +402,45 @@ def test_text_with_the_byte_that_ends_one_is_warned_of(tmp_path, caplog):
     (tmp_path / "a.txt").write_bytes(b"no\xfftext")
     opened(tmp_path, add_eos=True, held_out=0.0)
     assert "a.txt and 0 other files have the byte 0xff" in caplog.text
+
+
+def test_named_sets_are_evaluated_on_beside_what_is_held_out(folder, tmp_path):
+    for name, content in (("code", "if x:\n    y()\n" * 9), ("news", "It rained. " * 30)):
+        (tmp_path / f"{name}.txt").write_text(content)
+    named = (f"code={tmp_path / 'code.txt'}", f"news={tmp_path / 'news.txt'}", f"both={tmp_path / 'code.txt'}")
+    data = opened(folder, eval_paths=(*named, f"both={tmp_path / 'news.txt'}"))
+    assert list(data.evaluated) == [HELD_OUT, "code", "news", "both"]
+    assert data.describe().endswith("held out; evaluated on code, news, both")
+    assert len(data.evaluated["both"].tokens) == sum(len(data.evaluated[name].tokens) for name in ("code", "news"))
+    assert bytes(data.evaluated["code"].tokens).startswith(b"if x:")
+    plain = opened(folder)
+    assert same(plain.held_out_batches(3)[HELD_OUT], data.held_out_batches(3)[HELD_OUT])
+    assert plain.fingerprint == data.fingerprint[: len(plain.fingerprint)] != data.fingerprint
+    assert same([next(plain.train_batches())], [next(data.train_batches())])
+    for changed in (named[:2], (named[0], named[1].replace("news=", "other="))):
+        assert opened(folder, eval_paths=changed).fingerprint not in (plain.fingerprint, data.fingerprint)
+    assert list(opened(folder, eval_paths=named[:2], held_out=0.0).evaluated) == ["code", "news"]
+    stdlib = open_data(DataConfig(dataset_type="stdlib", eval_paths=named[:1]), 256, 2)
+    assert bytes(stdlib.evaluated["code"].tokens) == b"if x:\n    y()\n" * 9 + b"\xff"
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("a.txt", "eval_paths=a.txt: expected NAME=PATH, .* got 'a.txt'"),
+        ("held-out=a.txt", "a name of letters and digits other than held-out"),
+        ("a b=c", "expected NAME=PATH"),
+        ("code=", "expected NAME=PATH"),
+    ],
+)
+def test_a_set_without_a_name_or_a_path_is_refused(entry, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(dataset_type="text", dataset_path=("a",), eval_paths=(entry,))
+
+
+def test_a_set_of_nothing_to_learn_is_named(folder, tmp_path):
+    (tmp_path / "one.txt").write_text("x")
+    with pytest.raises(ValueError, match="eval_paths: expected documents of two tokens or more as tiny, got none"):
+        opened(folder, eval_paths=(f"tiny={tmp_path / 'one.txt'}",), add_eos=False)
+    with pytest.raises(ValueError, match="dataset_type=synthetic reads no eval_paths"):
+        DataConfig(dataset_type="synthetic", eval_paths=("a=b",))

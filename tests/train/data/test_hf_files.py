@@ -173,6 +173,9 @@ def test_words_of_maxtext_say_the_same():
     assert (data.dataset_path, data.dataset_split, data.dataset_column) == (("mine/data",), "test", None)
     for column, expected in (("['prompt','completion']", None), ("['messages']", "messages"), ("text", "text")):
         assert read_words((f"train_data_columns={column}",)).data.dataset_column == expected
+    assert read_words(("hf_eval_files=a.parquet,b.parquet",)).data.named_eval_paths == {
+        "eval": ("a.parquet", "b.parquet")
+    }
     with pytest.raises(ValueError, match=r"hf_train_files=.*patterns are not expanded; name the files"):
         read_words(("hf_train_files=x/*.parquet",))
     with pytest.raises(ValueError, match="hf_path=json: parquet and arrow files are read; use dataset_type=chat"):

@@ -55,6 +55,15 @@ def ended(path, text=None):
     return load_tokenizer(path, 5).with_end(text)
 
 
+def test_a_token_that_was_added_counts_against_the_vocabulary(path):
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(["<added>"])
+    tokenizer.save(str(path))
+    assert load_tokenizer(path, 6).vocab_size == 6
+    with pytest.raises(ValueError, match="below the model's vocabulary of 5, got one of 5; use vocab_size=6"):
+        load_tokenizer(path, 5)
+
+
 def write(path, name, value):
     (path.parent / name).write_text(json.dumps(value))
 

@@ -284,7 +284,7 @@ def finished(whole, tmp_path):
 
 @pytest.fixture
 def begin(run, monkeypatch):
-    """The same command up to the moment where it would compile."""
+    """Run the command up to the moment where it would compile."""
 
     def compile_programs(*args, **options):
         raise CompilingError

@@ -1,6 +1,7 @@
 """A run whose folder is in an object store: that on a disk, bit for bit, whatever happens to the server meanwhile."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from raggedmoe.storage.trees import download, list_files, remove, upload
 from raggedmoe.train.data.tokenizer import byte_tokenizer_json
 from raggedmoe.train.loop import loop
 from raggedmoe.train.loop.log import RunLog
+from raggedmoe.train.settings.words import read_words
 from tests.train.runs import TINY, curve, lines, share_programs
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -38,7 +40,7 @@ def no_waiting(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The same run on a disk, which nothing disturbed."""
+    """Run the words on a disk, where nothing disturbs them."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         share_programs(patch)
@@ -260,6 +262,22 @@ def test_a_branch_begins_with_a_checkpoint_in_the_store(run, bucket, whole, tmp_
     assert generate(f"{whole}@8", "def ", max_new_tokens=2) == 0
     assert capsys.readouterr().out == from_the_store
     assert report((parent, str(tmp_path / "branch")), out=str(tmp_path / "both.html")) == 0
+
+
+def test_a_file_of_settings_can_lie_in_the_store(bucket):
+    values = {"settings": {"model_name": "olmoe-tiny", "steps": 7}}
+    (bucket / "runs/run/run.json").write_bytes(json.dumps(values).encode())
+    (bucket / "base.toml").write_bytes(b"[run]\nsteps = 5\nstep_count = 3\n")
+    (bucket / "theirs.yml").write_bytes(b"base_config: deeper/more.yml\nsteps: 9\n")
+    (bucket / "deeper/more.yml").write_bytes(b"learning_rate: 0.25\n")
+    config = read_words([f"{bucket}/runs/run/run.json", f"init_from={bucket}/runs/run@8"])
+    assert (config.model, config.run.steps) == ("olmoe-tiny", 7)
+    theirs = read_words([f"{bucket}/theirs.yml"])
+    assert (theirs.run.steps, theirs.optimizer.learning_rate) == (9, 0.25)
+    with pytest.raises(ValueError, match=r"unknown setting 'step_count' \(base.toml\)"):
+        read_words([f"{bucket}/base.toml"])
+    with pytest.raises(ValueError, match=f"{bucket / 'nothing.json'}: expected a file of settings, found none"):
+        read_words([f"{bucket}/nothing.json"])
 
 
 @pytest.mark.parametrize("name", ["base_output_directory", "load_parameters_path", "dataset_path", "tokenizer_path"])

@@ -1,11 +1,15 @@
 """A run that Python starts: README's example, and the same run by command."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
 
 from raggedmoe.cli.train import run_training
+from raggedmoe.train.loop.loop import train
+from raggedmoe.train.settings.words import read_words
+from tests.train.loop.test_loop import WORDS
 from tests.train.runs import curve, lines
 
 README = Path(__file__).parents[3] / "README.md"
@@ -55,3 +59,30 @@ def test_a_callback_that_returns_true_ends_the_run_with_its_model(tmp_path, monk
     assert names["outcome"].code == 0
     assert len(names["outcome"].metrics.train) < 20
     assert names["outcome"].model is not None
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("shared_programs")
+def test_what_a_callback_raises_ends_the_run_which_goes_on_in_another_thread(tmp_path):
+    """Neither is a file that cannot be written, and signals are for the main thread alone."""
+
+    def failing(error):
+        def callback(line):
+            if line["kind"] == "train" and line["step"] == 6:
+                raise error
+
+        return callback
+
+    whole, ended = (read_words([*WORDS, f"base_output_directory={tmp_path}", f"run_name={name}"]) for name in "ab")
+    assert train(whole, quiet=True).code == 0
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        train(ended, quiet=True, callbacks=[failing(ZeroDivisionError("mine"))])
+    with pytest.raises(RuntimeError, match="a callback of the run raised TimeoutError: mine"):
+        train(ended, quiet=True, callbacks=[failing(TimeoutError("mine"))])
+    outcomes = []
+    thread = threading.Thread(target=lambda: outcomes.append(train(ended, quiet=True)))
+    thread.start()
+    thread.join()
+    assert outcomes[0].code == 0
+    assert [line["text"] for line in lines(tmp_path / "b" / "metrics.jsonl") if line.get("what") == "resumed"]
+    assert curve(tmp_path / "b") == curve(tmp_path / "a")

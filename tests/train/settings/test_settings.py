@@ -2,9 +2,11 @@
 
 import ast
 import dataclasses
+import json
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import raggedmoe
@@ -14,9 +16,19 @@ from raggedmoe.kernels.registry import Directions
 from raggedmoe.models.presets import model_preset
 from raggedmoe.moe.config import MoEConfig, strategy_name
 from raggedmoe.sharding.plan import Plan
+from raggedmoe.storage import as_path
 from raggedmoe.train.settings.config import SETTINGS, TrainConfig, config_of, list_changes
 from raggedmoe.train.settings.resolve import resolve
-from raggedmoe.train.settings.sections import RECIPES, CheckpointConfig, MeshSettings, RunConfig, StepSettings
+from raggedmoe.train.settings.sections import (
+    RECIPES,
+    CheckpointConfig,
+    DataConfig,
+    ExecutionSettings,
+    MeshSettings,
+    OptimizerConfig,
+    RunConfig,
+    StepSettings,
+)
 from raggedmoe.train.settings.words import read_words
 from tests.train.settings.resume_table import with_table
 
@@ -80,6 +92,45 @@ def test_what_is_set_to_what_another_model_would_have_stays():
     assert (asked.run.steps, asked.step.bias_update_rate, asked.run.eval_steps) == (1000, 1e-3, 32)
 
 
+def test_values_may_be_what_python_programs_have():
+    config = TrainConfig(
+        model=Path("models/mine"),
+        data=DataConfig(dataset_type="text", dataset_path=[Path("a"), "b"], packing=np.bool_(False)),
+        execution=ExecutionSettings(grouped_matmul="xla, cpu", remat=["full"], ragged_gather=["xla"]),
+        optimizer=OptimizerConfig(learning_rate=np.float32(0.5), weight_decay=np.float64(0.25), adam_b1=0),
+        run=RunConfig(steps=np.int64(7), base_output_directory=as_path("s3://bucket/runs")),
+    )
+    assert (config.model, config.data.dataset_path, config.data.packing) == ("models/mine", ("a", "b"), False)
+    assert (config.execution.grouped_matmul, config.execution.remat) == (("xla", "cpu"), ("full",))
+    assert (config.optimizer.learning_rate, config.run.base_output_directory) == (0.5, "s3://bucket/runs")
+    assert {type(config.run.steps), type(config.data.packing)} == {int, bool}
+    assert DataConfig(dataset_type="text", dataset_path="books/").dataset_path == ("books/",)
+    assert config_of(json.loads(json.dumps(config.changes()))) == config
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: TrainConfig(run={"steps": 3}), ValueError, r"^run: expected RunConfig\(…\), got {'steps': 3}"),
+        (
+            lambda: TrainConfig(learning_rate=1.0),
+            TypeError,
+            r"^TrainConfig has no learning_rate; use optimizer=OptimizerConfig\(learning_rate=…\)$",
+        ),
+        (lambda: RunConfig(learning_rate=1.0), TypeError, r"RunConfig has no learning_rate; use OptimizerConfig\("),
+        (lambda: TrainConfig(model_name="demo"), TypeError, r"has no model_name; use TrainConfig\(model=…\)"),
+        (lambda: RunConfig(step=1), TypeError, "RunConfig has no step; did you mean steps"),
+        (lambda: RunConfig(qqqqq=1), TypeError, "RunConfig has no qqqqq; expected one of steps, seed"),
+        (lambda: RunConfig(steps=True), ValueError, "steps: expected a whole number, got True"),
+        (lambda: RunConfig(steps=np.float64(1.5)), ValueError, "steps: expected a whole number, got 1.5"),
+        (lambda: DataConfig(dataset_path=[3]), ValueError, "dataset_path: expected names separated by commas"),
+    ],
+)
+def test_what_python_gets_wrong_is_refused_with_where_it_belongs(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
 @pytest.mark.parametrize(
     "config", [TrainConfig(), TrainConfig(model="olmoe-tiny", mesh=MeshSettings(data_parallelism=2))], ids=str
 )
@@ -106,8 +157,8 @@ def test_a_replaced_configuration_is_the_one_that_was_there(config):
         (["dropout_rate=0.1"], "dropout is not built"),
         (["packing=maybe"], "packing: expected true or false, got 'maybe'"),
         (["schedule=linear"], "schedule: expected one of cosine, wsd, constant, got 'linear'"),
-        (["dataset_type=hf"], "dataset_type=hf: that pipeline is not built; use dataset_type=text"),
-        (["dataset_type=csv"], "dataset_type: expected one of stdlib, text, chat, tokens, synthetic, got 'csv'"),
+        (["dataset_type=tfds"], "dataset_type=tfds: that pipeline is not built; use dataset_type=text"),
+        (["dataset_type=csv"], "dataset_type: expected one of stdlib, text, chat, hf, tokens, synthetic, got 'csv'"),
         (["steps=5", "steps=6"], "steps=5 and steps=6 contradict each other"),
         (["demo", "olmoe-tiny"], "expected one model and settings as key=value, got 'demo' and 'olmoe-tiny'"),
         (["demo", "model_name=olmoe-tiny"], "demo and model_name=olmoe-tiny contradict each other"),
@@ -117,13 +168,19 @@ def test_a_replaced_configuration_is_the_one_that_was_there(config):
             r"contradict each other: both set ragged_gather\.forward",
         ),
         (["capacity_facto=1"], "did you mean capacity_factor or"),
-        (["quantization=int8"], "quantised experts are not built"),
-        (["use_qwix_quantization=true"], "quantised experts are not built"),
+        (["quantization=int4"], "quantization=int4: nothing is trained in 4 bits; use quantization=int8"),
+        (["quantization=te_fp8_delayedscaling"], "Transformer Engine is not used; use quantization=fp8"),
+        (["quantization=nanoo_fp8"], "AMD's fp8 is not built; use quantization=fp8"),
+        (["quantization=fp9"], "quantization: expected one of none, fp8_full, fp8, int8, .*, got 'fp9'"),
+        (
+            ["quantization=fp8", "act_quantization_calibration_method=fixed,-1,2"],
+            r"act_quantization_calibration_method=fixed,-1,2: expected absmax, or fixed,-a,a with a > 0",
+        ),
         (["use_gather_mosaic_kernel=true"], "a TensorCore gather is not built; use_ragged_sort=true"),
         (["use_2d_fsdp_sharding=true"], "there is one FSDP axis; use ici_fsdp_parallelism"),
         (
-            ["quantization=fp8", "ici_context_parallelism=2"],
-            "2 settings cannot be taken:\n  quantization=fp8: .*\n  ici_",
+            ["quantization=int4", "ici_context_parallelism=2"],
+            "2 settings cannot be taken:\n  ici_.*\n  quantization=int4: ",
         ),
         (["remat_policy=custom", "out_proj=offload"], "out_proj=offload: keeping arrays in the host's memory"),
         (["remat_policy=minimal_offloaded"], "keeping arrays in the host's memory is not built; remat_policy=full"),
@@ -153,6 +210,20 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
         (["moe_backend=fast"], "unknown moe_backend 'fast'"),
         (["sparse_matmul=false", "ragged_gather=xla"], "ragged_gather would never be read"),
         (["grouped_matmul=magic"], "implementation of grouped_matmul, 'magic'"),
+        (["quantization=fp8", "moe_backend=cpu_native"], "with moe_backend='cpu_native': its fused kernel rounds"),
+        (["moe_fp8_weights=true", "moe_use_kernel_agent_ffn=true"], "with moe_backend='expert_ffn': its fused kernel"),
+        (["quantization=int8", "moe_backend=megablox"], "megablox .forward. takes no quantised operands; use auto"),
+        (["quantization=int8", "width_chunks=2"], "with width_chunks=2: a part of a row would have a scale of its own"),
+        (
+            ["quantization=int8", "moe_backend=dense"],
+            "quantization=int8 and moe_backend=dense .* contradict each other",
+        ),
+        (["quantization=int8", "capacity_factor=1"], "quantization=int8 and capacity_factor=1 contradict each other"),
+        (
+            ["quantization=fp8", "quantization_block=7"],
+            r"model_dim=192 is not divisible by block=7 .quantization_block",
+        ),
+        (["quantization=fp8", "quantization_row_scale=0"], "expected quantization_row_scale > 0, got 0"),
         (["moe_backend=ragged_dot", "grouped_matmul=cpu"], "already names 'xla' for grouped_matmul, got 'cpu'"),
         (["steps=0"], "expected steps >= 1, got 0"),
         (["steps=10", "warmup_steps=11"], "never reach its peak"),
@@ -206,7 +277,28 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
         ),
         (["load_parameters_path=nowhere"], "expected a folder, found none at nowhere"),
         (["profiler=xplane", "profiler_steps=0"], "profiler_steps >= 1"),
-        (["mixtral-tiny", "routing=magic"], "unknown selection 'magic'"),
+        (
+            ["mixtral-tiny", "routing=magic"],
+            "routing: expected one of learned, random, hash, balanced, expert_choice, got 'magic'",
+        ),
+        (["routing=expert_choice"], "routing=expert_choice: expected a capacity_factor"),
+        (
+            ["routing=expert_choice", "capacity_factor=1", "aux_loss_weight=0.1"],
+            "routing=expert_choice is balanced by construction; leave aux_loss_weight=0.1 out",
+        ),
+        (
+            ["num_moe_emb_chunks=7"],
+            r"^num_moe_emb_chunks=7 does not divide base_emb_dim=192, .* demo; use one of \[1, 2",
+        ),
+        (
+            ["olmoe-tiny", "interleave_moe_layer_step=3"],
+            "^interleave_moe_layer_step=3: olmoe-tiny has experts in every layer.*set it with base_mlp_dim",
+        ),
+        (["olmoe-tiny", "first_num_dense_layers=1"], "^first_num_dense_layers=1: olmoe-tiny has experts in every"),
+        (
+            ["learning_rate_schedule_steps=5", "warmup_steps=9"],
+            "^warmup_steps=9 is more than learning_rate_schedule_steps=5: the learning rate would never",
+        ),
         (["attention=fast"], "unknown implementation of attention, 'fast'"),
     ],
 )
@@ -456,9 +548,21 @@ def test_without_a_sparse_matmul_every_expert_computes_every_token_on_a_mesh_too
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["expert_parallelism=5"], r"expert=16 is not divisible by expert_parallelism=5"),
-        (["fsdp_parallelism=3"], r"model_dim=64 is not divisible by fsdp_parallelism=3"),
-        (["tensor_parallelism=3"], r"expert_dim=32 is not divisible by tensor_parallelism=3"),
+        (
+            ["expert_parallelism=5"],
+            r"^expert_parallelism=5 does not divide num_experts=16 of deepseek-v3-tiny; .* \[1, 2, 4, 8, 16\]",
+        ),
+        (["fsdp_parallelism=3"], r"^fsdp_parallelism=3 does not divide base_emb_dim=64"),
+        (["tensor_parallelism=3"], r"^tensor_parallelism=3 does not divide base_moe_mlp_dim=32"),
+        (["ici_fsdp_parallelism=3"], r"^ici_fsdp_parallelism=3 does not divide base_emb_dim=64"),
+        (
+            ["ici_fsdp_parallelism=3", "tensor_parallelism=2", "tensor_split=model_dim"],
+            "^tensor_parallelism=2 × ici_fsdp_parallelism=3 does not divide base_emb_dim=64",
+        ),
+        (
+            ["recompute_dispatch=true", "expert_parallelism=2"],
+            "^recompute_dispatch=true: the rows that come from other devices .* use expert_parallelism=1",
+        ),
         (["fsdp_parallelism=-1", "expert_parallelism=-1"], "expected one degree of -1 at most"),
         (["fsdp_parallelism=4", "data_parallelism=4"], "= 16 devices, but there are 8"),
     ],
@@ -525,7 +629,7 @@ def test_a_setting_that_changes_nothing_says_so(name):
 
 # Keys of other tables that have the name of a setting: what run.json says of the model, a step's figures, programs.
 READERS = {"get", "pop", "is_given", "is_typed", "shown"}
-OTHER_TABLES = {"model", "run.model", "fetched", "lowered", "compiled", "plain", "each", "tokenizer_config"}
+OTHER_TABLES = {"model", "run.model", "fetched", "lowered", "compiled", "plain", "measured", "tokenizer_config"}
 
 
 def test_no_setting_is_read_by_a_string_outside_settings():

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from raggedmoe.models.execution import ModelExecution
-from raggedmoe.models.parameters import is_trained, param_specs
+from raggedmoe.models.parameters import param_specs
 from raggedmoe.models.presets import model_preset
 from raggedmoe.moe.config import RouterConfig
 from raggedmoe.moe.execution import MoEExecution
@@ -94,13 +94,14 @@ def drawn_params(model, seed=0):
 
 def sorted_out(params):
     """What learns by gradient, and the biases."""
-    trained = {name: value for name, value in params.items() if is_trained(name)}
+    trained = {name: value for name, value in params.items() if not name.endswith("selection_bias")}
     return trained, {name: value for name, value in params.items() if name not in trained}
 
 
 def first_state(config):
-    optimizer = make_optimizer(config.optimizer, param_specs(config.model))
-    return state_from_params(drawn_params(config.model), optimizer, jax.random.key(0))
+    specs = param_specs(config.model)
+    optimizer = make_optimizer(config.optimizer, specs)
+    return state_from_params(drawn_params(config.model), specs, optimizer, jax.random.key(0))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import pytest
 from raggedmoe.hardware import GB, HARDWARE, hardware_by_name
 from raggedmoe.models.decoder import decode, logits
 from raggedmoe.models.flops import forward_flops, mean_visible_keys, train_flops
-from raggedmoe.models.parameters import is_trained, param_specs
+from raggedmoe.models.parameters import param_specs
 from raggedmoe.models.presets import model_preset
 from raggedmoe.train.loop import speed
 from raggedmoe.train.loop.speed import peak_flops
@@ -41,7 +41,7 @@ def test_state_bytes_are_those_of_the_state_that_a_run_begins_with(param_dtype, 
     settings = OptimizerConfig(schedule_steps=20, **settings)
     optimizer = make_optimizer(settings, param_specs(config))
     state = jax.eval_shape(lambda: init_state(config, optimizer, jax.random.key(0)))
-    trained = [array for name, array in state.params.items() if is_trained(name)]
+    trained = [array for name, array in state.params.items() if param_specs(config)[name].trained]
     found = state_bytes(config, optimizer=settings)
     assert found.num_params == sum(array.size for array in state.params.values())
     assert found.params == sum(num_bytes(array) for array in state.params.values())

@@ -49,7 +49,7 @@ def _compiled(chunk_elements):
 
 
 def value_and_gradients(hidden, head, targets, weights, scale=1.0):
-    """The same of ours, as one flat tuple."""
+    """Return our value and gradients, as one flat tuple."""
     run = _compiled(loss_module.CHUNK_ELEMENTS)
     value, gradients = run(*map(jnp.asarray, (hidden, head, targets, weights)), scale)
     return value, *gradients

@@ -88,7 +88,7 @@ def test_a_run_of_one_step_is_at_the_end_of_a_cosine_and_at_the_peak_otherwise(s
 )
 def test_a_setting_that_makes_no_sense_is_refused(changes, words):
     with pytest.raises(ValueError, match=words):
-        OptimizerConfig(**{"schedule_steps": STEPS, **changes})
+        OptimizerConfig(**{"schedule_steps": STEPS, **changes}).for_run(1000)
 
 
 SPECS = {
@@ -202,7 +202,7 @@ def test_a_parameter_decays_exactly_if_it_is_drawn_at_random(preset):
 def test_bfloat16_parameters_have_float32_moments():
     params = {name: jnp.asarray(value, jnp.bfloat16) for name, value in drawn(0).items()}
     optimizer = make_optimizer(OptimizerConfig(schedule_steps=STEPS), SPECS)
-    state = state_from_params(params, optimizer, jax.random.key(0))
+    state = state_from_params(params, SPECS, optimizer, jax.random.key(0))
     moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
     assert len(moments) == 2 * len(params)
     assert {leaf.dtype for leaf in moments} == {jnp.dtype(jnp.float32)}

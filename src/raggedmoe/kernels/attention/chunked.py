@@ -65,14 +65,14 @@ def forward(operands, *, scale, window):
             return higher, total * shrink + weights.sum(-1), mean
 
         first, last = _seen_chunks(chunk.position, operands.key.shape[1], window)
-        peak, total, mean = lax.fori_loop(first, last, add, _varying((peak, total, mean), operands))
+        peak, total, mean = lax.fori_loop(first, last, add, _pvary_tree((peak, total, mean), operands))
         seeing = sees_any_slot(chunk.position, operands.key.shape[1], window)[:, None, :, None]
         total = jnp.where(seeing, total, 1)
         out = (mean / total[..., None]).astype(operands.query.dtype)
         return None, (out, jnp.where(seeing, peak + jnp.log(total), jnp.inf))
 
     _, (out, logsumexp) = lax.scan(one_chunk, None, queries)
-    return _whole(out, operands), jnp.moveaxis(_whole(logsumexp, operands), 1, 2)
+    return _join_chunks(out, operands), jnp.moveaxis(_join_chunks(logsumexp, operands), 1, 2)
 
 
 def backward(operands, out, logsumexp, cotangent, *, scale, window):
@@ -96,12 +96,12 @@ def backward(operands, out, logsumexp, cotangent, *, scale, window):
             dvalue = _add_to_chunk(dvalue, einsum("bmcpk,bmcpw->bkmw", weights.astype(value.dtype), cotangent), j)
             return dquery, dkey, dvalue
 
-        dquery = _varying(jnp.zeros(chunk.query.shape, wide), (operands, cotangent))
+        dquery = _pvary_tree(jnp.zeros(chunk.query.shape, wide), (operands, cotangent))
         first, last = _seen_chunks(chunk.position, key.shape[1], window)
         dquery, *gradients = lax.fori_loop(first, last, add, (dquery, *gradients))
         return tuple(gradients), dquery.astype(query.dtype)
 
-    start = _varying((jnp.zeros(slots.key.shape, wide), jnp.zeros(slots.value.shape, wide)), (operands, cotangent))
+    start = _pvary_tree((jnp.zeros(slots.key.shape, wide), jnp.zeros(slots.value.shape, wide)), (operands, cotangent))
     num_key_heads = key.shape[2]
     rows = [_query_chunks(by_key_head(array, num_key_heads), fill) for array, fill in ((cotangent, 0), (mean, 0))]
     rows.append(_query_chunks(by_key_head(logsumexp, num_key_heads), jnp.inf))
@@ -110,7 +110,7 @@ def backward(operands, out, logsumexp, cotangent, *, scale, window):
     dsinks = None
     if sinks is not None:
         dsinks = -(jnp.exp(sinks.astype(wide)[None, None] - logsumexp) * mean).sum((0, 1)).astype(sinks.dtype)
-    return _whole(dquery, operands), dkey, dvalue, dsinks
+    return _join_chunks(dquery, operands), dkey, dvalue, dsinks
 
 
 def _queries(operands: Operands) -> _Queries:
@@ -177,7 +177,7 @@ def _query_chunks(array, fill):
     return jnp.moveaxis(_in_chunks(array, fill), 3, 2)
 
 
-def _whole(chunks, operands: Operands):
+def _join_chunks(chunks, operands: Operands):
     """Join the chunks ``[chunks, B M C P ...]`` of the queries to ``[B S N ...]``."""
     batch, length, heads, _ = operands.query.shape
     rows = jnp.moveaxis(chunks, (0, 3), (1, 2))
@@ -197,7 +197,7 @@ def _add_to_chunk(array, part, j):
     return lax.dynamic_update_slice_in_dim(array, old + part, start, 1)
 
 
-def _varying(values, arrays):
+def _pvary_tree(values, arrays):
     return jax.tree.map(lambda value: pvary_like(value, *jax.tree.leaves(arrays)), values)
 
 

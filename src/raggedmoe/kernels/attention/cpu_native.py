@@ -29,7 +29,7 @@ def backward(operands, out, logsumexp, cotangent, *, scale, window):
 
 
 def _arrays(operands: Operands):
-    """The arrays in the order of the C++ functions, with empty ones for those that are not there."""
+    """List the arrays in the order of the C++ functions, with empty ones for those that are not there."""
     none, sinks = jnp.zeros(0, jnp.int32), operands.sinks
     positions, segments = (none if array is None else array for array in (operands.positions, operands.segments))
     sinks = jnp.zeros(0) if sinks is None else sinks.astype(jnp.float32)

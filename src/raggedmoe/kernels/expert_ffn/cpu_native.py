@@ -63,7 +63,7 @@ def backward(rows, weights, bounds, cotangent, *, activation, kept=None):
 
 
 def _operands(weights, rows):
-    """All weights and biases, in the order of the C++ function, in the type of the rows."""
+    """List all weights and biases, in the order of the C++ function, in the type of the rows."""
     biases = (None, None, None) if weights.biases is None else weights.biases
     return [_or_empty(array, rows) for array in (weights.wi_0, weights.wi_1, weights.wo, *biases)]
 

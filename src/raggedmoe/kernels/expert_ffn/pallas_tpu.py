@@ -52,13 +52,13 @@ PART = {2: 9 * 2**18, 4: 9 * 2**17}
 ROWS = (1024, 512, 384, 256, 128, 64)  # of a tile: the first that VMEM holds
 
 
-def tiles_for(call: Call, hardware: Hardware) -> FfnTiles | None:
+def ffn_tiles_for(call: Call, hardware: Hardware) -> FfnTiles | None:
     """Choose tiles for a call: parts of F that fill the MXU, then as many rows as VMEM holds; None: nothing fits."""
     (num_rows, width), (_, num_hidden, _) = call.arrays["rows"].shape, call.arrays["wi_0"].shape
     size = call.arrays["rows"].dtype.itemsize
     pack = 32 // size
     wide = hardware.name in WIDE_MXU
-    all_rows = _whole(num_rows, pack)
+    all_rows = _round_up(num_rows, pack)
     row_counts = [rows for rows, fewer in zip(ROWS, (*ROWS[1:], 0)) if fewer < all_rows]
     all_chunks = WIDE_CHUNKS[size] if wide else NARROW_CHUNKS
     candidates = []
@@ -89,11 +89,11 @@ def _hidden_parts(num_hidden: int, most: int, unit: int) -> Iterator[int]:
         else:
             unit = min(unit, most // LANES * LANES)
             parts = -(-num_hidden // (most // unit * unit))
-            yield _whole(-(-num_hidden // parts), unit)
+            yield _round_up(-(-num_hidden // parts), unit)
         most //= 2
 
 
-def _whole(size: int, unit: int) -> int:
+def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
@@ -104,9 +104,9 @@ def _available(hardware: Hardware) -> int:
 def vmem_need(call: Call, tiles: FfnTiles, hardware: Hardware) -> int:
     """Count the bytes of VMEM that tiles need: what the kernel declares, and what the compiler keeps of one chunk."""
     size = call.arrays["rows"].dtype.itemsize
-    width, hidden = (_whole(length, LANES) for length in (call.arrays["rows"].shape[1], tiles.hidden))
+    width, hidden = (_round_up(length, LANES) for length in (call.arrays["rows"].shape[1], tiles.hidden))
     matrices = 3 if "wi_1" in call.arrays else 2
-    parts = 2 * matrices * _whole(tiles.hidden, tiles.pack) * width * size
+    parts = 2 * matrices * _round_up(tiles.hidden, tiles.pack) * width * size
     slots = (tiles.slots * tiles.rows + tiles.pack) * width * size
     sums = tiles.rows * width * 4 if tiles.hidden < call.arrays["wi_0"].shape[1] else 0
     biases = 2 * 8 * (width + 2 * hidden) * 4 if call.options["biases"] else 0
@@ -125,7 +125,7 @@ def forward(rows, weights, bounds, *, activation, hardware, tiles=None):
 
     arrays = structs(rows=rows, wi_0=weights.wi_0, wi_1=weights.wi_1)
     call = Call(operation="expert_ffn", arrays=arrays, options={"biases": weights.biases is not None})
-    tiles = tiles or tiles_for(call, hardware)
+    tiles = tiles or ffn_tiles_for(call, hardware)
     limit = min(vmem_need(call, tiles, hardware) + 4 * MIB, _available(hardware))
     return pallas_tpu_kernel.forward(rows, weights, bounds, activation=activation, tiles=tiles, vmem_limit=limit)
 
@@ -150,7 +150,7 @@ def why_not(call: Call, hardware: Hardware) -> str | None:
         reason = _matmuls_why_not(call, hardware)
         if reason is not None:
             return reason
-    elif tiles_for(call, hardware) is None:
+    elif ffn_tiles_for(call, hardware) is None:
         width = call.arrays["rows"].shape[1]
         return f"a tile of D {width} in {dtype} does not fit the VMEM of {hardware.name}"
     return placement_why_not(call)

@@ -87,7 +87,7 @@ def tiles_for(problem: Problem, hardware: Hardware) -> Tiles | None:
         return tiles_of_choice(problem, hardware, tuned)
     for rows in (512, 256, 128):
         for out in output_widths(problem.out):
-            fitting = _fitting(problem, hardware, rows, out)
+            fitting = _fit_tiles(problem, hardware, rows, out)
             if fitting is not None:
                 return fitting
     # A width that cannot be divided makes long code whatever the tiles: the least of it.
@@ -97,7 +97,7 @@ def tiles_for(problem: Problem, hardware: Hardware) -> Tiles | None:
     return next((tiles for tiles in last_resort if tiles is not None), None)
 
 
-def _fitting(problem: Problem, hardware: Hardware, rows: int, out: int) -> Tiles | None:
+def _fit_tiles(problem: Problem, hardware: Hardware, rows: int, out: int) -> Tiles | None:
     """Make tiles with these rows and columns, paired if that fits as well; None if they do not fit at all."""
     rows = rows_of_full_step(problem.num_rows, most=rows)
     inner = _inner_part(problem, hardware, rows, out)

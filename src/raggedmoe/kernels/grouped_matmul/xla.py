@@ -93,7 +93,7 @@ def _ragged_dot(lhs, rhs, bounds, numbers):
     call = jax.custom_batching.custom_vmap(lambda lhs, rhs, sizes: plain(lhs, rhs, sizes))
 
     @call.def_vmap
-    def batched(axis_size, in_batched, *operands):
+    def batch_operands(axis_size, in_batched, *operands):
         # JAX batches it only if every operand is, so a vmap that shares the weights has to repeat them.
         repeated = [
             operand if is_batched else jnp.broadcast_to(operand, (axis_size, *operand.shape))
@@ -115,6 +115,7 @@ IMPLEMENTATION = Implementation(
     name="xla",
     forward=forward,
     backward=functools.partial(matmul_gradients, forward, transposed_matmul),
+    transposed=transposed_matmul,
     rank={"cpu": 20, "gpu": 20, "tpu": 20},
     proofs=COMPILED_XLA,
     why_not=masked_dot.why_not,

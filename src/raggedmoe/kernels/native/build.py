@@ -29,19 +29,19 @@ def sources() -> list[Path]:
 
 
 def flags() -> tuple[str, ...]:
-    """The compiler's options. On x86 they ask for no more than all such CPUs have, whatever the compiler's default."""
+    """Return the compiler's options. On x86 they ask for what all such CPUs have, whatever the compiler's default."""
     return (*FLAGS, "-march=x86-64") if platform.machine() in ("x86_64", "AMD64") else FLAGS
 
 
 def library_path() -> Path:
-    """Where the library of these sources is, once it is built."""
+    """Return where the library of these sources is, once it is built."""
     texts = [path.read_bytes() for path in (*sources(), *sorted(FOLDER.glob("*.h")), *sorted(FOLDER.glob("*.inc")))]
     digest = hashlib.sha256(b"".join([*texts, repr(flags()).encode()])).hexdigest()
     return FOLDER / f"cpu-{digest[:12]}.so"
 
 
 def compiler() -> list[str] | None:
-    """The command of the C++ compiler, from CXX or the path. None: there is none, or RAGGEDMOE_BUILD_NATIVE=0."""
+    """Find the C++ compiler's command, by CXX or on the path. None: there is none, or RAGGEDMOE_BUILD_NATIVE=0."""
     if os.environ.get("RAGGEDMOE_BUILD_NATIVE") == "0":
         return None
     if os.environ.get("CXX"):

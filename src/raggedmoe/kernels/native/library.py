@@ -118,7 +118,7 @@ def native_call(name: str, out: Any, *operands: Any, **attributes: Any) -> Any:
         sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec(*(None,) * len(shape)))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=like.manual_axis_type)
 
-    results = [aval(*each) for each in out] if isinstance(out, list) else aval(*out)
+    results = [aval(*description) for description in out] if isinstance(out, list) else aval(*out)
     return jax.ffi.ffi_call(name, results, vmap_method="sequential")(*operands, **attributes)
 
 

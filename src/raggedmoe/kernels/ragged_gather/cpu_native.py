@@ -27,7 +27,7 @@ def backward(x, indices, start, end, weights, inverse, cotangent):
 
 
 def optional_weights(weights):
-    """The weights as the C++ functions read them: none are an empty array."""
+    """Return the weights as the C++ functions read them: none are an empty array."""
     return jnp.zeros(0) if weights is None else weights.astype(jnp.float32)
 
 

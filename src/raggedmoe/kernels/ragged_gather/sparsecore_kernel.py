@@ -16,7 +16,7 @@ from raggedmoe.kernels.sparsecore_kernel import (
     LOW_HALF,
     Scratch,
     clamp_bounds,
-    launch,
+    run_on_subcores,
     word_table,
 )
 
@@ -45,7 +45,7 @@ def gather(x, indices, start, end, weights, *, hardware: Hardware):
     program = functools.partial(
         gather_program, layout=layout, num_tokens=x.shape[0], num_tiles=num_tiles, weighted=weights is not None
     )
-    out = launch(
+    out = run_on_subcores(
         program,
         name="ragged_gather",
         hardware=hardware,

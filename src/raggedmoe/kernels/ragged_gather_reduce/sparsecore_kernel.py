@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.sparsecore import TILE_ROWS, RowLayout, num_subcores, row_layout
-from raggedmoe.kernels.sparsecore_kernel import HIGH_HALF, Scratch, clamp_bounds, launch, word_table
+from raggedmoe.kernels.sparsecore_kernel import HIGH_HALF, Scratch, clamp_bounds, run_on_subcores, word_table
 
 PAIRS_IN_FLIGHT = 4
 MOST_BLOCK_TILES = 8  # tiles whose slots are listed at once
@@ -61,7 +61,7 @@ def gather_reduce(rows, indices, start, end, weights, *, hardware: Hardware):
         slots=(num_slots, padded_slots, listed),
         weighted=weights is not None,
     )
-    out = launch(
+    out = run_on_subcores(
         program,
         name="ragged_gather_reduce",
         hardware=hardware,

@@ -1,38 +1,23 @@
 """The data of a run: documents are split, cut into rows and shuffled in an order that a resumed run finds again."""
 
-import hashlib
-import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from raggedmoe.storage import as_path
-from raggedmoe.train.data import chat
-from raggedmoe.train.data.corpus import Corpus, Document, read_standard_library, read_text_files
-from raggedmoe.train.data.hf_files import read_hf_files
-from raggedmoe.train.data.rows import (
-    Batch,
-    Rows,
-    TokenRows,
-    rows_between,
-    synthetic_rows,
-    token_rows,
-    whole_document_rows,
-)
-from raggedmoe.train.data.token_files import TokenFile, open_tokens
-from raggedmoe.train.data.tokenizer import BYTES, BYTES_THAT_END, NUM_BYTES, TextTokenizer, load_tokenizer
-from raggedmoe.train.settings import sections
-from raggedmoe.train.settings.sections import DataConfig
+from raggedmoe.train.data.corpus import Corpus, Document
+from raggedmoe.train.data.named_sets import NamedSets, open_named_sets, read_named_sets, rows_of_file
+from raggedmoe.train.data.readers import READERS, digest_of, make_rows, open_tokenizer, update_digest
+from raggedmoe.train.data.rows import Batch, Rows, TokenRows, synthetic_rows
+from raggedmoe.train.data.token_files import open_tokens
+from raggedmoe.train.data.tokenizer import TextTokenizer
+from raggedmoe.train.settings.sections import HELD_OUT, DataConfig
 
 _log = logging.getLogger(__name__)
-TEXT_SUFFIXES = (
-    *(".txt", ".text", ".md", ".rst", ".tex"),
-    *(".py", ".c", ".h", ".cc", ".cpp", ".java", ".go", ".rs", ".js", ".ts"),
-)
 
 
 @runtime_checkable
@@ -55,7 +40,7 @@ class Data:
     config: DataConfig
     batch_size: int  # sequences of one step, all micro-batches together
     train: Rows
-    held_out: Rows | None
+    evaluated: Mapping[str, Rows]  # the sets to evaluate on by name; the first decides which checkpoint is best
     vocab_size: int  # one more than the largest token that can occur
     num_tokens: int | None  # to train on, in an epoch; None: endless
     num_documents: int | None  # to train on; None: endless
@@ -65,7 +50,13 @@ class Data:
 
     def describe(self) -> str:
         """Describe the data in one line, for the screen."""
-        return self.description
+        named = [name for name in self.evaluated if name != HELD_OUT]
+        return f"{self.description}; evaluated on {', '.join(named)}" if named else self.description
+
+    @property
+    def held_out(self) -> Rows | None:
+        """The share of the same documents that is not trained on."""
+        return self.evaluated.get(HELD_OUT)
 
     def train_batches(self, positions: Sequence[int] | None = None) -> Batches:
         """Iterate over batches from the first on, every epoch in another order; `set_state` resumes at a `get_state`.
@@ -87,22 +78,19 @@ class Data:
         # One thread makes the next two batches while the step runs. A row's number costs grain about 10 us.
         return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
-    def held_out_batches(self, num: int, size: int | None = None) -> list[Batch]:
-        """Make the batches for evaluation, with rows spread evenly over the held-out documents, the same in every run.
+    def held_out_batches(self, num: int, size: int | None = None) -> dict[str, list[Batch]]:
+        """Make the batches for evaluation of each set, with rows spread evenly over it, the same in every run.
 
         A batch has ``size`` rows, by default as many as one to train on. There are fewer than ``num`` batches where
         there are not so many rows; the last one is then filled up with rows of padding.
         """
-        if self.held_out is None:
-            return []
-        size = size or self.batch_size
-        num_available = self.held_out.num_rows
-        num_rows = min(num * size, num_available)
-        row_numbers = [number * num_available // num_rows for number in range(num_rows)]
-        return [
-            pad_batch(self.held_out.batch(row_numbers[start : start + size]), size)
-            for start in range(0, len(row_numbers), size)
-        ]
+        return {name: _spread(rows, num, size or self.batch_size) for name, rows in self.evaluated.items()}
+
+
+def _spread(rows: Rows, num: int, size: int) -> list[Batch]:
+    num_rows = min(num * size, rows.num_rows)
+    row_numbers = [number * rows.num_rows // num_rows for number in range(num_rows)]
+    return [pad_batch(rows.batch(row_numbers[start : start + size]), size) for start in range(0, num_rows, size)]
 
 
 def open_data(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
@@ -114,54 +102,24 @@ def open_data(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
         return _open_synthetic(config, vocab_size, batch_size)
     if config.dataset == "tokens":
         return _open_tokens(config, vocab_size, batch_size)
-    tokenizer = _open_tokenizer(config, vocab_size)
-    corpus = _READERS[config.dataset](config, config.dataset_path, tokenizer)
+    tokenizer = open_tokenizer(config, vocab_size)
+    corpus = READERS[config.dataset](config, config.dataset_path, tokenizer)
     train, held_out = split_documents(corpus.documents, share=config.held_out, seed=config.data_seed)
-    rows = _make_rows(config, train)
+    rows = make_rows(config, train)
     _check_rows(config, batch_size, rows, tokenizer.unit)
+    named = read_named_sets(config, tokenizer)
     return Data(
         config=config,
         batch_size=batch_size,
         train=rows,
-        held_out=_make_rows(config, held_out) if held_out else None,
+        evaluated=_evaluated(make_rows(config, held_out) if held_out else None, named),
         vocab_size=tokenizer.vocab_size,
         num_tokens=len(rows.tokens),
         num_documents=len(train),
-        fingerprint=_fingerprint(config, batch_size, corpus),
+        fingerprint=_fingerprint(config, batch_size, corpus) + named.fingerprint,
         description=_description(config, corpus, train, held_out),
         tokenizer=tokenizer,
     )
-
-
-def _read_texts(config: DataConfig, paths: Sequence[str], tokenizer: TextTokenizer) -> Corpus:
-    return read_text_files(paths, config.dataset_suffixes or TEXT_SUFFIXES, tokenizer)
-
-
-def _read_chats(config: DataConfig, paths: Sequence[str], tokenizer: TextTokenizer) -> Corpus:
-    suffixes = config.dataset_suffixes or chat.SUFFIXES
-    return chat.read_chat_files(paths, suffixes, tokenizer, config.sequence_length, config.chat_date)
-
-
-# What reads the documents of a dataset, by its type.
-_READERS: dict[str, Callable[[DataConfig, Sequence[str], TextTokenizer], Corpus]] = {
-    "stdlib": lambda config, paths, tokenizer: read_standard_library(tokenizer),
-    "text": _read_texts,
-    "chat": _read_chats,
-    "hf": read_hf_files,
-}
-
-
-def _open_tokenizer(config: DataConfig, vocab_size: int) -> TextTokenizer:
-    """Return what makes the tokens of a model with that vocabulary."""
-    if config.tokenizer_path is not None and config.tokenizer_path != sections.BYTES:
-        tokenizer = load_tokenizer(as_path(config.tokenizer_path), vocab_size)
-        return tokenizer.with_end(config.eos_token) if config.add_eos else replace(tokenizer, end=None)
-    if vocab_size < NUM_BYTES:
-        raise ValueError(
-            f"expected a model with a vocabulary of {NUM_BYTES} or more for bytes, got {vocab_size}; use "
-            f"vocab_size={NUM_BYTES}, or tokenizer_path=... for a tokenizer of its own"
-        )
-    return BYTES_THAT_END if config.add_eos else BYTES
 
 
 def split_documents(
@@ -227,11 +185,11 @@ def _open_synthetic(config: DataConfig, vocab_size: int, batch_size: int) -> Dat
         config=config,
         batch_size=batch_size,
         train=rows("train"),
-        held_out=rows("held out") if config.held_out else None,
+        evaluated=_evaluated(rows("held out") if config.held_out else None, NamedSets()),
         vocab_size=vocab_size,
         num_tokens=None,
         num_documents=None,
-        fingerprint=_digest(settings).hexdigest(),
+        fingerprint=digest_of(settings).hexdigest(),
         description=f"synthetic: endless rows, a vocabulary of {vocab_size:,}",
         tokenizer=None,
     )
@@ -241,12 +199,8 @@ def _open_tokens(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
     """Open the files of a folder of tokens, which were split when they were written."""
     (place,) = config.dataset_path
     folder = open_tokens(as_path(place), vocab_size)
-
-    def rows(part: TokenFile) -> TokenRows:
-        length, packing = config.sequence_length, config.packing
-        return rows_between(part.tokens, part.bounds, sequence_length=length, packing=packing)
-
-    train, held_out = rows(folder.train), folder.held_out if config.held_out else None
+    train, held_out = rows_of_file(config, folder.train), folder.held_out if config.held_out else None
+    named = open_named_sets(config, folder.tokenizer, vocab_size)
     _check_rows(config, batch_size, train, folder.tokenizer.unit)
     settings = [config.dataset, config.data_seed, config.sequence_length, batch_size, config.packing]
     num, num_held_out = len(folder.train.bounds) - 1, 0 if held_out is None else len(held_out.bounds) - 1
@@ -254,23 +208,20 @@ def _open_tokens(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
         config=config,
         batch_size=batch_size,
         train=train,
-        held_out=None if held_out is None else rows(held_out),
+        evaluated=_evaluated(None if held_out is None else rows_of_file(config, held_out), named),
         vocab_size=folder.tokenizer.vocab_size,
         num_tokens=len(train.tokens),
         num_documents=num,
-        fingerprint=_digest([*settings, held_out is not None, folder.fingerprint]).hexdigest(),
+        fingerprint=digest_of([*settings, held_out is not None, folder.fingerprint]).hexdigest() + named.fingerprint,
         description=f"tokens: {_short(len(train.tokens))} {folder.tokenizer.unit} of {num:,} documents to train on, "
         f"{num_held_out:,} documents held out",
         tokenizer=folder.tokenizer,
     )
 
 
-def _make_rows(config: DataConfig, documents: Sequence[Document]) -> TokenRows:
-    tokens = [document.tokens for document in documents]
-    learned = [document.learned for document in documents if document.learned is not None]
-    if learned:
-        return whole_document_rows(tokens, learned, sequence_length=config.sequence_length, packing=config.packing)
-    return token_rows(tokens, sequence_length=config.sequence_length, packing=config.packing)
+def _evaluated(held_out: Rows | None, named: NamedSets) -> dict[str, Rows]:
+    """Put the sets to evaluate on together, the share that is held out before those that have a name."""
+    return {**({} if held_out is None else {HELD_OUT: held_out}), **named.rows}
 
 
 def _check_rows(config: DataConfig, batch_size: int, rows: TokenRows, unit: str) -> None:
@@ -303,12 +254,8 @@ def _fingerprint(config: DataConfig, batch_size: int, corpus: Corpus) -> str:
         config.packing,
         config.held_out,
     ]
-    digest = _digest([*settings, corpus.tokenizer.text])
-    for document in corpus.documents:
-        digest.update(json.dumps([document.name, len(document.tokens)]).encode())
-        digest.update(document.tokens)
-        if document.learned is not None:
-            digest.update(document.learned)
+    digest = digest_of([*settings, corpus.tokenizer.text])
+    update_digest(digest, corpus.documents)
     return digest.hexdigest()
 
 
@@ -334,13 +281,9 @@ def _num_tokens(documents: Sequence[Document]) -> int:
     return sum(len(document.tokens) for document in documents)
 
 
-def _digest(values: Sequence[object]) -> Any:
-    return hashlib.blake2b(json.dumps(values).encode(), digest_size=16)
-
-
 def _hash_to_int(*values: object) -> int:
     """Hash values to 63 bits, the same on every machine."""
-    return int.from_bytes(_digest(values).digest()[:8]) >> 1
+    return int.from_bytes(digest_of(values).digest()[:8]) >> 1
 
 
 def pad_batch(batch: Batch, size: int) -> Batch:

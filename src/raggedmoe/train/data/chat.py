@@ -12,7 +12,7 @@ from raggedmoe.train.data.corpus import Corpus, Document, read_files
 from raggedmoe.train.data.tokenizer import TextTokenizer
 
 SUFFIXES = (".jsonl",)
-FORMS = '{"messages": [{"role": …, "content": …}, …]} or {"prompt": …, "completion": …}'
+EXAMPLE_FORMS = '{"messages": [{"role": …, "content": …}, …]} or {"prompt": …, "completion": …}'
 CALL = 1000  # conversations that the tokenizer gets in a call
 
 
@@ -93,7 +93,7 @@ def render_chat(value: Any, template: ChatTemplate) -> RenderedChat:
     """Make the text of a line's conversation, and say which of it is learned."""
     if not isinstance(value, dict) or not ({"messages"} <= value.keys() or {"prompt", "completion"} <= value.keys()):
         got = sorted(value) if isinstance(value, dict) else type(value).__name__
-        raise ValueError(f"expected {FORMS}, got {got}")
+        raise ValueError(f"expected {EXAMPLE_FORMS}, got {got}")
     if "messages" in value:
         return template.render(_messages(value["messages"], "messages"), tools=value.get("tools"))
     prompt, completion = value["prompt"], value["completion"]

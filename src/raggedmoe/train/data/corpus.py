@@ -74,7 +74,7 @@ def read_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[tuple[str,
     return _read_files([file for root in map(as_path, paths) for file in list_files_below(root, suffixes)])
 
 
-def find_files(
+def find_local_files(
     paths: Sequence[str], suffixes: Sequence[str], select: Select = lambda root, files: files
 ) -> list[tuple[str, Path]]:
     """List files, and all files below folders, by name in the order of the names; they must be on this machine.
@@ -85,8 +85,8 @@ def find_files(
     remote = [place for place in places if isinstance(place, ObjectPath)]
     if remote:
         raise ValueError(f"{remote[0]}: expected files on this machine, to read part by part; copy them here")
-    found = [file for place in places for file in select(place, list_files_below(place, suffixes))]
-    local = {os.path.realpath(str(path)): (name, Path(str(path))) for name, path in reversed(found)}
+    files = [file for place in places for file in select(place, list_files_below(place, suffixes))]
+    local = {os.path.realpath(str(path)): (name, Path(str(path))) for name, path in reversed(files)}
     return sorted(local.values())
 
 
@@ -134,11 +134,11 @@ def _list_objects(root: ObjectPath, suffixes: Sequence[str]) -> list[AnyPath]:
     return [root / name for name in names if not any(part.startswith(".") for part in name.split("/"))]
 
 
-def _read_files(found: Sequence[tuple[str, AnyPath]]) -> list[tuple[str, AnyPath, bytes]]:
+def _read_files(named_paths: Sequence[tuple[str, AnyPath]]) -> list[tuple[str, AnyPath, bytes]]:
     """Read files, and return them by their names in the order of those."""
     # A file that is read twice could be trained on and held out. A link to itself fails when it is read.
     files: dict[str, tuple[str, AnyPath]] = {}
-    for name, path in found:
+    for name, path in named_paths:
         files.setdefault(os.path.realpath(path) if isinstance(path, Path) else str(path), (name, path))
     inside = sorted(files.values(), key=lambda file: (file[0], str(file[1])))
     remote = next((path for _, path in inside if isinstance(path, ObjectPath)), None)

@@ -63,13 +63,13 @@ class TextTokenizer:
     def _warn_of_ends_within(self, contents: Sequence[tuple[AnyPath, bytes]], tokens: Sequence[np.ndarray]) -> None:
         """Warn of files that are no text, with bytes that a model would learn as the end of one."""
         has_end = [self.end is not None and bool((array == self.end).any()) for array in tokens]
-        found = [path for (path, _), is_binary in zip(contents, has_end) if is_binary]
-        if found:
+        binaries = [path for (path, _), is_binary in zip(contents, has_end) if is_binary]
+        if binaries:
             _log.warning(
                 "%s and %d other files have the byte %#x, which no UTF-8 has and which ends a text here; convert them "
                 "to UTF-8, or use add_eos=false",
-                found[0],
-                len(found) - 1,
+                binaries[0],
+                len(binaries) - 1,
                 self.end,
             )
 

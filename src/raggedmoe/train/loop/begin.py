@@ -2,6 +2,8 @@
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,19 +12,22 @@ import numpy as np
 from raggedmoe import compat, interop
 from raggedmoe.hardware import Hardware
 from raggedmoe.interop.companions import read_companions
-from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, KernelChoice
+from raggedmoe.kernels.registry import BACKWARD, DLHS, DRHS, FORWARD, Choice, KernelChoice, order_of
 from raggedmoe.launch.processes import broadcast_from_first
-from raggedmoe.models.companions import Companions
+from raggedmoe.lora import is_adapter
+from raggedmoe.models.companions import AdapterBase, Companions
 from raggedmoe.models.count import count_params
+from raggedmoe.models.fingerprint import fingerprint
 from raggedmoe.models.parameters import param_specs
-from raggedmoe.params import Params
+from raggedmoe.params import Params, Specs
 from raggedmoe.sharding.training import TrainSharding
+from raggedmoe.storage import AnyPath
 from raggedmoe.train.checkpoint.checkpoints import Checkpoints, RestoredCheckpoint
 from raggedmoe.train.data.batches import Data
 from raggedmoe.train.loop import run_folder
 from raggedmoe.train.loop.metrics import MetricsWriter, NoMetrics
 from raggedmoe.train.loop.screen import Screen
-from raggedmoe.train.loop.start import Start, branched_start, resumed_start
+from raggedmoe.train.loop.start import Base, Start, branched_start, resumed_start
 from raggedmoe.train.settings.config import TrainConfig, list_changes
 from raggedmoe.train.settings.resolve import ResolvedConfig, run_folder_of
 from raggedmoe.train.settings.words import read_values
@@ -32,10 +37,11 @@ from raggedmoe.train.step.programs import state_from_loaded, state_template
 def startup_summary(config: ResolvedConfig, data: Data, hardware: Hardware) -> str:
     """Summarize the run that is about to start, for the screen."""
     model, count = config.step.model, count_params(config.step.model)
+    trained = "" if model.lora is None else f", {count.trained / 1e6:.2f}M of them trained"
     degrees = ", ".join(f"{axis} {size}" for axis, size in config.plan.sizes.items() if size > 1)
     devices = f"{hardware.name} × {config.plan.num_devices} ({degrees})" if degrees else hardware.name
     return (
-        f"{config.asked.model_name}: {count.total / 1e6:.2f}M parameters, {count.active / 1e6:.2f}M active"
+        f"{config.asked.model_name}: {count.total / 1e6:.2f}M parameters, {count.active / 1e6:.2f}M active{trained}"
         f", {model.moe.experts_per_token} of {model.moe.num_experts} experts in {len(model.moe_layers)} of "
         f"{model.num_layers} layers; {np.dtype(model.dtype).name} on {devices}, JAX {compat.JAX_VERSION}\n"
         f"{data.describe()}; {config.batch_size} × {config.data.sequence_length} tokens a step, "
@@ -50,8 +56,11 @@ def kernel_summary(kernels: list[dict[str, Any]], choices: KernelChoice) -> list
         taken.setdefault(f"{kernel['operation']} {kernel['direction']}", {})[kernel["chosen"]] = None
     parts = []
     for operation in dict.fromkeys(kernel["operation"] for kernel in kernels):
-        both = [", ".join(taken.get(f"{operation} {direction}", {"none": None})) for direction in (FORWARD, BACKWARD)]
-        parts.append(f"{operation} {both[0]} / {both[1]}")
+        forward, backward = (
+            ", ".join(dict.fromkeys(name for direction in part for name in taken.get(f"{operation} {direction}", ())))
+            for part in ((FORWARD,), (BACKWARD, DLHS, DRHS))
+        )
+        parts.append(f"{operation} {forward or 'none'} / {backward or 'none'}")
     lines = [f"kernels, forward / backward: {'; '.join(parts)}"] if parts else []
     skipped = {
         f"  {kernel['operation']} ({kernel['direction']}): not {other['name']}: {other['reason']}": None
@@ -64,7 +73,7 @@ def kernel_summary(kernels: list[dict[str, Any]], choices: KernelChoice) -> list
 
 
 def _is_named(choice: Choice, direction: str) -> bool:
-    return (getattr(choice, direction) if isinstance(choice, Directions) else choice) != "auto"
+    return order_of(choice, direction) != "auto"
 
 
 def settings_to_resume(config: TrainConfig) -> Mapping[str, Any]:
@@ -77,8 +86,10 @@ def settings_to_resume(config: TrainConfig) -> Mapping[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def check_resumable(config: ResolvedConfig, data: Data, earlier: Mapping[str, Any], where: str) -> None:
-    """Refuse to resume a run with other data, or with other values of settings that may not change."""
+def check_resumable(
+    config: ResolvedConfig, data: Data, earlier: Mapping[str, Any], where: str, base: Base | None = None
+) -> None:
+    """Refuse to resume a run with other data, another base, or other values of settings that may not change."""
     differences = [
         *list_changes(earlier.get("settings", {}), config.asked.values()),
         *_batch_size_changes(config, earlier),
@@ -92,6 +103,12 @@ def check_resumable(config: ResolvedConfig, data: Data, earlier: Mapping[str, An
         raise ValueError(
             f"{where} is of a run on other data than {data.describe()!r}; restore the files, or use another "
             "run_name to begin anew"
+        )
+    began_with = earlier.get("base")
+    if base is not None and began_with is not None and began_with["fingerprint"] != base.origin.fingerprint:
+        raise ValueError(
+            f"{where} is of a run of adapters beside other weights than {base.origin.folder} has now; restore them, "
+            "or use another run_name to begin anew"
         )
 
 
@@ -131,7 +148,11 @@ def check_processes_agree(config: ResolvedConfig, fingerprint: str) -> None:
 
 
 def restore_state(
-    config: ResolvedConfig, data: Data, checkpoints: Checkpoints | None, sharding: TrainSharding
+    config: ResolvedConfig,
+    data: Data,
+    checkpoints: Checkpoints | None,
+    sharding: TrainSharding,
+    base: Base | None = None,
 ) -> RestoredCheckpoint | None:
     """Restore the newest good checkpoint, and require that it is this run's; None if there is none."""
     if checkpoints is None or not broadcast_from_first(checkpoints.steps()):
@@ -139,10 +160,12 @@ def restore_state(
     folder = config.folder
     earlier = run_folder.read_description(folder)
     if earlier is not None:  # before its arrays are read, whose shapes may differ
-        check_resumable(config, data, earlier, f"{folder / run_folder.RUN}")
-    restored = checkpoints.restore(state_template(config.step, sharding))
+        check_resumable(config, data, earlier, f"{folder / run_folder.RUN}", base)
+    restored = checkpoints.restore(replace(state_template(config.step, sharding), frozen={}))
     assert restored is not None
-    check_resumable(config, data, restored.extra, str(restored.path))
+    check_resumable(config, data, restored.extra, str(restored.path), base)
+    if base is not None:
+        restored = replace(restored, state=replace(restored.state, frozen=base.frozen))
     steps = config.run.num_steps
     if restored.step > steps:
         raise ValueError(f"steps={steps} is less than the {restored.step} that {restored.path} has done; use as many")
@@ -151,16 +174,47 @@ def restore_state(
 
 def find_start(config: ResolvedConfig, data: Data, checkpoints: Checkpoints | None, sharding: TrainSharding) -> Start:
     """Find what the run begins with: its own checkpoint, that of another run, or parameters that are loaded."""
-    restored = restore_state(config, data, checkpoints, sharding)
+    base = load_base(config, sharding)
+    origin = None if base is None else base.origin
+    restored = restore_state(config, data, checkpoints, sharding, base)
     if restored is not None:
-        return resumed_start(config, restored)
+        return replace(resumed_start(config, restored), base=origin)
     if config.run.init_from is not None:
-        return branched_start(config, data, sharding)
-    params = load_initial_params(config)
-    if params is None:
-        return Start()
-    placed = sharding.put(params, state_template(config.step, sharding).params)
-    return Start(state=state_from_loaded(config.step, sharding)(placed, jax.random.key(config.run.seed)))
+        return replace(branched_start(config, data, sharding, base), base=origin)
+    if base is not None:
+        placed: Params = {**base.others, **base.frozen}
+    else:
+        params = load_initial_params(config)
+        if params is None:
+            return Start()
+        placed = sharding.put(params, state_template(config.step, sharding).params)
+    return Start(state=state_from_loaded(config.step, sharding)(placed, jax.random.key(config.run.seed)), base=origin)
+
+
+def load_base(config: ResolvedConfig, sharding: TrainSharding) -> Base | None:
+    """Load the weights that adapters are trained beside, at every start: no checkpoint has them. None: no adapters."""
+    model, folder = config.step.model, config.asked.base_folder
+    if model.lora is None:
+        return None
+    if folder is None:
+        raise ValueError(
+            f"lora_rank={model.lora.rank}: expected a model with parameters, got the preset "
+            f"{config.asked.model_name}, of which there are none; name the folder of a checkpoint"
+        )
+    loaded = interop.load(folder, dtype=model.dtype, param_dtype=model.param_dtype, progress=True)
+    specs = param_specs(model)
+    new = {name for name in specs if is_adapter(name) and name not in loaded.params}
+    _check_params(config, loaded.params, {name: spec for name, spec in specs.items() if name not in new}, folder)
+    placed = sharding.put(loaded.params, _only(state_template(config.step, sharding).model_params, loaded.params))
+    frozen = {name: value for name, value in placed.items() if specs[name].updated_by is None}
+    known = None if loaded.companions is None else loaded.companions.base  # the folder has adapters itself
+    absolute = folder.absolute() if isinstance(folder, Path) else folder
+    origin = AdapterBase(folder=str(absolute) if known is None else known.folder, fingerprint=fingerprint(frozen))
+    return Base(origin=origin, frozen=frozen, others={n: value for n, value in placed.items() if n not in frozen})
+
+
+def _only(arrays: Params, names: Params) -> Params:
+    return {name: arrays[name] for name in names}
 
 
 def open_metrics(config: ResolvedConfig, start: Start, screen: Screen) -> MetricsWriter | NoMetrics:
@@ -191,7 +245,12 @@ def load_initial_params(config: ResolvedConfig) -> Params | None:
     if path is None:
         return None
     params = interop.load(path, dtype=model.dtype, param_dtype=model.param_dtype, progress=True).params
-    specs = param_specs(model)
+    _check_params(config, params, param_specs(model), path)
+    return params
+
+
+def _check_params(config: ResolvedConfig, params: Params, specs: Specs, path: AnyPath) -> None:
+    """Require that a folder has exactly these parameters."""
     wrong = [
         f"{name}: expected {specs[name].shape if name in specs else 'none'}, "
         f"found {params[name].shape if name in params else 'none'}"
@@ -204,4 +263,3 @@ def load_initial_params(config: ResolvedConfig) -> Params | None:
             f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}. "
             "Leave out the sizes, or use from_scratch=true to begin with new parameters"
         )
-    return params

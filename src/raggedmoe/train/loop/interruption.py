@@ -9,7 +9,8 @@ from raggedmoe.launch.stop_signals import StopSignals
 class Interruption:
     """A context in which the first request to stop is only remembered, while a second one stops at once.
 
-    Outside of it, before there is anything to save, signals do what they do by default.
+    Outside of it, before there is anything to save, signals do what they do by default; so they do throughout a run
+    that a thread other than the main one has started.
     """
 
     def __init__(self) -> None:

@@ -3,20 +3,31 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from raggedmoe.train.loop.metrics import MetricsWriter, NoMetrics
+from raggedmoe.train.loop.metrics import LOSS_OF, MetricsWriter, NoMetrics
 from raggedmoe.train.loop.screen import Screen
 from raggedmoe.train.loop.speed import Speed
 from raggedmoe.train.settings.resolve import ResolvedConfig
+from raggedmoe.train.settings.sections import HELD_OUT
 from raggedmoe.train.step.step import StepReport
 
 # Takes a line of metrics.jsonl: a step's (its kind is "train"), an evaluation's ("eval") or an event's. The run stops
-# after the step under way, with the model that it has then, if it returns True. Process 0 alone calls it.
+# after the step under way, with the model that it has then, if it returns True. What it raises ends the run, whose
+# checkpoints stay: it goes on from them. Process 0 alone calls it.
 Callback = Callable[[Mapping[str, Any]], bool | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutLoss:
+    """What an evaluation on a set gave."""
+
+    loss: float  # in nats per target
+    num_targets: int
 
 
 class RunLog:
@@ -87,11 +98,16 @@ class RunLog:
             }
         return values
 
-    def held_out(self, step: int, loss: float, num_targets: int) -> None:
-        """Write down the held-out loss after so many steps."""
-        self._metrics.held_out(step, {"loss": loss, "targets": num_targets})
-        self.say(f"after step {step}: held-out loss {loss:.4f} nats per target")
-        self._call({"kind": "eval", "step": step, "loss": loss, "targets": num_targets})
+    def held_out(self, step: int, losses: Mapping[str, HeldOutLoss]) -> None:
+        """Write down the loss of each set that is held out after so many steps: ``loss`` is the first one's."""
+        first, *_ = losses
+        values: dict[str, Any] = {"loss": losses[first].loss, "targets": losses[first].num_targets}
+        values |= {f"{LOSS_OF}{name}": losses[name].loss for name in losses if name != HELD_OUT}
+        self._metrics.held_out(step, values)
+        others = "".join(f"; {name} {losses[name].loss:.4f}" for name in losses if name != first)
+        what = "" if first == HELD_OUT else f" on {first}"
+        self.say(f"after step {step}: held-out loss{what} {losses[first].loss:.4f} nats per target{others}")
+        self._call({"kind": "eval", "step": step, **values})
         self.restart_clock()
 
     def event(self, step: int, what: str, text: str = "") -> None:
@@ -126,7 +142,10 @@ class RunLog:
 
     def _call(self, line: dict[str, Any]) -> None:
         if jax.process_index() == 0:
-            answers = [callback(line) for callback in self._callbacks]
+            try:
+                answers = [callback(line) for callback in self._callbacks]
+            except OSError as error:  # one of the run's own would mean that its files cannot be written
+                raise RuntimeError(f"a callback of the run raised {type(error).__name__}: {error}") from error
             self.stop_requested |= any(answer is True for answer in answers)
 
 

@@ -12,7 +12,14 @@ from rich.console import Console
 
 from raggedmoe.hardware import target_hardware
 from raggedmoe.launch.host_devices import make_cpu_devices
-from raggedmoe.launch.processes import CANNOT_WRITE, agree_to_stop, broadcast_from_first, process_count, wait_for_all
+from raggedmoe.launch.processes import (
+    CANNOT_WRITE,
+    agree_to_stop,
+    broadcast_from_first,
+    join_processes,
+    process_count,
+    wait_for_all,
+)
 from raggedmoe.models.flops import train_flops
 from raggedmoe.models.module import Decoder
 from raggedmoe.sharding.plan import count_slices
@@ -34,7 +41,7 @@ from raggedmoe.train.loop.interruption import Interruption
 from raggedmoe.train.loop.log import Callback, RunLog
 from raggedmoe.train.loop.profile import Trace
 from raggedmoe.train.loop.record import RunRecord, read_run
-from raggedmoe.train.loop.run import Machine, Run
+from raggedmoe.train.loop.run import Run, RunDevices
 from raggedmoe.train.loop.screen import Screen
 from raggedmoe.train.loop.speed import Speed, peak_flops
 from raggedmoe.train.settings.config import TrainConfig
@@ -67,6 +74,7 @@ def train(config: TrainConfig, *, callbacks: Sequence[Callback] = (), quiet: boo
 
     A callback is given each line of metrics.jsonl, and stops the run by returning True. ``quiet`` prints nothing.
     """
+    join_processes()
     num_made = make_cpu_devices(config.mesh.num_devices, process_count())
     hardware = target_hardware()
     config = keep_earlier_defaults(config, settings_to_resume(config))
@@ -81,18 +89,18 @@ def train(config: TrainConfig, *, callbacks: Sequence[Callback] = (), quiet: boo
     memory = memory_bytes(hardware, -(-plan.num_devices // jax.process_count()))
     device_tokens = resolved.micro_batch_size * resolved.data.sequence_length // plan.num_token_shards
     check_fit(config.model_name, model, device_tokens, memory, plan, resolved.step.optimizer)
-    machine = Machine(hardware=hardware, sharding=train_sharding(plan), memory=memory)
-    check_all_take_part(machine.sharding)
-    return _train(resolved, machine, screen, callbacks)
+    devices = RunDevices(hardware=hardware, sharding=train_sharding(plan), memory=memory)
+    check_all_take_part(devices.sharding)
+    return _train(resolved, devices, screen, callbacks)
 
 
-def _train(config: ResolvedConfig, machine: Machine, screen: Screen, callbacks: Sequence[Callback]) -> RunOutcome:
+def _train(config: ResolvedConfig, devices: RunDevices, screen: Screen, callbacks: Sequence[Callback]) -> RunOutcome:
     """Open the data and the folder, resume or begin, compile, and take the steps."""
-    step, sharding = config.step, machine.sharding
+    step, sharding = config.step, devices.sharding
     data = open_data(config.data, step.model.vocab_size, config.batch_size)
     check_processes_agree(config, data.fingerprint)
     with run_folder.lock_folder(config.folder):
-        screen.say(startup_summary(config, data, machine.hardware))
+        screen.say(startup_summary(config, data, devices.hardware))
         for note in config.notes:
             screen.say(f"  {note}")
         with open_checkpoints(config) as checkpoints:
@@ -100,17 +108,17 @@ def _train(config: ResolvedConfig, machine: Machine, screen: Screen, callbacks: 
             with open_metrics(config, start, screen) as metrics:
                 held_out = data.held_out_batches(config.run.batches_per_evaluation, config.micro_batch_size)
                 began = time.perf_counter()
-                example = held_out[0] if held_out else None
+                example = next(iter(held_out.values()))[0] if held_out else None
                 programs = compile_programs(step, next(data.train_batches()), example, sharding)
-                check_compiled_fit(programs.bytes_needed, machine.memory, config.plan)
+                check_compiled_fit(programs.bytes_needed, devices.memory, config.plan)
                 screen.say(f"compiled in {time.perf_counter() - began:.1f} s")
                 for line in kernel_summary(programs.kernels, step.execution.moe.kernel_choice):
                     screen.say(line)
                 wait_for_all("compiled")
-                speed = _speed(config, machine)
+                speed = _speed(config, devices)
                 run = Run(
                     config=config,
-                    machine=machine,
+                    devices=devices,
                     data=data,
                     held_out=held_out,
                     programs=programs,
@@ -118,6 +126,7 @@ def _train(config: ResolvedConfig, machine: Machine, screen: Screen, callbacks: 
                     log=RunLog(config, metrics, screen, speed, callbacks),
                     companions=companions_of_run(config, data),
                     parent=start.parent,
+                    base=start.base,
                 )
                 run.describe(speed)
                 state = run.initial_state(start)
@@ -126,17 +135,17 @@ def _train(config: ResolvedConfig, machine: Machine, screen: Screen, callbacks: 
                 return _steps(run, state)
 
 
-def _speed(config: ResolvedConfig, machine: Machine) -> Speed:
+def _speed(config: ResolvedConfig, devices: RunDevices) -> Speed:
     """Find what the run's speed is measured by, which on a CPU takes a second."""
     model, length = config.step.model, config.data.sequence_length
     return Speed(
         flops_per_token=train_flops(model, length, mtp_layers=config.step.mtp_layers),
-        peak_flops=peak_flops(machine.hardware, jnp.dtype(model.dtype), config.plan.num_devices),
+        peak_flops=peak_flops(devices.hardware, jnp.dtype(model.dtype), config.plan.num_devices),
     )
 
 
 def _steps(run: Run, state: TrainState) -> RunOutcome:
-    """All steps, under a trace and with signals remembered. What cannot be written ends the run with what there is."""
+    """Run all steps, traced, with signals remembered. What cannot be written ends the run with what there is."""
     folder = run.config.folder
     with Interruption() as interruption, Trace(run.config.run, folder / run_folder.PROFILE) as trace:
         run.log.start(int(state.step))
@@ -155,7 +164,7 @@ def _steps(run: Run, state: TrainState) -> RunOutcome:
 
 
 def _step_by_step(run: Run, state: TrainState, interruption: Interruption, trace: Trace) -> RunOutcome:
-    """The next step is under way before the last one's report is read."""
+    """Run one step after the other; the next one is under way before the last one's report is read."""
     config, log = run.config.run, run.log
     evaluation_period, checkpoint_period = (
         config.steps_between_evaluations,
@@ -193,7 +202,7 @@ def _step_by_step(run: Run, state: TrainState, interruption: Interruption, trace
 
 
 def _ends_with_model(interruption: Interruption, log: RunLog) -> bool:
-    """Whether a run that stops is to be finished there, as a callback asks, and not only saved, as a signal does."""
+    """Tell whether a run that stops is to be finished, as a callback asks, and not only saved, as a signal does."""
     return broadcast_from_first(log.stop_requested and interruption.signal is None)
 
 

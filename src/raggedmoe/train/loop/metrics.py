@@ -26,6 +26,7 @@ from raggedmoe.storage.trees import make_folder, upload
 METRICS = "metrics.jsonl"
 LOAD = "load.jsonl"
 TENSORBOARD = "tensorboard"
+LOSS_OF = "loss/"  # before the name of a set, in the line of an evaluation
 TENSORBOARD_SECONDS = 10.0  # between two flushes while nobody asks for one; each takes milliseconds
 
 

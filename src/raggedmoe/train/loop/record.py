@@ -9,7 +9,7 @@ import numpy as np
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.storage import AnyPath
 from raggedmoe.storage.appended import is_appended
-from raggedmoe.train.loop.metrics import LOAD, METRICS, read_jsonl
+from raggedmoe.train.loop.metrics import LOAD, LOSS_OF, METRICS, read_jsonl
 
 RUN, REPORT = "run.json", "report.html"
 # What a run writes are float32's numbers, and counts. Beyond these limits sums, axes and int64 would overflow: such a
@@ -26,19 +26,19 @@ class Series:
     values: np.ndarray
 
     @property
-    def known(self) -> np.ndarray:
+    def finite(self) -> np.ndarray:
         """The finite values."""
         return self.values[np.isfinite(self.values)]
 
     @property
     def last(self) -> float:
         """The last known value, NaN if there is none."""
-        return float(self.known[-1]) if self.known.size else math.nan
+        return float(self.finite[-1]) if self.finite.size else math.nan
 
     @property
     def median(self) -> float:
         """The median of the known values, NaN if there are none."""
-        return float(np.median(self.known)) if self.known.size else math.nan
+        return float(np.median(self.finite)) if self.finite.size else math.nan
 
     def mean_of_last(self, window: int) -> float:
         """Average the known values among the last ``window`` ones; NaN if there are none."""
@@ -136,6 +136,16 @@ class RunRecord:
         """Return a value of the training steps as a series."""
         return series(self.train, name)
 
+    @property
+    def named_sets(self) -> list[str]:
+        """The names of the sets that the run was evaluated on beside what it held out of its own data."""
+        keys = dict.fromkeys(key for line in self.held_out for key in line if key.startswith(LOSS_OF))
+        return [key.removeprefix(LOSS_OF) for key in keys]
+
+    def loss_on(self, name: str) -> Series:
+        """Return the loss on a set of that name as a series."""
+        return series(self.held_out, f"{LOSS_OF}{name}")
+
     def until(self, step: int) -> "RunRecord":
         """Return the record of the run as it was after that step."""
 
@@ -149,7 +159,7 @@ class RunRecord:
 
     def total(self, name: str) -> float:
         """Sum a value over all training steps; NaN if no line has it."""
-        known = self.series(name).known
+        known = self.series(name).finite
         return float(known.sum()) if known.size else math.nan
 
     def steps_of(self, what: str) -> list[int]:

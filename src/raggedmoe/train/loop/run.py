@@ -9,7 +9,7 @@ import numpy as np
 
 from raggedmoe import compat
 from raggedmoe.hardware import Hardware
-from raggedmoe.models.companions import Companions
+from raggedmoe.models.companions import AdapterBase, Companions
 from raggedmoe.models.config_json import to_json
 from raggedmoe.models.count import count_params
 from raggedmoe.models.module import Decoder
@@ -18,7 +18,7 @@ from raggedmoe.train.checkpoint.checkpoints import Checkpoints
 from raggedmoe.train.data.batches import Batches, Data
 from raggedmoe.train.data.rows import Batch
 from raggedmoe.train.loop import run_folder
-from raggedmoe.train.loop.log import RunLog, moe_layers
+from raggedmoe.train.loop.log import HeldOutLoss, RunLog, moe_layers
 from raggedmoe.train.loop.record import read_run
 from raggedmoe.train.loop.speed import Speed
 from raggedmoe.train.loop.start import Start
@@ -30,7 +30,7 @@ from raggedmoe.version import __version__
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class RunDevices:
     """The devices of a run, and how its arrays lie on them."""
 
     hardware: Hardware
@@ -40,21 +40,22 @@ class Machine:
 
 @dataclass(kw_only=True)
 class Run:
-    """A run under way: its configuration, machine, data and programs, where it writes, and where it is in the data."""
+    """A run under way: its configuration, devices, data and programs, where it writes, and where it is in the data."""
 
     config: ResolvedConfig
-    machine: Machine
+    devices: RunDevices
     data: Data
-    held_out: list[Batch]
+    held_out: dict[str, list[Batch]]  # of each set to evaluate on
     programs: Programs
     checkpoints: Checkpoints | None
     log: RunLog
     companions: Companions  # of the trained model
     parent: dict[str, Any] | None  # the checkpoint of another run that it began with
+    base: AdapterBase | None = None  # where the frozen weights are from, that adapters are trained beside
     batches: Batches = field(init=False)
 
     def __post_init__(self) -> None:
-        rows = self.machine.sharding.local_rows(self.config.batch_size, self.config.step.micro_batches)
+        rows = self.devices.sharding.local_rows(self.config.batch_size, self.config.step.micro_batches)
         self.batches = self.data.train_batches(rows)
 
     def describe(self, speed: Speed) -> None:
@@ -67,7 +68,7 @@ class Run:
             "name": config.folder.name,
             "raggedmoe": __version__,
             "jax": compat.JAX_VERSION,
-            "hardware": self.machine.hardware.name,
+            "hardware": self.devices.hardware.name,
             "devices": config.plan.num_devices,
             "degrees": config.plan.sizes,
             "model": {
@@ -80,6 +81,7 @@ class Run:
             },
             "settings": config.asked.values(),
             "parent": self.parent,
+            "base": None if self.base is None else vars(self.base),
             "notes": list(config.notes),
             "data": self.data.describe(),
             "data_fingerprint": self.data.fingerprint,
@@ -122,20 +124,21 @@ class Run:
         text = f"{dropped} rows dropped with ragged_buffer_factor={before}: run again with {factor or 'room for all'}"
         self.log.event(step, "rerun", text)
         self.log.say(f"step {step}: {text}")
-        programs = compile_programs(larger, next(self.data.train_batches()), None, self.machine.sharding)
-        check_compiled_fit(programs.bytes_needed, self.machine.memory, self.config.plan)
+        programs = compile_programs(larger, next(self.data.train_batches()), None, self.devices.sharding)
+        check_compiled_fit(programs.bytes_needed, self.devices.memory, self.config.plan)
         self.config = replace(self.config, step=larger)
         self.programs = replace(programs, held_out=self.programs.held_out)
 
     def evaluate(self, state: TrainState, step: int) -> float | None:
-        """Return the held-out loss in nats per target, written down; None: nothing is held out."""
-        if self.programs.held_out is None:
+        """Return the first set's held-out loss in nats per target, and write down all; None: nothing is held out."""
+        evaluate = self.programs.held_out
+        if evaluate is None:
             return None
-        sums_and_counts = [self.programs.held_out(state.params, batch) for batch in self.held_out]
-        sums = np.asarray(jax.device_get(sums_and_counts), np.float64).sum(0)
-        loss = float(sums[0] / sums[1])
-        self.log.held_out(step, loss, int(sums[1]))
-        return loss
+        losses = {}
+        for name, batches in self.held_out.items():
+            losses[name] = _mean_loss(jax.device_get([evaluate(state.model_params, batch) for batch in batches]))
+        self.log.held_out(step, losses)
+        return next(iter(losses.values())).loss
 
     def save(self, state: TrainState, step: int, metric: float | None) -> None:
         """Write a checkpoint, with all that the run needs to go on exactly."""
@@ -149,10 +152,11 @@ class Run:
             "load": self.log.load.tolist(),
             "settings": self.config.asked.values(),
             "parent": self.parent,
+            "base": None if self.base is None else vars(self.base),
             "data_fingerprint": self.data.fingerprint,
             "devices": self.config.plan.num_devices,
         }
-        self.checkpoints.save(step, state, extra, metric=metric)
+        self.checkpoints.save(step, replace(state, frozen={}), extra, metric=metric)
         self.log.restart_clock()
 
     def abandon(self, error: OSError) -> None:
@@ -163,10 +167,11 @@ class Run:
 
     def finish(self, state: TrainState) -> tuple[Decoder | None, str]:
         """Write the trained model, and return it with how it went. Process 0 does; all take part."""
-        params = on_first_host(state.params)
+        params = on_first_host(state.model_params)
         if params is None:
             return None, ""
-        model = Decoder(self.config.step.model, params=params, companions=self.companions)
+        companions = replace(self.companions, base=self.base)
+        model = Decoder(self.config.step.model, params=params, companions=companions)
         folder = run_folder.save_model(self.config.folder, model)
         self.log.flush()
         record = read_run(self.config.folder)
@@ -184,6 +189,12 @@ class Run:
             lines.append(f"skipped steps, not finite: {len(record.skipped_steps)}")
         lines.append(f"raggedmoe report {self.config.folder} makes a page of it")
         return model, "\n".join(lines)
+
+
+def _mean_loss(sums_and_counts: Any) -> HeldOutLoss:
+    """Average the loss over the targets of all batches."""
+    loss, num_targets = np.asarray(sums_and_counts, np.float64).sum(0)
+    return HeldOutLoss(loss=float(loss / num_targets), num_targets=int(num_targets))
 
 
 def larger_buffer_factor(factor: float | None, expert_parallelism: int) -> float | None:

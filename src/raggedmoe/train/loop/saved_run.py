@@ -15,10 +15,13 @@ from jax.typing import DTypeLike
 from raggedmoe import interop
 from raggedmoe.hardware import hardware_by_name
 from raggedmoe.interop.companions import read_companions
+from raggedmoe.interop.load import load_base
+from raggedmoe.models.companions import AdapterBase
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.config_json import from_json
 from raggedmoe.models.module import Decoder
 from raggedmoe.models.parameters import param_specs
+from raggedmoe.params import Params
 from raggedmoe.storage import AnyPath, ObjectPath, as_path
 from raggedmoe.train.checkpoint.folder import STEP
 from raggedmoe.train.loop.run_folder import CHECKPOINTS, COMPANIONS, MODEL, RUN
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from raggedmoe.train.checkpoint.stored import StoredCheckpoint  # it imports orbax, which takes a second
 
 _AT_STEP = re.compile(r"(.+)@(\d+)")
-FORMS = "the folder of a run (RUN), or one of its checkpoints (RUN@STEP, RUN/checkpoints/step_00000100)"
+RUN_FORMS = "the folder of a run (RUN), or one of its checkpoints (RUN@STEP, RUN/checkpoints/step_00000100)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,7 @@ def find_run(place: str | os.PathLike[str] | ObjectPath) -> SavedRun | None:
         return None
     run = find_run(at_step[1])
     if run is None or run.step is not None:
-        raise ValueError(f"{place}: expected {FORMS}, found no run at {at_step[1]}")
+        raise ValueError(f"{place}: expected {RUN_FORMS}, found no run at {at_step[1]}")
     return SavedRun(folder=run.folder, step=int(at_step[2]))
 
 
@@ -108,13 +111,21 @@ def find_model(place: str | os.PathLike[str] | ObjectPath) -> SavedModel:
 
 
 def _load_checkpoint(
-    stored: "StoredCheckpoint", companions: AnyPath, dtype: DTypeLike | None, param_dtype: DTypeLike | None
+    stored: "StoredCheckpoint", folder: AnyPath, dtype: DTypeLike | None, param_dtype: DTypeLike | None
 ) -> Decoder:
-    config = stored_model(stored.manifest.extra, str(stored.path))
-    param_dtype = jnp.dtype(param_dtype or config.param_dtype)
-    config = replace(config, param_dtype=param_dtype, dtype=jnp.dtype(dtype or param_dtype))
-    shapes = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in param_specs(config).items()}
-    return Decoder(config, params=stored.read({"params": shapes})["params"], companions=read_companions(companions))
+    extra, companions = stored.manifest.extra, read_companions(folder)
+    written = stored_model(extra, str(stored.path))
+    param_dtype = jnp.dtype(param_dtype or written.param_dtype)
+    config = replace(written, param_dtype=param_dtype, dtype=jnp.dtype(dtype or param_dtype))
+    frozen: Params = {}
+    if written.lora is not None:
+        companions = replace(companions, base=AdapterBase(**extra["base"]))
+        frozen = load_base(AdapterBase(**extra["base"]), written, str(stored.path))
+        frozen = {name: value.astype(param_specs(config)[name].dtype) for name, value in frozen.items()}
+    moved = {name: spec for name, spec in param_specs(config).items() if name not in frozen}
+    shapes = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in moved.items()}
+    params = stored.read({"params": shapes})["params"]
+    return Decoder(config, params={**params, **frozen}, companions=companions)
 
 
 def stored_model(extra: dict[str, Any], where: str) -> ModelConfig:

@@ -1,16 +1,18 @@
 """What a run begins with: the state of its own checkpoint or of another run's, or only parameters."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
+from raggedmoe.models.companions import AdapterBase
+from raggedmoe.params import Params
 from raggedmoe.sharding.training import TrainSharding
 from raggedmoe.train.checkpoint.checkpoints import RestoredCheckpoint
 from raggedmoe.train.checkpoint.stored import StoredCheckpoint
 from raggedmoe.train.data.batches import Data
 from raggedmoe.train.loop.record import RUN
-from raggedmoe.train.loop.saved_run import FORMS, SavedRun, find_run
+from raggedmoe.train.loop.saved_run import RUN_FORMS, SavedRun, find_run
 from raggedmoe.train.settings.config import TrainConfig
 from raggedmoe.train.settings.resolve import ResolvedConfig
 from raggedmoe.train.settings.words import read_values
@@ -24,6 +26,7 @@ class Start:
     """What a run begins with. Without any of it the run is a new one."""
 
     state: TrainState | None = None  # None: one of new parameters
+    base: AdapterBase | None = None  # where the frozen weights are from, that adapters are trained beside
     step: int = 0  # the number of steps that had been done
     data_position: dict[str, Any] | None = None  # None: at the first row
     load: Any = None  # the tokens of every expert that are not written down yet
@@ -31,6 +34,15 @@ class Start:
     parent: dict[str, Any] | None = None  # the checkpoint of another run that it began with, also if it is resumed
     event: tuple[str, str] | None = None  # how it began, for metrics.jsonl
     lines: tuple[str, ...] = ()  # the same for the screen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """The frozen weights that adapters are trained beside, in their places; and what else was loaded with them."""
+
+    origin: AdapterBase
+    frozen: Params
+    others: Params  # routers that are trained, and adapters where the folder has them
 
 
 def resumed_start(config: ResolvedConfig, restored: RestoredCheckpoint) -> Start:
@@ -64,21 +76,24 @@ def schedule_change(config: ResolvedConfig, earlier: TrainConfig, step: int, ski
     return f"steps={steps}, before {before}: the {asked.schedule} schedule now spans {steps}; the learning rate {rate}"
 
 
-def branched_start(config: ResolvedConfig, data: Data, sharding: TrainSharding) -> Start:
+def branched_start(config: ResolvedConfig, data: Data, sharding: TrainSharding, base: Base | None) -> Start:
     """Read the start of a run from the checkpoint of another that ``init_from`` names."""
     run, whole = _parent(config), config.run.init_state == "all"
     stored = run.open_checkpoint()
-    steps, template = config.run.num_steps, state_template(config.step, sharding)
+    _check_adapters(config, stored, base)
+    steps, template = config.run.num_steps, replace(state_template(config.step, sharding), frozen={})
     if whole and stored.step >= steps:
         raise ValueError(
             f"steps={steps}: expected more than the {stored.step} that {run} has done, as init_state=all counts on "
             "from there; use more steps, or init_state=weights, which begins at step 0"
         )
     try:
-        state = stored.read(template) if whole else _with_weights(config, stored, template, sharding)
+        state = stored.read(template) if whole else _with_weights(config, stored, template, sharding, base)
     except ValueError as error:
         settings = f"`raggedmoe train {run.folder / RUN} init_from={run} run_name=…` takes the settings of that run"
         raise ValueError(f"init_from={config.run.init_from}: {error}\n{settings}") from None
+    if base is not None:
+        state = replace(state, frozen=base.frozen)
     parent = {"run": str(run.folder), "step": stored.step, "state": config.run.init_state}
     said = f"begins with the {'whole state' if whole else 'weights'} of step {stored.step} of {run.folder}"
     if not whole:
@@ -104,7 +119,7 @@ def _parent(config: ResolvedConfig) -> SavedRun:
     run = find_run(place)
     if run is None:
         raise ValueError(
-            f"init_from={place}: expected {FORMS}, found no run there; load_parameters_path takes a model's folder"
+            f"init_from={place}: expected {RUN_FORMS}, found no run there; load_parameters_path takes a model's folder"
         )
     if run.folder.resolve() == config.folder.resolve():
         raise ValueError(
@@ -114,9 +129,30 @@ def _parent(config: ResolvedConfig) -> SavedRun:
     return run
 
 
+def _check_adapters(config: ResolvedConfig, stored: StoredCheckpoint, base: Base | None) -> None:
+    """Require that both runs train adapters of one base, or that neither trains any."""
+    named, theirs = f"init_from={config.run.init_from}", stored.manifest.extra.get("base")
+    if base is None and theirs is not None:
+        raise ValueError(
+            f"{named}: expected a run of whole weights, got one of adapters; `raggedmoe export RUN FOLDER --merge` "
+            "makes a model of it, for load_parameters_path=FOLDER"
+        )
+    if base is not None and theirs is None:
+        raise ValueError(
+            f"{named}: expected a run of adapters beside {base.origin.folder}, got one of whole weights; to train "
+            f"adapters beside those, use load_parameters_path={stored.path.parent.parent / 'model'} without init_from"
+        )
+    if base is not None and theirs is not None and theirs["fingerprint"] != base.origin.fingerprint:
+        raise ValueError(
+            f"{named}: expected a run of adapters beside {base.origin.folder}, got one beside other weights, those of "
+            f"{theirs['folder']}"
+        )
+
+
 def _with_weights(
-    config: ResolvedConfig, stored: StoredCheckpoint, template: TrainState, sharding: TrainSharding
+    config: ResolvedConfig, stored: StoredCheckpoint, template: TrainState, sharding: TrainSharding, base: Base | None
 ) -> TrainState:
     """Make the state of a new run with the parameters of a checkpoint."""
     params = stored.read({"params": template.params})["params"]
-    return state_from_loaded(config.step, sharding)(params, jax.random.key(config.run.seed))
+    frozen = {} if base is None else base.frozen
+    return state_from_loaded(config.step, sharding)({**params, **frozen}, jax.random.key(config.run.seed))

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 
 from raggedmoe.models.module import Decoder
-from raggedmoe.train.data.batches import TEXT_SUFFIXES, pad_batch
+from raggedmoe.train.data.batches import pad_batch
 from raggedmoe.train.data.corpus import read_text_files
+from raggedmoe.train.data.readers import TEXT_SUFFIXES
 from raggedmoe.train.data.rows import TokenRows, token_rows
 from raggedmoe.train.data.tokenizer import TextTokenizer
 from raggedmoe.train.step.step import held_out_loss

@@ -42,10 +42,10 @@ def write_report(run: AnyPath, out: AnyPath | None = None, *, step: int | None =
 def _headline(run: RunRecord) -> str:
     """Make the head of the page: the name, what ran, problems, and the most important figures."""
     held_out, window = series(run.held_out, "loss"), smoothing_window(run)
-    best = number(held_out.known.min()) if held_out.known.size else NOTHING
+    best = number(held_out.finite.min()) if held_out.finite.size else NOTHING
     steps, seconds = (run.train[-1]["step"] if run.train else math.nan), run.total("seconds")
     dropped, skipped = run.total("dropped"), run.skipped_steps
-    counted = run.series("skipped").known.size or skipped
+    counted = run.series("skipped").finite.size or skipped
     dead, num_records = ([], 0) if run.load is None else (run.load.dead_experts, min(DEAD_LINES, len(run.load.steps)))
     recent = f"mean of the last {window} steps" if window > 1 else "last step"
     figures = [

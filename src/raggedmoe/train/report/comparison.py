@@ -34,7 +34,7 @@ def write_comparison(runs: Sequence[RunRecord], out: AnyPath | None = None) -> A
         f'<p class="lead">{len(runs)} runs side by side, of which each has a report of its own</p></header>',
         *(html.missing(f"{name}: {problem}") for name, run in zip(names, runs) for problem in run.problems),
         _results(runs, names),
-        _figures("Loss", runs, names, LOSSES),
+        _figures("Loss", runs, names, (*LOSSES, *_of_named_sets(runs))),
         _figures("Expert load", runs, names, LOADS),
         _figures("Speed", runs, names, SPEEDS),
         _differences(runs, names),
@@ -58,7 +58,8 @@ def _results(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     figures: tuple[tuple[str, Callable[[RunRecord], str]], ...] = (
         ("Begins with", _origin),
         ("Held-out loss", lambda run: number(_held_out(run).last)),
-        ("Best held-out loss", lambda run: number(_held_out(run).known.min(initial=math.inf))),
+        ("Best held-out loss", lambda run: number(_held_out(run).finite.min(initial=math.inf))),
+        *((f"Loss on {name}", _last_loss_on(name)) for name in _named_sets(runs)),
         ("Training loss", lambda run: number(run.series("loss").mean_of_last(window))),
         ("Steps", lambda run: whole(run.train[-1]["step"]) if run.train else NOTHING),
         ("Tokens", lambda run: compact(run.total("tokens"))),
@@ -71,6 +72,14 @@ def _results(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
         (f'<td class="key">{escape(title)}</td>', *(escape(figure(run)) for run in runs)) for title, figure in figures
     ]
     return html.section("Results", html.table(("", *names), rows, name="results beside"))
+
+
+def _named_sets(runs: Sequence[RunRecord]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in run.named_sets))
+
+
+def _last_loss_on(name: str) -> Callable[[RunRecord], str]:
+    return lambda run: number(run.loss_on(name).last)
 
 
 def _origin(run: RunRecord) -> str:
@@ -110,6 +119,17 @@ LOSSES: tuple[tuple[str, Values, bool], ...] = (
     ("Learning rate", _values("learning_rate"), True),
     ("Gradient norm, smoothed", _smooth("grad_norm"), False),
 )
+
+
+def _of_named_sets(runs: Sequence[RunRecord]) -> tuple[tuple[str, Values, bool], ...]:
+    """List the pictures of the loss on each set that has a name."""
+
+    def picture(name: str) -> tuple[str, Values, bool]:
+        return f"{HELD_OUT}: {name}", lambda run, window: run.loss_on(name), False
+
+    return tuple(map(picture, _named_sets(runs)))
+
+
 LOADS: tuple[tuple[str, Values, bool], ...] = (
     ("Entropy of the load (nats), smoothed", _smooth("entropy"), False),
     ("Largest violation of balance, smoothed", _smooth("max_violation"), True),
@@ -126,9 +146,9 @@ def _figures(
         curves = []
         for number_of_run, (run, name) in enumerate(zip(runs, names)):
             one = values(run, window)
-            if one.known.size:
+            if one.finite.size:
                 colour, dashed = RUN_COLOURS[number_of_run % len(RUN_COLOURS)], number_of_run >= len(RUN_COLOURS)
-                style = "points" if title == HELD_OUT else "line"
+                style = "points" if title.startswith(HELD_OUT) else "line"
                 curves.append(Curve(series=one, label=name, colour=colour, style=style, dashed=dashed))
         if curves:
             logarithmic = not from_zero and any(spikes(curve.series) for curve in curves)

@@ -1,12 +1,16 @@
 """The report's curves over steps: loss, learning rate, gradient norm, speed, drops."""
 
+import itertools
+
 import numpy as np
 
 from raggedmoe.train.loop.metrics import METRICS
 from raggedmoe.train.loop.record import RunRecord, Series, series
 from raggedmoe.train.report import page as html
 from raggedmoe.train.report.figures import Curve, Marks, curves_svg
-from raggedmoe.train.report.page import duration, percent, whole
+from raggedmoe.train.report.page import duration, number, percent, whole
+
+SET_COLOURS = ("orange", "blue", "green", "red")
 
 
 def loss_section(run: RunRecord) -> str:
@@ -14,17 +18,20 @@ def loss_section(run: RunRecord) -> str:
     if not run.train:
         return html.section("Loss", html.missing(f"There is no curve: {METRICS} has no training step."))
     figures, notes = [html.figure("Loss (nats per token)", _loss_svg(run))], []
-    if not run.series("loss").known.size:
+    if any(run.loss_on(name).finite.size for name in run.named_sets):
+        last = ", ".join(f"{name} {number(run.loss_on(name).last)}" for name in run.named_sets)
+        figures.append(html.figure("Loss by held-out set (nats per token)", _named_sets_svg(run), f"At last: {last}."))
+    if not run.series("loss").finite.size:
         notes.append("No training step has a finite loss.")
-    if not series(run.held_out, "loss").known.size:
+    if not series(run.held_out, "loss").finite.size:
         notes.append(f"No held-out loss: {METRICS} has no finite one in a line of kind eval.")
     rate, norm = run.series("learning_rate"), run.series("grad_norm")
-    if rate.known.size:
+    if rate.finite.size:
         curve = Curve(series=rate, label="learning rate", colour="green")
         figures.append(html.figure("Learning rate", curves_svg("rate", [curve], from_zero=True)))
     else:
         notes.append("No curve of the learning rate: no training step has learning_rate.")
-    if norm.known.size:
+    if norm.finite.size:
         curves = smoothed_curves(run, "grad_norm", "each step", "blue")
         svg = curves_svg("norm", curves, marks=event_marks(run), logarithmic=spikes(norm))
         figures.append(html.figure("Gradient norm", svg))
@@ -38,14 +45,24 @@ def loss_section(run: RunRecord) -> str:
 
 def _loss_svg(run: RunRecord) -> str:
     curves, held_out = smoothed_curves(run, "loss", "training", "blue"), series(run.held_out, "loss")
-    if held_out.known.size:
+    if held_out.finite.size:
         curves.append(Curve(series=held_out, label="held out", colour="orange", style="points"))
     return curves_svg("loss", curves, marks=event_marks(run), logarithmic=spikes(run.series("loss")))
 
 
+def _named_sets_svg(run: RunRecord) -> str:
+    """Draw the loss on each set that has a name."""
+    curves = [
+        Curve(series=run.loss_on(name), label=name, colour=colour, style="points", dashed=place >= len(SET_COLOURS))
+        for place, (name, colour) in enumerate(zip(run.named_sets, itertools.cycle(SET_COLOURS)))
+        if run.loss_on(name).finite.size
+    ]
+    return curves_svg("sets", curves, marks=event_marks(run))
+
+
 def spikes(values: Series) -> bool:
     """Tell whether a few steps are so far above the rest that only a logarithmic axis shows both."""
-    known = values.known
+    known = values.finite
     return bool(known.size and known.min() > 0 and known.max() > 30 * np.median(known))
 
 
@@ -54,22 +71,22 @@ def _auxiliary_losses(run: RunRecord) -> list[Curve]:
     return [
         Curve(series=run.series(name).smooth(smoothing_window(run)), label=label, colour=colour)
         for name, (label, colour) in names.items()
-        if (run.series(name).known != 0).any()
+        if (run.series(name).finite != 0).any()
     ]
 
 
 def speed_section(run: RunRecord) -> str:
     """Draw the tokens per second, and say how they compare with the peak."""
     speed, seconds, mfu = run.series("tokens_per_second"), run.series("seconds"), run.series("mfu")
-    if not speed.known.size:
+    if not speed.finite.size:
         return html.section("Speed", html.missing("No training step has tokens_per_second."))
     text = f"The median step handled {whole(speed.median)} tokens a second"
-    text += f" and took {duration(seconds.median)}" if seconds.known.size else ""
-    text += f", {percent(mfu.median)} of the hardware's peak." if mfu.known.size else "."
-    if not mfu.known.size:
+    text += f" and took {duration(seconds.median)}" if seconds.finite.size else ""
+    text += f", {percent(mfu.median)} of the hardware's peak." if mfu.finite.size else "."
+    if not mfu.finite.size:
         text += f" There is no MFU: {why_no_mfu(run)}."
-    if seconds.known.size and seconds.known[0] > 3 * seconds.median:
-        text += f" The first took {duration(seconds.known[0])}."
+    if seconds.finite.size and seconds.finite[0] > 3 * seconds.median:
+        text += f" The first took {duration(seconds.finite[0])}."
     figures = [
         html.figure(
             "Tokens per second",
@@ -87,16 +104,16 @@ def speed_section(run: RunRecord) -> str:
 def drops_section(run: RunRecord) -> str:
     """Draw how many routed slots were dropped."""
     dropped = run.series("dropped")
-    if not dropped.known.size:
+    if not dropped.finite.size:
         return html.section("Drops", html.missing("No training step says how many were dropped."))
-    total = dropped.known.sum()
+    total = dropped.finite.sum()
     if total == 0:
-        text = f"None: in each of the {whole(dropped.known.size)} steps, every token reached all of its experts."
+        text = f"None: in each of the {whole(dropped.finite.size)} steps, every token reached all of its experts."
         return html.section("Drops", html.paragraph(text))
     text = (
         f"{whole(total)} routed slots (a token at one of its experts) were computed by no expert, "
-        f"in {whole(int((dropped.known > 0).sum()))} of {whole(dropped.known.size)} steps; "
-        f"at worst {whole(dropped.known.max())} in one step."
+        f"in {whole(int((dropped.finite > 0).sum()))} of {whole(dropped.finite.size)} steps; "
+        f"at worst {whole(dropped.finite.max())} in one step."
     )
     svg = curves_svg("drops", smoothed_curves(run, "dropped", "each step", "red"), from_zero=True)
     return html.section("Drops", html.paragraph(text), html.columns([html.figure("Dropped slots per step", svg)]))

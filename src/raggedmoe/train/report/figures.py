@@ -82,7 +82,7 @@ def curves_svg(
         if logarithmic:
             axes.set_yscale("log")
         elif from_zero:
-            largest = max((float(curve.series.known.max(initial=0.0)) for curve in curves), default=0.0)
+            largest = max((float(curve.series.finite.max(initial=0.0)) for curve in curves), default=0.0)
             axes.set_ylim(0, 1.06 * largest or 1.0)
         _style(axes, logarithmic)
         if len(axes.get_legend_handles_labels()[1]) > 1:

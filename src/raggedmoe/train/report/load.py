@@ -117,14 +117,14 @@ def _dead_text(history: LoadHistory) -> str:
 
 def _balance_figures(run: RunRecord) -> list[str]:
     figures = []
-    if run.series("entropy").known.size:
+    if run.series("entropy").finite.size:
         num_experts = run.model.get("num_experts")
         perfect = None
         if is_number(num_experts) and num_experts > 0:
             perfect = (math.log(num_experts), f"log {num_experts}, perfect")
         svg = curves_svg("entropy", smoothed_curves(run, "entropy", "each step", "blue"), reference=perfect)
         figures.append(html.figure("Entropy of the load (nats)", svg, "The mean over the MoE layers."))
-    if run.series("max_violation").known.size:
+    if run.series("max_violation").finite.size:
         svg = curves_svg("violation", smoothed_curves(run, "max_violation", "each step", "orange"), from_zero=True)
         caption = "The busiest expert's load over the mean, minus 1, in the worst layer."
         figures.append(html.figure("Largest violation of balance", svg, caption))

@@ -7,7 +7,7 @@ from typing import Any
 from raggedmoe.interop.named_model import is_folder
 from raggedmoe.sharding.axes import AXES
 from raggedmoe.storage import AnyPath, as_path
-from raggedmoe.train.settings.fields import Section, Setting, section, section_settings, setting
+from raggedmoe.train.settings.fields import Section, Setting, section_class, section_settings, setting
 from raggedmoe.train.settings.sections import (
     CheckpointConfig,
     DataConfig,
@@ -26,10 +26,11 @@ class Source:
 
     words: Mapping[str, str] = field(default_factory=dict)  # the word that set a setting, by the setting's name
     typed: frozenset[str] = frozenset()  # settings that a word on the command line set, and not a file
+    translated: frozenset[str] = frozenset()  # settings that a word of another name set, one of MaxText's
     notes: tuple[str, ...] = ()  # words that change nothing here, or something else than in MaxText, and why
 
 
-@section
+@section_class
 class TrainConfig(Section):
     """A run: what is trained, on what, how, and where it is written.
 
@@ -60,6 +61,8 @@ class TrainConfig(Section):
                 f"from_scratch=true: model_name={self.model_name} is no folder, so it has no parameters to leave out; "
                 + ("leave it out" if start is None else f"leave out load_parameters_path={start}, or one of the others")
             )
+        if self.optimizer.schedule_steps is not None:
+            self.optimizer.check_fits(self.optimizer.schedule_steps, self.shown("schedule_steps"), self.shown)
 
     def get(self, name: str) -> Any:
         """Return the value of a setting by the name that a user types."""
@@ -81,8 +84,8 @@ class TrainConfig(Section):
     def on_all_devices(self) -> "TrainConfig":
         """Return the configuration that splits the state over all devices, unless a degree was given."""
         degrees = [f"{axis}_parallelism" for axis in AXES]
-        given = any(self.is_given(degree) or degree in self.source.words for degree in degrees)
-        return self if given else self.with_settings({"fsdp_parallelism": -1})
+        has_degree = any(self.is_given(degree) or degree in self.source.words for degree in degrees)
+        return self if has_degree else self.with_settings({"fsdp_parallelism": -1})
 
     @property
     def model_name(self) -> str:
@@ -103,17 +106,23 @@ class TrainConfig(Section):
         start = self.run.load_parameters_path
         return self.model_folder if start is None else as_path(start)
 
+    @property
+    def base_folder(self) -> AnyPath | None:
+        """The folder of the weights that adapters are trained beside, if there is one; a branch has its parent's."""
+        start = self.run.load_parameters_path
+        return self.model_folder if start is None else as_path(start)
+
     def values(self) -> dict[str, Any]:
         """Return all settings by name, as JSON holds them."""
         values = {name: self.get(name) for name in SETTINGS}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def is_given(self, name: str) -> bool:
-        """Whether a setting was chosen: by a word, or by a value in a file or in Python that is not the default."""
+        """Tell whether a setting was chosen: by a word, or by a value in a file or Python that is not the default."""
         return name in self.source.typed or self.get(name) != SETTINGS[name].default
 
     def is_typed(self, name: str) -> bool:
-        """Whether a setting was chosen, and not by a file, which sets many that a run does not read."""
+        """Tell whether a setting was chosen, and not by a file, which sets many that a run does not read."""
         return self.is_given(name) and (name not in self.source.words or name in self.source.typed)
 
     def shown(self, name: str) -> str:

@@ -11,6 +11,7 @@ import yaml
 
 from raggedmoe.interop import maxtext
 from raggedmoe.interop.maxtext_defaults import is_same
+from raggedmoe.storage import AnyPath, as_path
 from raggedmoe.train.settings.config import SECTIONS, SETTINGS
 
 BASE = "base.yml"  # MaxText's defaults, which are known without the file
@@ -30,17 +31,17 @@ class Word:
     written: str | None = None  # as the user wrote it, if not as `name=text`
 
     @property
-    def typed(self) -> bool:
+    def is_typed(self) -> bool:
         """Whether it is on the command line; otherwise it is a file's, and gives way to what is typed."""
         return self.place is None
 
     @property
-    def called(self) -> str:
+    def full_name(self) -> str:
         """The name as the user wrote it, with the file where it stands."""
         return self.name if self.place is None else f"{self.name} ({self.place})"
 
     @property
-    def shown(self) -> str:
+    def assignment(self) -> str:
         """The whole assignment, with the file where it stands."""
         if self.written is not None:
             return self.written
@@ -48,22 +49,22 @@ class Word:
 
 
 def is_file(word: str) -> bool:
-    """Whether a word of the command line names a file of settings."""
+    """Tell whether a word of the command line names a file of settings."""
     return word.endswith((*YAML, *OURS))
 
 
-def read_files(files: list[str], typed: Iterable[str]) -> tuple[list[Word], list[str]]:
+def read_settings_files(files: list[str], typed: Iterable[str]) -> tuple[list[Word], list[str]]:
     """Return the settings of files that nothing typed replaces, and what the user should be told of the files."""
-    stored = [word for file in files if file.endswith(OURS) for word in _read_ours(Path(file), set(typed))]
+    stored = [word for file in files if file.endswith(OURS) for word in _read_ours(as_path(file), set(typed))]
     of_maxtext, notes = _read_maxtext([file for file in files if file.endswith(YAML)], set(typed))
     return [*stored, *of_maxtext], notes
 
 
-def _read_ours(path: Path, typed: set[str]) -> Iterator[Word]:
+def _read_ours(path: AnyPath, typed: set[str]) -> Iterator[Word]:
     """Read a file of ours: `key = value`, all or some of them in the tables of `TrainConfig`'s sections."""
     content = _parse(path)
     # `run.json` describes a run; what it was asked to do is one part of that.
-    values = content.get("settings", content) if path.suffix == ".json" else content
+    values = content.get("settings", content) if path.name.endswith(".json") else content
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected an object of settings, got {type(values).__name__}")
     return (word for word in words_of(values, str(path)) if word.name not in typed)
@@ -76,14 +77,15 @@ def words_of(values: Mapping[str, Any], where: str) -> Iterator[Word]:
         yield Word(name=name, text=text, place=Path(where).name, ours=name in SETTINGS)
 
 
-def _parse(path: Path) -> dict[str, Any]:
-    if not path.exists():
+def _parse(path: AnyPath) -> dict[str, Any]:
+    kind = "TOML" if path.name.endswith(".toml") else "JSON"
+    if not path.is_file():
         raise ValueError(f"{path}: expected a file of settings, found none; leave it out, or name one")
     try:
         text = path.read_text()
-        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        content = tomllib.loads(text) if kind == "TOML" else json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected {path.suffix.removeprefix('.').upper()}: {error}") from None
+        raise ValueError(f"{path}: expected {kind}: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected an object of settings, got {type(content).__name__}")
     return content
@@ -112,11 +114,11 @@ def _read_maxtext(files: list[str], typed: set[str]) -> tuple[list[Word], list[s
     values: dict[str, str] = {}
     notes = []
     for file in files:
-        found = _read_yaml(Path(file))
-        values |= found
-        changed = sum(not is_same(text, maxtext.defaults().get(name, "")) for name, text in found.items())
-        where = "" if Path(file).exists() else " (not here: as MaxText published it in August 2026)"
-        notes.append(f"{file}{where}: {len(found)} settings, of which {changed} differ from MaxText's defaults")
+        settings = _read_yaml(as_path(file))
+        values |= settings
+        changed = sum(not is_same(text, maxtext.defaults().get(name, "")) for name, text in settings.items())
+        where = "" if as_path(file).is_file() else " (not here: as MaxText published it in August 2026)"
+        notes.append(f"{file}{where}: {len(settings)} settings, of which {changed} differ from MaxText's defaults")
     named = "model_name" in typed or not is_same(values.get("model_name", "default"), "default")
     kept = []
     for name, text in values.items():
@@ -130,9 +132,9 @@ def _read_maxtext(files: list[str], typed: set[str]) -> tuple[list[Word], list[s
     return kept, notes
 
 
-def _read_yaml(path: Path) -> dict[str, str]:
-    """The settings of a YAML file as words, after those of the file that it is based on."""
-    if not path.exists():
+def _read_yaml(path: AnyPath) -> dict[str, str]:
+    """Return the settings of a YAML file as words, after those of the file that it is based on."""
+    if not path.is_file():
         if path.name == BASE:
             return {name: text.split("|")[0] for name, text in maxtext.defaults().items() if text != "*"}
         raise ValueError(

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
+import jax.numpy as jnp
+
 from raggedmoe.interop.json_file import read_json_object
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.storage import AnyPath, as_path
@@ -27,7 +29,7 @@ OTHER_TOKENIZERS = ("tokenizer.model", "tiktoken.model", "vocab.json", "spiece.m
 
 
 def is_of_bytes(model: ModelConfig) -> bool:
-    """Whether a model's vocabulary is so small that its tokens are bytes."""
+    """Tell whether a model's vocabulary is so small that its tokens are bytes."""
     return model.vocab_size <= MOST_BYTES
 
 
@@ -36,10 +38,11 @@ def peak_learning_rate(model: ModelConfig, *, loaded: bool) -> float:
 
     So it is 3e-3 up to the demo's width of 192, as measured with the demo, and near what was published for wider ones:
     5.1e-4 for a width of 2048 (OLMoE 4e-4, DeepSeek V2-Lite 4.2e-4) and 2.0e-4 for 7168 (DeepSeek V3 2.2e-4). A tenth
-    of it goes on from parameters that are loaded without undoing what they have learned.
+    of it goes on from parameters that are loaded without undoing what they have learned. Adapters learn best with ten
+    times what the weights themselves would (https://thinkingmachines.ai/blog/lora, with alpha 32), which is the whole.
     """
     rate = PEAK_LEARNING_RATE * min(1.0, (DEMO_WIDTH / model.model_dim) ** 0.75)
-    return float(f"{rate / 10 if loaded else rate:.2g}")
+    return float(f"{rate / 10 if loaded and model.lora is None else rate:.2g}")
 
 
 def with_recipe(config: TrainConfig) -> TrainConfig:
@@ -63,6 +66,7 @@ def with_model_defaults(config: TrainConfig, model: ModelConfig) -> TrainConfig:
         values["chat_date"] = date.today().isoformat()
     loaded = config.parameters_folder is not None or _begins_with_weights(config)
     values["learning_rate"] = peak_learning_rate(model, loaded=loaded)
+    values["weight_dtype"] = str(jnp.dtype(model.param_dtype))
     missing = {name: value for name, value in values.items() if config.get(name) is None and value is not None}
     return config.with_settings(missing)
 
@@ -101,12 +105,12 @@ def missing_data(config: TrainConfig, model: ModelConfig) -> str | None:
     if folder is None or data.dataset in WITHOUT_TOKENIZER or _tokenizer_path(config) is not None:
         return None
     others = [name for name in OTHER_TOKENIZERS if (folder / name).is_file()]
-    found, how = "none", "put it there"
+    there, how = "none", "put it there"
     if others:
-        found = f"{others[0]} alone"
+        there = f"{others[0]} alone"
         how = "write one with transformers (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
     return (
-        f"{folder}: expected the model's {TOKENIZER}, got {found}; {how}, or name another with tokenizer_path=..., or "
+        f"{folder}: expected the model's {TOKENIZER}, got {there}; {how}, or name another with tokenizer_path=..., or "
         f"train on bytes with tokenizer_path={BYTES}"
     )
 
@@ -125,13 +129,13 @@ def _foreign_tokens(config: TrainConfig, model: ModelConfig) -> str | None:
         if not differing or (are_bytes and len(ours) == NUM_BYTES and differing == [NUM_BYTES - 1]):
             return None
         texts = (repr(known.get(differing[0], "none")) for known in (theirs, ours))
-        found = f"token {differing[0]} is {' and not '.join(texts)}"
+        what = f"token {differing[0]} is {' and not '.join(texts)}"
     elif are_bytes and not is_of_bytes(model):
-        found = f"bytes for a vocabulary of {model.vocab_size}"
+        what = f"bytes for a vocabulary of {model.vocab_size}"
     else:
         return None
     return (
-        f"dataset_path={tokens}: expected tokens of the tokenizer that belongs to {folder}, got others: {found}; use "
+        f"dataset_path={tokens}: expected tokens of the tokenizer that belongs to {folder}, got others: {what}; use "
         f"`raggedmoe tokenize FILES OUT --tokenizer {folder}`, or from_scratch=true for new parameters"
     )
 
@@ -160,7 +164,7 @@ BEFORE_IT_WAS: Mapping[str, Any] = {"add_eos": False}
 def keep_earlier_defaults(config: TrainConfig, earlier: Mapping[str, Any]) -> TrainConfig:
     """Return the configuration for a run that goes on, of which an older version may have written the settings.
 
-    A setting that is not given, and that had its default of then, stays as the run began.
+    A setting that is not chosen, and that had its default of then, stays as the run began.
     """
     if not earlier:
         return config
@@ -169,10 +173,10 @@ def keep_earlier_defaults(config: TrainConfig, earlier: Mapping[str, Any]) -> Tr
         defaults["model_name"] = "demo"  # alone, the path was not the model too
     if earlier.get("chat_date") is not None:  # the day on which the run began
         defaults["chat_date"] = earlier["chat_date"]
-    given = {name for name in defaults if config.get(name) != SETTINGS[name].default} | config.source.words.keys()
+    chosen = {name for name in defaults if config.get(name) != SETTINGS[name].default} | config.source.words.keys()
     kept = {
         name: value
         for name, value in defaults.items()
-        if name not in given and (earlier[name] == value if name in earlier else name in BEFORE_IT_WAS)
+        if name not in chosen and (earlier[name] == value if name in earlier else name in BEFORE_IT_WAS)
     }
     return config.with_settings(kept)

@@ -29,11 +29,11 @@ def list_notes(
 
 
 def _remarks(config: TrainConfig, plan: Plan, num_devices: int) -> list[str]:
-    """What a user may not expect."""
+    """List what a user may not expect."""
     remarks, checkpoints, interval = [], config.checkpoints, config.run.steps_between_evaluations
     if plan.num_devices < num_devices:
         remarks.append(f"{plan.num_devices} of {num_devices} devices used; fsdp_parallelism=-1 takes them all")
-    keeps_best = checkpoints.enable_checkpointing and checkpoints.keep_best and config.data.held_out
+    keeps_best = checkpoints.enable_checkpointing and checkpoints.keep_best and config.data.holds_out
     period = checkpoints.steps_between_checkpoints
     if keeps_best and (not interval or period % interval):
         remarks.append(
@@ -56,7 +56,7 @@ def _saves(config: TrainConfig, step: ResolvedStep) -> bool:
 
 
 def _holds_out(config: TrainConfig, step: ResolvedStep) -> bool:
-    return config.data.held_out > 0
+    return config.data.holds_out
 
 
 def _decays_at_the_end(config: TrainConfig, step: ResolvedStep) -> bool:
@@ -75,6 +75,16 @@ def _is_deepseek_v3(config: TrainConfig, step: ResolvedStep) -> bool:
     return step.model.family == "deepseek_v3"
 
 
+def _quantizes(operand: str) -> Condition:
+    """Make the condition that an operand of the experts' matmuls is quantised."""
+
+    def is_quantized(config: TrainConfig, step: ResolvedStep) -> bool:
+        quantization = step.execution.moe.quantization
+        return quantization is not None and getattr(quantization, operand) is not None
+
+    return is_quantized
+
+
 NO_ROW_LEAVES = (
     "no row leaves its device for an expert, or in fixed slots alone: expert_parallelism is 1, sparse_matmul is false, "
     "or there is a capacity_factor"
@@ -83,11 +93,12 @@ NO_GROUPS = "as in MaxText, DeepSeek V3's routers alone have groups"
 
 
 def kernel_names(operation: str) -> tuple[str, str, str]:
-    """The settings that choose an operation's kernels: of both directions, and of each."""
+    """Name the settings that choose an operation's kernels: of both directions, and of each."""
     return operation, f"{operation}.{FORWARD}", f"{operation}.{BACKWARD}"
 
 
 MUON_SETTINGS = ("muon_beta", "muon_consistent_rms", "muon_weight_decay")
+LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets", "lora_router")
 # Settings that are read only if something else is so: the condition, and what to say.
 READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     "bias_update_rate": (
@@ -123,6 +134,10 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     ),
     "decay_fraction": (_decays_at_the_end, "it belongs to schedule=wsd"),
     "decay_style": (_decays_at_the_end, "it belongs to schedule=wsd"),
+    **dict.fromkeys(
+        LORA_SETTINGS[1:],
+        (lambda config, step: config.overrides.lora_rank is not None, "there are no adapters: it belongs to lora_rank"),
+    ),
     **dict.fromkeys(MUON_SETTINGS, (_has_muon, "it belongs to opt_type=muon")),
     "weight_decay_of": (lambda config, step: config.optimizer.weight_decay > 0, "nothing decays"),
     "final_fraction": (
@@ -141,6 +156,11 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     "eval_steps": (_holds_out, "nothing is held out"),
     "expert_strategy": (_moves_rows, NO_ROW_LEAVES),
     "ragged_buffer_factor": (_moves_rows, NO_ROW_LEAVES),
+    "quantization_block": (_quantizes("weights"), "nothing is quantised"),
+    "quantization_weight_scale": (_quantizes("weights"), "no weights are quantised"),
+    "quantization_row_scale": (_quantizes("rows"), "no rows are quantised"),
+    "quantization_cotangent_scale": (_quantizes("cotangents"), "no gradients are quantised"),
+    "stochastic_rounding": (_quantizes("cotangents"), "no gradients are quantised"),
     "rerun_on_overflow": (
         lambda config, step: step.execution.moe.ragged_buffer_factor is not None,
         "no row can be dropped",

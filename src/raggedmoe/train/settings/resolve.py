@@ -7,19 +7,22 @@ from typing import Any
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.interop.named_model import named_model
+from raggedmoe.interop.named_model import named_model, stored_dtype
 from raggedmoe.kernels.registry import KernelChoice
+from raggedmoe.lora import LoraConfig
 from raggedmoe.models.config import ModelConfig, check_execution
 from raggedmoe.models.execution import ModelExecution
-from raggedmoe.models.parameters import param_specs
+from raggedmoe.models.parameters import check_lora, param_specs
 from raggedmoe.models.sizes import FIELDS, OTHERS, resize
 from raggedmoe.moe.config import RouterConfig
 from raggedmoe.moe.execution import ACROSS_RANKS, MoEExecution
+from raggedmoe.params import divisors
 from raggedmoe.sharding.plan import Plan
+from raggedmoe.sharding.rules import UnevenSplitError
 from raggedmoe.storage import AnyPath, as_path
 from raggedmoe.train.settings.config import TrainConfig
 from raggedmoe.train.settings.model_defaults import with_model_defaults, with_recipe
-from raggedmoe.train.settings.notes import kernel_names, list_notes
+from raggedmoe.train.settings.notes import LORA_SETTINGS, kernel_names, list_notes
 from raggedmoe.train.settings.sections import CheckpointConfig, DataConfig, RunConfig
 from raggedmoe.train.settings.step import ResolvedStep
 
@@ -69,8 +72,9 @@ def resolve(
     model, asked = make_model(config, hardware), config
     config = with_model_defaults(with_recipe(config), model)
     execution = make_execution(config, model, plan)
-    for name, spec in param_specs(model).items():
-        plan.spec(name, spec)  # what does not divide is found here
+    _check_divides(config, model, plan)
+    if config.optimizer.schedule_steps is None:
+        config.optimizer.check_fits(config.run.num_steps, config.shown("steps"), config.shown)
     step = ResolvedStep(
         model=model,
         execution=execution,
@@ -87,6 +91,26 @@ def resolve(
     )
 
 
+# What the dimensions of routed experts are called as settings.
+SIZES = {"expert": "num_experts", "expert_dim": "base_moe_mlp_dim", "model_dim": "base_emb_dim"}
+
+
+def _check_divides(config: TrainConfig, model: ModelConfig, plan: Plan) -> None:
+    """Refuse degrees that do not divide the routed experts which they split, by the words that set them."""
+    try:
+        for name, spec in param_specs(model).items():
+            plan.spec(name, spec)
+    except UnevenSplitError as error:
+        words = []
+        for axis, degree in error.degrees.items():
+            name = f"{axis}_parallelism"
+            words.append(config.shown(name) if config.get(name) == degree else f"{config.shown(name)}, here {degree},")
+        raise ValueError(
+            f"{' × '.join(words)} does not divide {SIZES[error.dim]}={error.size} of {config.model_name}; use degrees "
+            f"whose product is one of {error.fitting}"
+        ) from None
+
+
 def _check_places(config: TrainConfig) -> None:
     """Refuse places of a kind that cannot be read or written, and a checkpoint on this machine that is not there."""
     places = {
@@ -95,6 +119,7 @@ def _check_places(config: TrainConfig) -> None:
         "load_parameters_path": (config.run.load_parameters_path,),
         "init_from": (config.run.init_from,),
         "dataset_path": config.data.dataset_path,
+        "eval_paths": tuple(path for paths in config.data.named_eval_paths.values() for path in paths),
         "tokenizer_path": (config.data.tokenizer_path,),
     }
     for name, named in places.items():
@@ -148,17 +173,59 @@ def make_model(config: TrainConfig, hardware: Hardware) -> ModelConfig:
         ours_typed and not config.is_typed("load_balance_loss_weight")
     ):
         router = _with_load_balance_loss(config, model, router)
-    return replace(
+    lora = _make_lora(config, model.lora)
+    model = replace(
         model,
         moe=replace(model.moe, router=router, capacity_factor=overrides.capacity_factor),
         dtype=jnp.dtype(auto if overrides.dtype == "auto" else overrides.dtype),
-        param_dtype=jnp.dtype(overrides.weight_dtype),
+        param_dtype=_weight_dtype(config, lora),
+        lora=lora,
     )
+    try:
+        check_lora(model)
+    except ValueError as error:
+        raise ValueError(f"lora_targets: {error}") from None
+    return model
+
+
+def _make_lora(config: TrainConfig, of_folder: LoraConfig | None) -> LoraConfig | None:
+    """Make what is to be adapted; None: the weights themselves are trained. A folder with adapters says it itself."""
+    overrides = config.overrides
+    if of_folder is not None:
+        named = [name for name in LORA_SETTINGS if config.is_given(name)]
+        if named:
+            raise ValueError(
+                f"{', '.join(named)}: {config.model_name} has adapters already, which are trained on; leave it out, or "
+                "name the model that they are for"
+            )
+        return of_folder
+    if overrides.lora_rank is None:
+        return None
+    if config.run.from_scratch:
+        raise ValueError(
+            f"lora_rank={overrides.lora_rank}: expected a model with parameters, got from_scratch=true: what "
+            "adapters are beside does not learn; leave one of them out"
+        )
+    router, rank = overrides.lora_router, overrides.lora_rank
+    return LoraConfig(rank=rank, alpha=overrides.lora_alpha, targets=overrides.lora_targets, router=router)
+
+
+def _weight_dtype(config: TrainConfig, lora: LoraConfig | None) -> Any:
+    """Return the type of the weights that was asked for; of frozen ones by default that which they are stored in."""
+    asked, folder = config.overrides.weight_dtype, config.base_folder
+    if asked is None and lora is not None and folder is not None:
+        stored = jnp.dtype(stored_dtype(folder))
+        if stored in (jnp.float32, jnp.bfloat16):
+            return stored
+    return jnp.dtype(config.overrides.value_of("weight_dtype"))
 
 
 def _make_router(config: TrainConfig, router: RouterConfig) -> RouterConfig:
     """Make the routers with what the overrides change."""
     overrides = config.overrides
+    if overrides.routing == "expert_choice":
+        _check_expert_choice(config)
+        router = replace(router, aux_loss_weight=0.0)
     if overrides.routing is not None and overrides.routing != router.selection:
         # What ranks experts means nothing where chance does.
         router = replace(router, selection=overrides.routing, selection_bias=False, num_groups=1, groups_per_token=1)
@@ -169,6 +236,22 @@ def _make_router(config: TrainConfig, router: RouterConfig) -> RouterConfig:
     if overrides.z_loss_weight is not None:
         router = replace(router, z_loss_weight=overrides.z_loss_weight)
     return router
+
+
+def _check_expert_choice(config: TrainConfig) -> None:
+    """Refuse what does not go with routing=expert_choice."""
+    overrides, routing = config.overrides, config.shown("routing")
+    if overrides.capacity_factor is None:
+        raise ValueError(
+            f"{routing}: expected a capacity_factor, as an expert takes as many tokens as it has slots, got none; 1.0 "
+            "is an even share"
+        )
+    for name, weight in (
+        ("aux_loss_weight", overrides.aux_loss_weight),
+        ("load_balance_loss_weight", overrides.load_balance_loss_weight),
+    ):
+        if weight:
+            raise ValueError(f"{routing} is balanced by construction; leave {config.shown(name)} out")
 
 
 def _with_load_balance_loss(config: TrainConfig, model: ModelConfig, router: RouterConfig) -> RouterConfig:
@@ -203,7 +286,7 @@ def make_execution(config: TrainConfig, model: ModelConfig, plan: Plan) -> Model
     """Make how the model runs on the plan's mesh."""
     asked, remat = config.execution, config.execution.remat
     execution = ModelExecution(
-        moe=_make_moe_execution(config, plan),
+        moe=_make_moe_execution(config, model, plan),
         attention_implementation=asked.attention,
         scan_layers=asked.scans_layers,
         remat=remat[0] if remat[0] in ("none", "full") and len(remat) == 1 else remat,
@@ -215,7 +298,7 @@ def make_execution(config: TrainConfig, model: ModelConfig, plan: Plan) -> Model
 SPARSE_OPERATIONS = ("ragged_gather", "ragged_gather_reduce", "grouped_matmul")
 
 
-def _make_moe_execution(config: TrainConfig, plan: Plan) -> MoEExecution:
+def _make_moe_execution(config: TrainConfig, model: ModelConfig, plan: Plan) -> MoEExecution:
     """Make how the MoE layers run on the plan's mesh."""
     asked, factor = config.execution, config.overrides.capacity_factor
     backend, is_dense = asked.moe_backend, MoEExecution(moe_backend=asked.moe_backend).backend.strategy == "dense"
@@ -235,14 +318,25 @@ def _make_moe_execution(config: TrainConfig, plan: Plan) -> MoEExecution:
     dense = ("grouped_matmul",) if factor is not None else SPARSE_OPERATIONS if is_dense else ()
     for operation in dense:
         # MaxText's flags for sparse kernels may stand beside a dense matmul, which does not read them.
-        if not any(
-            config.is_given(name) and config.shown(name).startswith(f"{name}=") for name in kernel_names(operation)
-        ):
+        names = set(kernel_names(operation)) - config.source.translated
+        if not any(config.is_given(name) for name in names):
             choices[operation] = "auto"
     named = any(choice != "auto" for choice in choices.values())
     strategy = None
     if factor is None and plan.expert > 1 and not is_dense:
         strategy = "all_to_all" if asked.expert_strategy == "auto" else asked.expert_strategy
+    if asked.quant_config is not None:
+        _check_quantization(config, plan, "capacity" if factor is not None else "dense" if is_dense else "")
+    if asked.recompute_dispatch and strategy in ACROSS_RANKS:
+        raise ValueError(
+            f"{config.shown('recompute_dispatch')}: the rows that come from other devices would be sent a second time; "
+            "leave it out, or use expert_parallelism=1"
+        )
+    if model.model_dim % asked.width_chunks:
+        raise ValueError(
+            f"{config.shown('width_chunks')} does not divide base_emb_dim={model.model_dim}, the width of "
+            f"{config.model_name}; use one of {divisors(model.model_dim)}"
+        )
     return MoEExecution(
         moe_backend=backend,
         kernels=KernelChoice(**choices) if named else None,
@@ -251,5 +345,22 @@ def _make_moe_execution(config: TrainConfig, plan: Plan) -> MoEExecution:
         token_chunks=asked.token_chunks,
         width_chunks=asked.width_chunks,
         recompute_dispatch=asked.recompute_dispatch,
+        quantization=asked.quant_config,
         tensor_split=config.mesh.tensor_split,
     )
+
+
+def _check_quantization(config: TrainConfig, plan: Plan, batched: str) -> None:
+    """Refuse to quantise what is split in a way that scales would show; ``batched`` names matmuls without 8 bits."""
+    shown = config.shown("quantization")
+    if batched:
+        other = config.shown("capacity_factor") if batched == "capacity" else "moe_backend=dense or sparse_matmul=false"
+        raise ValueError(
+            f"{shown} and {other} contradict each other: one batched matmul of all experts is not quantised; leave one "
+            "out"
+        )
+    if plan.tensor > 1:
+        raise ValueError(
+            f"{shown} cannot be used with tensor_parallelism={plan.tensor}: what shares a scale would be cut, and "
+            "results depend on the mesh; use fsdp or expert parallelism"
+        )

@@ -3,23 +3,27 @@
 A setting that MaxText has too has its name there; `raggedmoe.interop.maxtext` translates MaxText's other settings.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import date
 from typing import Any
 
+from raggedmoe.kernels.quant_config import QUANTIZATIONS, QuantConfig
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, Ordered
+from raggedmoe.lora import GROUPS, ROUTERS
 from raggedmoe.models.execution import SAVED_NAMES
+from raggedmoe.moe.config import ROUTER_WORDS
 from raggedmoe.moe.execution import BACKENDS, canonical_backend
 from raggedmoe.sharding.axes import SPLITS
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.train.settings.fields import Section, section, setting
+from raggedmoe.train.settings.fields import Section, section_class, setting
 
 TYPES = ("float32", "bfloat16")
 LEFT = "; -1: all devices that are left"
 
 
-@section
+@section_class
 class ModelOverrides(Section):
     """What changes the model from its preset: layers, types, sizes and the router."""
 
@@ -32,7 +36,12 @@ class ModelOverrides(Section):
     dtype: str = setting(
         default="auto", help="Type of activations; auto: float32 on a CPU, else bfloat16", choices=("auto", *TYPES)
     )
-    weight_dtype: str = setting(default="float32", help="Type of the master weights", choices=TYPES)
+    weight_dtype: str | None = setting(
+        default=None,
+        otherwise="float32",
+        help="Type of the master weights; none: float32, or as they are stored where adapters are trained beside them",
+        choices=TYPES,
+    )
     vocab_size: int | None = setting(
         default=None, help="Vocabulary size; none, here and below: as the model has", at_least=1
     )
@@ -98,7 +107,7 @@ class ModelOverrides(Section):
     normalization_layer_epsilon: float | None = setting(default=None, help="Epsilon of RMSNorm", above=0)
     logits_via_embedding: bool | None = setting(default=None, help="Whether the output head is the embedding (tied)")
     routing: str | None = setting(
-        default=None, help="How experts are selected: learned, random, balanced, hash; none: as the model has"
+        default=None, help="How experts are selected; none: as the model has", choices=ROUTER_WORDS["selection"]
     )
     capacity_factor: float | None = setting(
         default=None,
@@ -111,6 +120,21 @@ class ModelOverrides(Section):
         help="Weight of MaxText's load-balancing loss (per sequence, K times ours, mean over layers); sets aux_loss "
         "and its weight",
         at_least=0,
+    )
+    lora_rank: int | None = setting(
+        default=None,
+        help="Train adapters of this rank beside the model's weights, which are frozen; none: train the weights",
+        at_least=1,
+    )
+    lora_alpha: float = setting(
+        default=32.0, help="An adapter's product is multiplied by lora_alpha / lora_rank", above=0
+    )
+    lora_targets: tuple[str, ...] = setting(
+        default=tuple(GROUPS),
+        help=f"What has adapters: {', '.join(GROUPS)}, or matrices by name, such as attention.wq or moe.wi_0",
+    )
+    lora_router: str = setting(
+        default="frozen", help="Whether routers are trained whole beside adapters", choices=ROUTERS
     )
     aux_loss_weight: float | None = setting(
         default=None, help="Weight of the load-balancing loss; none: as the model has", at_least=0
@@ -135,7 +159,16 @@ def _kernels_of(operation: str, direction: str) -> Any:
     )
 
 
-@section
+def _scale(operand: str) -> Any:
+    return setting(
+        default=None,
+        help=f"Constant scale of the quantised {operand}; none: what makes the largest value the format's largest",
+        may_change=True,
+        above=0,
+    )
+
+
+@section_class
 class ExecutionSettings(Section):
     """How the model runs: kernels, rematerialisation, the ways of tokens to experts. No checkpoint depends on it."""
 
@@ -154,6 +187,25 @@ class ExecutionSettings(Section):
     )
     moe_backend: str = setting(
         default="auto", help=f"Bundle of dispatch strategy and kernels: {', '.join(BACKENDS)}", may_change=True
+    )
+    quantization: str = setting(
+        default="none",
+        help="Experts' matmuls in 8 bits, in training and evaluation: fp8 (e4m3, gradients e5m2), int8, or of the "
+        "weights alone; the master weights stay as they are",
+        choices=("none", *QUANTIZATIONS),
+        may_change=True,
+    )
+    quantization_block: int | None = setting(
+        default=None,
+        help="Columns of a row, and squares of a matrix, that share a scale; none: a row, and an output channel",
+        may_change=True,
+        at_least=1,
+    )
+    quantization_weight_scale: float | None = _scale("weights")
+    quantization_row_scale: float | None = _scale("rows")
+    quantization_cotangent_scale: float | None = _scale("gradients' rows")
+    stochastic_rounding: bool = setting(
+        default=False, help="Round the gradients' rows up or down by chance, right in the mean", may_change=True
     )
     sparse_matmul: bool | None = setting(
         default=None,
@@ -205,12 +257,27 @@ class ExecutionSettings(Section):
         object.__setattr__(self, "moe_backend", canonical_backend(self.moe_backend))
 
     @property
+    def quant_config(self) -> QuantConfig | None:
+        """What is quantised of the experts' matmuls, None where nothing is."""
+        if self.quantization == "none":
+            return None
+        config = QUANTIZATIONS[self.quantization]
+        return replace(
+            config,
+            block=self.quantization_block,
+            weight_scale=self.quantization_weight_scale,
+            row_scale=self.quantization_row_scale if config.rows else None,
+            cotangent_scale=self.quantization_cotangent_scale if config.cotangents else None,
+            stochastic_rounding=self.stochastic_rounding and config.cotangents is not None,
+        )
+
+    @property
     def scans_layers(self) -> bool:
         """Whether like layers are scanned over."""
         return self.value_of("scan_layers")
 
     def kernel_choice(self, operation: str) -> Choice:
-        """The implementation of an operation that is asked for, one for each direction where they differ."""
+        """Return the implementation of an operation that is asked for, one for each direction where they differ."""
 
         def unpack_single(names: tuple[str, ...]) -> Ordered:
             return names[0] if len(names) == 1 else names
@@ -222,7 +289,7 @@ class ExecutionSettings(Section):
         return forward if forward == backward else Directions(forward=forward, backward=backward)
 
 
-@section
+@section_class
 class MeshSettings(Section):
     """How many devices split what: the degrees of parallelism."""
 
@@ -273,10 +340,11 @@ PEAK_LEARNING_RATE = 3e-3  # the demo's
 BYTES = "bytes"  # the tokenizer_path that says so
 OF_FILES = ("text", "chat", "hf", "tokens")  # the datasets that are read from dataset_path
 OF_CONVERSATIONS = ("chat", "hf")  # those that a chat template may write
+HELD_OUT = "held-out"  # what the share of the data that is not trained on is called among sets to evaluate on
 WITHOUT_TOKENIZER = ("tokens", "synthetic")  # the datasets that no tokenizer of the run makes
 
 
-@section
+@section_class
 class DataConfig(Section):
     """What to train on, and in which rows and order.
 
@@ -332,6 +400,10 @@ class DataConfig(Section):
     held_out: float = setting(
         default=0.05, help="Share of the data that is held out for evaluation", at_least=0, at_most=0.5
     )
+    eval_paths: tuple[str, ...] = setting(
+        default=(),
+        help="More data to evaluate on, as NAME=PATH,NAME=PATH, read as dataset_path is; each name has a loss",
+    )
     data_seed: int = setting(default=0, help="Seed of the train/held-out split and of the shuffling")
 
     def __post_init__(self) -> None:
@@ -351,6 +423,7 @@ class DataConfig(Section):
             raise ValueError(f"dataset_type={self.dataset} reads no {unread}; leave it out, or use dataset_type=text")
         if not all(suffix.startswith(".") for suffix in self.dataset_suffixes):
             raise ValueError(f"expected dataset_suffixes such as .txt, got {','.join(self.dataset_suffixes)}")
+        self._check_eval_paths()
         if self.chat_date is not None:
             try:
                 date.fromisoformat(self.chat_date)
@@ -361,6 +434,33 @@ class DataConfig(Section):
     def dataset(self) -> str:
         """What the data are made of: the type that was asked for, or else Python's own sources."""
         return self.value_of("dataset_type")
+
+    def _check_eval_paths(self) -> None:
+        for entry in self.eval_paths:
+            name, _, path = entry.partition("=")
+            if not re.fullmatch(r"[\w.-]+", name) or name == HELD_OUT or not path:
+                raise ValueError(
+                    f"eval_paths={','.join(self.eval_paths)}: expected NAME=PATH, with a name of letters and digits "
+                    f"other than {HELD_OUT}, got {entry!r}"
+                )
+        if self.eval_paths and self.dataset == "synthetic":
+            raise ValueError(
+                f"dataset_type=synthetic reads no eval_paths={','.join(self.eval_paths)}; leave it out, or use "
+                "dataset_type=text"
+            )
+
+    @property
+    def named_eval_paths(self) -> dict[str, tuple[str, ...]]:
+        """The files or folders of each set to evaluate on, by its name."""
+        paths: dict[str, tuple[str, ...]] = {}
+        for name, _, path in (entry.partition("=") for entry in self.eval_paths):
+            paths[name] = (*paths.get(name, ()), path)
+        return paths
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.held_out > 0 or bool(self.eval_paths)
 
     @property
     def sequence_length(self) -> int:
@@ -373,7 +473,7 @@ class DataConfig(Section):
         return TOKENS_PER_DEVICE // BYTE_LENGTH if self.per_device_batch_size is None else self.per_device_batch_size
 
 
-@section
+@section_class
 class StepSettings(Section):
     """What a step adds up, beside the optimizer."""
 
@@ -396,7 +496,7 @@ class StepSettings(Section):
         return self.value_of("bias_update_rate")
 
 
-@section
+@section_class
 class OptimizerConfig(Section):
     """The settings of the optimizer, AdamW or Muon, and of its schedule."""
 
@@ -467,33 +567,30 @@ class OptimizerConfig(Section):
         default=1.0, help="Largest global norm of the gradients; 0: no clipping", at_least=0
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.schedule_steps is not None:
-            self._check_fits(self.schedule_steps, "schedule_steps")
-
     def for_run(self, steps: int) -> "OptimizerConfig":
-        """The configuration for a run of so many steps, which the schedule spans if it is not told otherwise."""
-        if self.schedule_steps is not None:
-            return self
-        self._check_fits(steps, "steps")
-        return replace(self, schedule_steps=steps)
+        """Return the configuration for a run of so many steps, which the schedule spans if it is not told otherwise."""
+        made = replace(self, schedule_steps=steps) if self.schedule_steps is None else self
+        made.check_fits(made.num_steps, f"{'schedule_' if made is self else ''}steps={made.num_steps}")
+        return made
 
-    def _check_fits(self, steps: int, name: str) -> None:
-        """Refuse a warm-up and a decay that are longer than the schedule's steps, of which ``name`` is the setting."""
+    def check_fits(self, steps: int, of: str, shown: Callable[[str], str] | None = None) -> None:
+        """Refuse a warm-up and a decay that are longer than so many steps of a schedule, which ``of`` calls them.
+
+        ``shown`` is how the user wrote a setting, if it was not in Python.
+        """
+        shown = shown or (lambda name: f"{name}={getattr(self, name)}")
         warmup, decay = self._warmup_steps_of(steps), int(self.decay_fraction * steps)
-        asked = f"warmup_steps={warmup}"
+        asked = shown("warmup_steps")
         if self.warmup_steps is None:
-            asked = f"warmup_fraction={self.warmup_fraction} ({warmup} steps)"
+            asked = f"{shown('warmup_fraction')} ({warmup} steps)"
         if warmup > steps:
             raise ValueError(
-                f"expected 0 <= warmup_steps <= {name}={steps}, got {warmup}: the learning rate would never reach its "
-                "peak; use fewer warm-up steps or more steps"
+                f"{asked} is more than {of}: the learning rate would never reach its peak; use fewer warm-up steps or "
+                "more steps"
             )
         if self.schedule == "wsd" and warmup + decay > steps:
             raise ValueError(
-                f"{asked} and decay_fraction={self.decay_fraction} ({decay} steps) together are more than "
-                f"{name}={steps}; use less of either"
+                f"{asked} and {shown('decay_fraction')} ({decay} steps) together are more than {of}; use less of either"
             )
 
     def _warmup_steps_of(self, steps: int) -> int:
@@ -530,7 +627,7 @@ class OptimizerConfig(Section):
 SHORT_RUN = 20  # steps of a run that prints every one
 
 
-@section
+@section_class
 class RunConfig(Section):
     """A run's length, folder and seed, and what is done how often beside its steps."""
 
@@ -636,7 +733,7 @@ class RunConfig(Section):
         return self.value_of("eval_steps")
 
 
-@section
+@section_class
 class CheckpointConfig(Section):
     """When checkpoints are written, and which are kept."""
 

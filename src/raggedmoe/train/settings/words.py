@@ -10,7 +10,7 @@ from raggedmoe.moe.execution import canonical_backend
 from raggedmoe.names import close_names
 from raggedmoe.train.settings.config import SETTINGS, Source, TrainConfig, config_of
 from raggedmoe.train.settings.fields import BOOLS
-from raggedmoe.train.settings.files import Word, is_file, read_files, words_of
+from raggedmoe.train.settings.files import Word, is_file, read_settings_files, words_of
 from raggedmoe.train.settings.other_names import OTHER_NAMES
 
 
@@ -21,29 +21,35 @@ class _Reading:
     values: dict[str, Any] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)
     typed: set[str] = field(default_factory=set)  # the settings that a word on the command line has set
+    translated: set[str] = field(default_factory=set)  # those that a word of another name has set
     notes: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
     def set(self, name: str, text: str, word: Word) -> None:
         # A word of MaxText's, or of a file, is called what it is there.
-        parsed = SETTINGS[name].parse(text, called=word.called if text == word.text else f"{word.shown}: {name}")
+        parsed = SETTINGS[name].parse(
+            text, called=word.full_name if text == word.text else f"{word.assignment}: {name}"
+        )
         if name == "moe_backend":
             parsed = canonical_backend(parsed)
         if name in self.values and self.values[name] != parsed:
-            if name in self.typed and not word.typed:
+            if name in self.typed and not word.is_typed:
                 return
             raise ValueError(
-                f"{self.words[name]} and {word.shown} contradict each other: both set {name}; leave one out"
+                f"{self.words[name]} and {word.assignment} contradict each other: both set {name}; leave one out"
             )
-        self.values[name], self.words[name] = parsed, word.shown
-        if word.typed:
+        self.values[name], self.words[name] = parsed, word.assignment
+        (self.translated.discard if word.name == name else self.translated.add)(name)
+        if word.is_typed:
             self.typed.add(name)
 
     def take(self, meaning: maxtext.Translation, word: Word) -> None:
         for name, text in meaning.settings.items():
             self.set(name, text, word)
-        if meaning.note is not None and (word.typed or not is_same(word.text, maxtext.defaults().get(word.name, ""))):
-            self.notes.append(f"{word.shown}: {meaning.note}")
+        if meaning.note is not None and (
+            word.is_typed or not is_same(word.text, maxtext.defaults().get(word.name, ""))
+        ):
+            self.notes.append(f"{word.assignment}: {meaning.note}")
 
 
 def read_words(words: Sequence[str]) -> TrainConfig:
@@ -62,7 +68,7 @@ def read_words(words: Sequence[str]) -> TrainConfig:
     for written in words:
         name, equals, text = written.partition("=")
         typed += [Word(name=name, text=text, written=written)] if equals else []
-    stored, notes = read_files(files, {word.name for word in typed})
+    stored, notes = read_settings_files(files, {word.name for word in typed})
     return _read_all(typed, stored, notes)
 
 
@@ -79,12 +85,17 @@ def _read_all(typed: list[Word], stored: list[Word], notes: list[str]) -> TrainC
         raise ValueError("\n  ".join([f"{len(reading.refused)} settings cannot be taken:", *reading.refused]))
     if reading.refused:
         raise ValueError(reading.refused[0])
-    source = Source(words=reading.words, typed=frozenset(reading.typed), notes=tuple(dict.fromkeys(reading.notes)))
+    source = Source(
+        words=reading.words,
+        typed=frozenset(reading.typed),
+        translated=frozenset(reading.translated),
+        notes=tuple(dict.fromkeys(reading.notes)),
+    )
     return config_of(reading.values, source)
 
 
 def assignments(words: Iterable[str], *, options: Iterable[str] = ()) -> list[str]:
-    """The words with ``--key=value`` and ``--key value`` as ``key=value``, and a lone ``--key`` as ``key=true``.
+    """Return the words with ``--key=value`` and ``--key value`` as ``key=value``, and a lone ``--key`` as ``key=true``.
 
     ``options`` are names that a command has for itself; they, and names that are no setting's, stay as they are.
     """
@@ -116,16 +127,16 @@ def settings_first(words: Sequence[str]) -> list[str]:
 
 
 def _is_value(name: str, word: str) -> bool:
-    """Whether a word after ``--name`` is its value; a switch has none unless it is true or false."""
+    """Tell whether a word after ``--name`` is its value; a switch has none unless it is true or false."""
     return not word.startswith("--") and "=" not in word and (not _is_switch(name) or word.lower() in BOOLS)
 
 
 def _is_known(name: str) -> bool:
-    return name in SETTINGS or name in maxtext.known_names()
+    return name in SETTINGS or name in maxtext.known_maxtext_names()
 
 
 def _is_switch(name: str) -> bool:
-    """Whether a name is that of a boolean, which may stand alone."""
+    """Tell whether a name is that of a boolean, which may stand alone."""
     if name in SETTINGS:
         return SETTINGS[name].type.name == "bool"
     return maxtext.defaults().get(name, "false") in BOOLS
@@ -145,14 +156,14 @@ def _read(words: list[Word], stored: list[Word], reading: _Reading) -> None:
             elif word.name in SETTINGS:
                 reading.set(word.name, word.text, word)
             else:
-                raise ValueError(_no_setting(word.name))
+                raise ValueError(_no_setting(word))
         except ValueError as error:
             reading.refused.append(str(error))
     for members in groups.values():
         group = maxtext.GROUP_OF[members[0].name]
         # With a word on the command line, the file's are read beside it.
-        beside = {word.name: word.text for word in stored if word.name in group.names} if members[0].typed else {}
-        together = replace(members[0], written=" ".join(word.shown for word in members))
+        beside = {word.name: word.text for word in stored if word.name in group.names} if members[0].is_typed else {}
+        together = replace(members[0], written=" ".join(word.assignment for word in members))
         try:
             _check_repeats(members)
             reading.take(group.translate(beside | {word.name: word.text for word in members}), together)
@@ -165,13 +176,14 @@ def _check_repeats(words: list[Word]) -> None:
     for word in words:
         before = first.setdefault(word.name, word)
         if before.text.lower() != word.text.lower():
-            raise ValueError(f"{before.shown} and {word.shown} contradict each other: leave one out")
+            raise ValueError(f"{before.assignment} and {word.assignment} contradict each other: leave one out")
 
 
-def _no_setting(name: str) -> str:
+def _no_setting(word: Word) -> str:
     """Say that there is no setting of that name, and which of ours, or else of MaxText's, may have been meant."""
-    plain = name.lower().replace("-", "_")
+    plain = word.name.lower().replace("-", "_")
     near = [OTHER_NAMES[plain]] if plain in OTHER_NAMES else close_names(plain, SETTINGS)
-    near = near or close_names(plain, maxtext.known_names())
+    near = near or close_names(plain, maxtext.known_maxtext_names())
     hint = f"did you mean {' or '.join(near)}?" if near else "nothing is named like it."
-    return f"unknown setting {name!r}: {hint} `raggedmoe train --help` lists them all"
+    where = "" if word.place is None else f" ({word.place})"
+    return f"unknown setting {word.name!r}{where}: {hint} `raggedmoe train --help` lists them all"

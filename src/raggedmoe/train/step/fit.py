@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from raggedmoe.hardware import GB, HARDWARE, Hardware
 from raggedmoe.models.config import ModelConfig, first_layers
-from raggedmoe.models.parameters import is_trained, param_specs
+from raggedmoe.models.parameters import param_specs
 from raggedmoe.models.presets import PRESETS
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.train.settings.sections import OptimizerConfig
@@ -43,7 +43,7 @@ def state_bytes(config: ModelConfig, plan: Plan = ONE_DEVICE, optimizer: Optimiz
     """
     specs = param_specs(config)
     elements = {name: plan.device_elements(name, spec) for name, spec in specs.items()}
-    trained = sum(num for name, num in elements.items() if is_trained(name))
+    trained = sum(num for name, num in elements.items() if specs[name].trained)
     with_muon = optimizer.opt_type == "muon"
     matrices = sum(num for name, num in elements.items() if with_muon and takes_muon(name, specs[name]))
     return StateBytes(

@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from raggedmoe.models.parameters import is_trained
-from raggedmoe.params import ParamSpec, Specs
+from raggedmoe.lora import RANK
+from raggedmoe.params import ParamSpec, Specs, contracted_axes
 from raggedmoe.sharding.axes import EXPERT, FSDP, TENSOR, LogicalMesh
 from raggedmoe.sharding.rules import is_routed, partition
 from raggedmoe.train.settings.sections import OptimizerConfig
@@ -34,12 +34,12 @@ class MuonState(NamedTuple):
 
 
 def takes_muon(name: str, spec: ParamSpec) -> bool:
-    """Whether Muon trains a parameter: the weights of matmuls inside the model, routers among them.
+    """Tell whether Muon trains a parameter: the weights of matmuls inside the model, routers among them.
 
     Embedding and head are tables with a row for each entry of the vocabulary, of which a batch moves few. They, norms,
-    biases and sinks are AdamW's.
+    biases, sinks and the two matrices of an adapter, whose product is what counts, are AdamW's.
     """
-    return is_trained(name) and spec.contracts is not None and "vocab" not in spec.axes
+    return spec.trained and spec.contracts is not None and not {"vocab", RANK} & set(spec.axes)
 
 
 def scale_by_muon(
@@ -105,15 +105,15 @@ def orthogonalize(matrices: Float[Array, "*batch rows columns"], epsilon: float)
 
 
 def batch_dims(name: str, spec: ParamSpec) -> tuple[str, ...]:
-    """The dimensions of a parameter along which there is one matrix after the other, all of them first ones."""
+    """Name the dimensions of a parameter along which there is one matrix after the other, all of them first ones."""
     batch = ("layer", "expert") if is_routed(name, spec) else ("layer",)
     return tuple(dim for dim in spec.axes if dim in batch)
 
 
 def matrix_shape(name: str, spec: ParamSpec) -> tuple[int, ...]:
-    """The shape of a parameter as matrices ``[… rows columns]``: one side of them is what a matmul sums over."""
+    """Return the shape of a parameter as matrices ``[… rows columns]``: one side of them is what a matmul sums over."""
     num_batch = len(batch_dims(name, spec))
-    is_summed = [dim in _contracted(spec) for dim in spec.axes[num_batch:]]
+    is_summed = [dim in contracted_axes(spec) for dim in spec.axes[num_batch:]]
     sizes = spec.shape[num_batch:]
     rows = math.prod(size for size, summed in zip(sizes, is_summed) if summed == is_summed[0])
     assert sorted(is_summed) == is_summed or sorted(is_summed, reverse=True) == is_summed, f"{name}: {spec}"
@@ -121,14 +121,14 @@ def matrix_shape(name: str, spec: ParamSpec) -> tuple[int, ...]:
 
 
 def fans(name: str, spec: ParamSpec) -> tuple[int, int]:
-    """The inputs and outputs of each matrix of a parameter."""
+    """Count the inputs and outputs of each matrix of a parameter."""
     rows, columns = matrix_shape(name, spec)[-2:]
-    is_first = spec.axes[len(batch_dims(name, spec))] in _contracted(spec)
+    is_first = spec.axes[len(batch_dims(name, spec))] in contracted_axes(spec)
     return (rows, columns) if is_first else (columns, rows)
 
 
 def batch_partition(name: str, spec: ParamSpec, mesh: LogicalMesh) -> PartitionSpec:
-    """How a parameter's matrices are split for the iterations: each whole, by experts and by layers as they divide.
+    """Say how a parameter's matrices are split for the iterations: each whole, by experts and by layers as they divide.
 
     Not over data: its ranks, which may be of several slices, compute the same.
     """
@@ -140,8 +140,3 @@ def batch_partition(name: str, spec: ParamSpec, mesh: LogicalMesh) -> PartitionS
                 entries[dim] = (*entries[dim], axis)
                 break
     return PartitionSpec(*entries)
-
-
-def _contracted(spec: ParamSpec) -> tuple[str, ...]:
-    assert spec.contracts is not None
-    return (spec.contracts,) if isinstance(spec.contracts, str) else spec.contracts

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from raggedmoe.models.parameters import is_trained
 from raggedmoe.params import Specs
 from raggedmoe.sharding.axes import AnyMesh, logical_mesh
 from raggedmoe.train.settings.sections import OptimizerConfig
@@ -52,7 +51,7 @@ def _decay(config: OptimizerConfig, num_steps: int, style: str) -> optax.Schedul
 
 def decay_mask(specs: Specs, which: str = "matrices") -> dict[str, bool]:
     """Tell which trained parameters decay: weights of matmuls, not norms, biases and sinks; or all."""
-    trained = {name: spec for name, spec in specs.items() if is_trained(name)}
+    trained = {name: spec for name, spec in specs.items() if spec.trained}
     return {name: which == "all" or spec.contracts is not None for name, spec in trained.items()}
 
 
@@ -66,7 +65,7 @@ def make_optimizer(config: OptimizerConfig, specs: Specs, mesh: AnyMesh | None =
     clip = optax.clip_by_global_norm(largest) if largest else optax.identity()
     if config.opt_type == "adamw":
         return optax.chain(clip, _adamw(config, specs))
-    labels = {name: "muon" if takes_muon(name, spec) else "adamw" for name, spec in specs.items() if is_trained(name)}
+    labels = {name: "muon" if takes_muon(name, spec) else "adamw" for name, spec in specs.items() if spec.trained}
     others = {name: spec for name, spec in specs.items() if labels.get(name) == "adamw"}
     decay = config.weight_decay if config.muon_weight_decay is None else config.muon_weight_decay
     muon = optax.chain(

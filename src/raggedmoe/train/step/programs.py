@@ -11,8 +11,10 @@ import jax
 
 from raggedmoe.kernels.chosen import describe_choices
 from raggedmoe.kernels.registry import record_selections
+from raggedmoe.lora import is_adapter
 from raggedmoe.models.decoder import Params
 from raggedmoe.models.parameters import param_specs
+from raggedmoe.params import init_params
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.training import TrainSharding, train_sharding
 from raggedmoe.train.data.rows import Batch
@@ -37,12 +39,12 @@ ONE_DEVICE = train_sharding(Plan())
 
 
 def state_template(config: ResolvedStep, sharding: TrainSharding = ONE_DEVICE) -> TrainState:
-    """The shapes of a run's state, and where each part is."""
+    """Describe the shapes of a run's state, and where each part is."""
     return sharding.state(jax.eval_shape(_init(config), jax.random.key(0)), param_specs(config.model))
 
 
 def make_init(config: ResolvedStep, sharding: TrainSharding = ONE_DEVICE) -> Callable[[jax.Array], TrainState]:
-    """The start of a run from its key, each part of it made where it belongs, and none whole on one device."""
+    """Make the start of a run from its key, each part of it made where it belongs, and none whole on one device."""
     return jax.jit(_init(config), out_shardings=places_of(state_template(config, sharding)))
 
 
@@ -54,16 +56,31 @@ def _init(config: ResolvedStep) -> Callable[[jax.Array], TrainState]:
 def state_from_loaded(
     config: ResolvedStep, sharding: TrainSharding = ONE_DEVICE
 ) -> Callable[[Params, jax.Array], TrainState]:
-    """The start of a run from its key and parameters that lie where they belong; nothing else is of an earlier run."""
-    optimizer = make_optimizer(config.optimizer, param_specs(config.model))
-    return jax.jit(
-        lambda params, key: state_from_params(params, optimizer, jax.random.split(key)[1]),
-        out_shardings=places_of(state_template(config, sharding)),
-    )
+    """Make the start of a run from its key and parameters where they belong; nothing else is of an earlier run.
+
+    Adapters that are not among the parameters are new. What is frozen is taken as it is, and not copied.
+    """
+    specs = param_specs(config.model)
+    optimizer = make_optimizer(config.optimizer, specs)
+
+    def start(params: Params, key: jax.Array) -> TrainState:
+        params_key, run_key = jax.random.split(key)
+        missing = {name: spec for name, spec in specs.items() if is_adapter(name) and name not in params}
+        new = init_params(missing, params_key) if missing else {}
+        return state_from_params({**params, **new}, specs, optimizer, run_key)
+
+    jitted = jax.jit(start, out_shardings=places_of(replace(state_template(config, sharding), frozen={})))
+
+    def start_beside_frozen(params: Params, key: jax.Array) -> TrainState:
+        frozen = {name: value for name, value in params.items() if specs[name].updated_by is None}
+        moved = {name: value for name, value in params.items() if name not in frozen}
+        return replace(jitted(moved, key), frozen=frozen)
+
+    return start_beside_frozen
 
 
 def places_of(template: TrainState) -> Any:
-    """What `jax.jit` takes as out_shardings; None: one device."""
+    """Return what `jax.jit` takes as out_shardings; None: one device."""
     return None if template.step.sharding is None else jax.tree.map(lambda leaf: leaf.sharding, template)
 
 
@@ -72,7 +89,7 @@ def compile_programs(
 ) -> Programs:
     """Trace and compile for batches like these; without one that is held out, nothing is evaluated.
 
-    The step is given a batch, or of several processes' each its own rows of it, and puts it where it belongs.
+    The step is given a batch, or of several processes' num_bytes its own rows of it, and puts it where it belongs.
     """
     template, shapes = state_template(config, sharding), sharding.batch(batch, config.micro_batches)
     step = functools.partial(train_step, config=config, mesh=sharding.mesh)
@@ -85,7 +102,7 @@ def compile_programs(
         # The loss of the model, whatever room its training has.
         execution = replace(config.execution, moe=replace(config.execution.moe, ragged_buffer_factor=None))
         evaluate = functools.partial(held_out_loss, config=config.model, execution=execution, mesh=sharding.mesh)
-        lowered["held_out"] = jax.jit(evaluate).lower(template.params, held_out_shapes)
+        lowered["held_out"] = jax.jit(evaluate).lower(template.model_params, held_out_shapes)
     with ThreadPoolExecutor() as threads:  # parts of a compilation use one core only
         compiled = dict(zip(lowered, threads.map(lambda program: program.compile(), lowered.values())))
     held_out, needed = None, [_bytes_needed(compiled["step"])]
@@ -98,12 +115,12 @@ def compile_programs(
         step=lambda state, batch: compiled["step"](state, sharding.put(batch, shapes)),
         held_out=held_out,
         kernels=describe_choices(selections),
-        bytes_needed=max((each for each in needed if each is not None), default=None),
+        bytes_needed=max((num_bytes for num_bytes in needed if num_bytes is not None), default=None),
     )
 
 
 def _device_bytes(template: Any) -> int:
-    """The bytes of a tree of shapes that one device holds."""
+    """Count the bytes of a tree of shapes that one device holds."""
     return sum(
         leaf.dtype.itemsize * math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(template)
@@ -111,7 +128,7 @@ def _device_bytes(template: Any) -> int:
 
 
 def _bytes_needed(compiled: Any, beside: int = 0) -> int | None:
-    """What a program holds at its fullest, by the compiler, and what is there beside it; None: it does not say."""
+    """Count what a program holds at most, by the compiler, and what is there beside it; None: it does not say."""
     memory = compiled.memory_analysis()
     if memory is None:
         return None

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.decoder import ExpertReport, decode, mtp_forward, mtp_mask
 from raggedmoe.models.execution import ModelExecution
-from raggedmoe.models.parameters import is_trained, param_specs
+from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.balance import load_entropy, max_violation, update_selection_bias
 from raggedmoe.params import Params
 from raggedmoe.sharding.axes import AnyMesh
@@ -84,14 +84,15 @@ def train_step(
     The batch is ``[B S]``, or ``[parts B/parts S]`` with the micro-batches apart, as they must be on a mesh.
     """
     key = jax.random.fold_in(state.key, state.step)
-    trained = {name: value for name, value in state.params.items() if is_trained(name)}
-    biases = {name: value for name, value in state.params.items() if not is_trained(name)}
-    gradients, losses = batch_gradients(trained, biases, batch, config, key, mesh)
+    specs = param_specs(config.model)
+    trained = {name: value for name, value in state.params.items() if specs[name].trained}
+    biases = {name: value for name, value in state.params.items() if name not in trained}
+    gradients, losses = batch_gradients(trained, {**state.frozen, **biases}, batch, config, key, mesh)
     gradients = {name: round_to_dtype(gradient, config.optimizer.grad_dtype) for name, gradient in gradients.items()}
     norm = optax.tree.norm(gradients)
 
     with jax.named_scope("optimizer"):
-        optimizer = make_optimizer(config.optimizer, param_specs(config.model), mesh)
+        optimizer = make_optimizer(config.optimizer, specs, mesh)
         master = {name: widen_to_float32(value) for name, value in trained.items()}
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, master)
         moved = {name: (master[name] + updates[name]).astype(trained[name].dtype) for name in trained}
@@ -139,7 +140,7 @@ def _updates_made(state: TrainState) -> Int[Array, ""]:
 
 
 def batch_gradients(
-    trained: Params, biases: Params, batch: Batch, config: ResolvedStep, key: jax.Array, mesh: AnyMesh | None = None
+    trained: Params, others: Params, batch: Batch, config: ResolvedStep, key: jax.Array, mesh: AnyMesh | None = None
 ) -> tuple[Params, Losses]:
     """Compute the gradients and losses of the whole batch, in float32 at least, in however many micro-batches.
 
@@ -155,7 +156,7 @@ def batch_gradients(
 
     def body(number: Any, batch: Batch, weights: MicroBatchWeights) -> tuple[Params, Losses]:
         own_key = jax.random.fold_in(key, number)
-        (_, losses), gradients = take(trained, biases, batch, weights, config, own_key, mesh)
+        (_, losses), gradients = take(trained, others, batch, weights, config, own_key, mesh)
         return {name: widen_to_float32(gradient) for name, gradient in gradients.items()}, losses
 
     if parts == 1:
@@ -174,7 +175,7 @@ def batch_gradients(
 
 def objective(
     trained: Params,
-    biases: Params,
+    others: Params,
     batch: Batch,
     weights: MicroBatchWeights,
     config: ResolvedStep,
@@ -182,7 +183,7 @@ def objective(
     mesh: AnyMesh | None = None,
 ) -> tuple[Float[Array, ""], Losses]:
     """Compute what a micro-batch adds to what is minimised, and its parts."""
-    model, params = config.model, {**trained, **biases}
+    model, params = config.model, {**trained, **others}
     options: dict[str, Any] = {
         "mask": batch.segments >= 0,
         "segments": batch.segments,

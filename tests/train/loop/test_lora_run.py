@@ -1,0 +1,174 @@
+"""A run that trains adapters: what its checkpoints hold, that it goes on exactly, and what becomes of its model."""
+
+import dataclasses
+import os
+import shutil
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from raggedmoe import Decoder, interop, merge_lora
+from raggedmoe.cli.convert import export
+from raggedmoe.cli.train import run_training
+from raggedmoe.launch import stop_signals
+from raggedmoe.lora import is_adapter
+from raggedmoe.models.fingerprint import fingerprint
+from raggedmoe.models.parameters import param_specs
+from raggedmoe.train.loop import begin
+from raggedmoe.train.loop.log import RunLog
+from raggedmoe.train.loop.saved_run import find_model
+from tests.models.drawn import drawn_params, tiny
+from tests.train.loop.test_loop import TEXT
+from tests.train.runs import curve, lines, share_programs
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A checkpoint in bfloat16, as Hugging Face has them."""
+    config = tiny("deepseek-v3-tiny", num_layers=2, mtp_layers=0, param_dtype=jnp.bfloat16)
+    folder = tmp_path_factory.mktemp("base") / "model"
+    interop.save(Decoder(config, params=drawn_params(config)), folder)
+    return folder
+
+
+@pytest.fixture
+def words(base, shared_programs, monkeypatch, tmp_path):
+    monkeypatch.setattr(stop_signals, "REPEAT_SECONDS", 0.0)
+    sizes = ("max_target_length=16", "per_device_batch_size=2", "tokenizer_path=bytes", "lora_router=trained")
+    every = (f"steps={STEPS}", "checkpoint_period=2", "eval_interval=3", "eval_steps=1", "load_period=3")
+    return (f"load_parameters_path={base}", "lora_rank=2", *sizes, *TEXT, *every, f"base_output_directory={tmp_path}")
+
+
+@pytest.fixture(scope="module")
+def whole(base, tmp_path_factory):
+    """A whole run."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        share_programs(patch)
+        sizes = ("max_target_length=16", "per_device_batch_size=2", "tokenizer_path=bytes", "lora_router=trained")
+        every = (f"steps={STEPS}", "checkpoint_period=2", "eval_interval=3", "eval_steps=1", "load_period=3")
+        words = (f"load_parameters_path={base}", "lora_rank=2", *sizes, *TEXT, *every)
+        outcome = run_training((*words, f"base_output_directory={folder}", "run_name=run"))
+    assert outcome.code == 0, outcome.text
+    return outcome
+
+
+def test_only_what_learns_is_in_a_checkpoint_and_the_rest_stays_as_it_was(base, whole):
+    stored = find_model(f"{whole.folder}@{STEPS}").run.open_checkpoint()
+    names = {name.partition("params/")[2] or name for name in stored.manifest.leaves if "params" in name}
+    specs = param_specs(whole.model.config)
+    moved = {name for name, spec in specs.items() if spec.updated_by is not None}
+    assert len(names) == len(moved)
+    before = interop.load(base).params
+    for name, spec in specs.items():
+        if spec.updated_by is None:
+            assert np.asarray(whole.model.params[name]).tobytes() == np.asarray(before[name]).tobytes(), name
+    routers = [name for name in moved if name.endswith("router_kernel")]
+    assert all(np.asarray(whole.model.params[name]).any() for name in moved if is_adapter(name))
+    assert all(not np.array_equal(whole.model.params[name], before[name]) for name in routers)
+    assert whole.model.config.param_dtype == jnp.bfloat16
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(words, whole, monkeypatch):
+    step = RunLog.step
+
+    def step_and_stop(log, number, report):
+        step(log, number, report)
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(RunLog, "step", step_and_stop)
+    stopped = run_training((*words, "run_name=run"))
+    assert stopped.code == 75
+    monkeypatch.setattr(RunLog, "step", step)
+    resumed = run_training((*words, "run_name=run"))
+    assert resumed.code == 0, resumed.text
+    assert any("resumed" in line.values() for line in lines(resumed.folder / "metrics.jsonl"))
+    assert curve(resumed.folder) == curve(whole.folder)
+    for name, value in whole.model.params.items():
+        assert np.asarray(resumed.model.params[name]).tobytes() == np.asarray(value).tobytes(), name
+
+
+def test_a_base_that_changed_is_refused(words, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(begin, "fingerprint", lambda params: "that of others")
+    shutil.copytree(whole.folder, tmp_path / "run")
+    with pytest.raises(ValueError, match="beside other weights"):
+        run_training((*words, "run_name=run"))
+
+
+def test_a_fingerprint_tells_types_places_and_single_bits():
+    """And it is the same for the parts of a mesh."""
+    rng = np.random.default_rng(0)
+    params = {"a": jnp.asarray(rng.normal(size=(4, 6)), jnp.bfloat16), "b": jnp.arange(8.0)}
+    swapped = params["a"].at[0].set(params["a"][1]).at[1].set(params["a"][0])
+    others = [
+        {**params, "a": swapped},
+        {**params, "b": params["b"].at[7].add(2.0**-20)},
+        {**params, "b": params["b"].reshape(2, 4)},
+        {"a": params["a"], "c": params["b"]},
+    ]
+    assert len({fingerprint(each) for each in (params, *others)}) == 5
+    places = NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec("x"))
+    assert fingerprint(jax.device_put(params, places)) == fingerprint(params)
+
+
+def test_the_models_folder_has_adapters_and_finds_the_base_again(whole, base, tmp_path):
+    folder = whole.folder / "model"
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    config = whole.model.config
+    small = sum(4 * spec.num_elements for spec in param_specs(config).values() if spec.updated_by is not None)
+    assert small <= size < small + 10_000
+    for place in (folder, f"{whole.folder}@{STEPS}"):
+        found = find_model(place).load()
+        assert found.config.lora == config.lora
+        for name, value in whole.model.params.items():
+            assert np.array_equal(found.params[name], value), name
+    moved = tmp_path / "moved"
+    shutil.copytree(folder, moved)
+    text = (moved / "raggedmoe.json").read_text()
+    (moved / "raggedmoe.json").write_text(text.replace(str(base), str(tmp_path / "nowhere")))
+    with pytest.raises(ValueError, match="found no folder there"):
+        interop.load(moved)
+
+
+def test_adapters_are_exported_merged_or_not_at_all(whole, tmp_path):
+    with pytest.raises(ValueError, match="--merge"):
+        export(str(whole.folder), str(tmp_path / "unmerged"))
+    assert export(str(whole.folder), str(tmp_path / "merged"), merge=True) == 0
+    expected = merge_lora(whole.model)
+    found = interop.load(tmp_path / "merged")
+    assert found.config.lora is None
+    for name, value in expected.params.items():
+        assert np.array_equal(found.params[name], value), name
+
+
+def test_a_branch_takes_the_adapters_and_a_run_of_whole_weights_is_refused(words, whole, base):
+    words = (f"model_name={base}", *words[1:])
+    outcome = run_training((*words, f"init_from={whole.folder}", "run_name=branch"))
+    assert outcome.code == 0, outcome.text
+    kept = [word for word in words if not word.startswith("lora_")]
+    with pytest.raises(ValueError, match="one of adapters"):
+        run_training((*kept, f"init_from={whole.folder}", "run_name=plain"))
+
+
+def test_adapters_without_parameters_to_stand_beside_are_refused(words):
+    with pytest.raises(ValueError, match="from_scratch"):
+        run_training((*words, "from_scratch=true", "run_name=none"))
+    with pytest.raises(ValueError, match="preset"):
+        run_training((*words[1:], "demo", "lora_rank=2", "run_name=none"))
+    with pytest.raises(ValueError, match="lora_targets"):
+        run_training((*words, "lora_targets=attention.nothing", "run_name=none"))
+
+
+def test_adapters_are_trained_on_from_their_own_folder(words, whole):
+    kept = [word for word in words[1:] if not word.startswith("lora_")]
+    outcome = run_training((*kept, f"load_parameters_path={whole.folder / 'model'}", "run_name=more"))
+    assert outcome.code == 0, outcome.text
+    assert outcome.model.config.lora == whole.model.config.lora
+    assert dataclasses.replace(outcome.model.companions.base) == whole.model.companions.base
