@@ -148,3 +148,21 @@ def test_adapters_learn_beside_quantised_experts():
     assert_close(found[0], expected[0], "x")
     for name, gradient in expected[1].items():
         assert_close(found[1][name], gradient, name)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "cpu_native"])
+def test_no_gradient_of_a_frozen_matrix_is_computed(kernel):
+    """Of the two gradients of a grouped matmul the compiler drops the one that nobody asks for: it would be as large."""
+    lora = LoraConfig(rank=RANK, targets=("experts",))
+    config = moe_config(num_experts=8, model_dim=64, expert_dim=1024, lora=lora)
+    shapes = {name: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for name, spec in config.param_specs().items()}
+    trained = {name: shape for name, shape in shapes.items() if is_adapter(name)}
+    x = jax.ShapeDtypeStruct((NUM_TOKENS, 64), jnp.float32)
+
+    def gradients(trained, params, x):
+        execution = MoEExecution(kernels=KernelChoice(grouped_matmul=kernel))
+        return jax.grad(lambda trained: layer(x, {**params, **trained}, config, execution).output.sum())(trained)
+
+    memory = jax.jit(gradients).lower(trained, shapes, x).compile().memory_analysis()
+    matrix = 4 * 8 * 64 * 1024
+    assert memory.temp_size_in_bytes < matrix
