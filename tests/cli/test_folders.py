@@ -38,7 +38,12 @@ def test_explain_traces_its_layer(words, folder, raggedmoe):
 
 @pytest.mark.parametrize(
     "words",
-    [("model", "model"), ("load_parameters_path=model",), ("layer", "model"), ("layer", "load_parameters_path=model")],
+    [
+        pytest.param(("model", "model"), marks=pytest.mark.ci),
+        ("load_parameters_path=model",),
+        ("layer", "model"),
+        ("layer", "load_parameters_path=model"),
+    ],
 )
 def test_compile_lowers_it(words, folder, raggedmoe):
     code, out, _ = raggedmoe("compile", *words, "--topology", "cpu", "--tokens", 8)

@@ -25,6 +25,17 @@ HERE = {
     "ragged_gather_reduce_fallback": "`ragged_gather_reduce.forward=xla ragged_gather.backward=xla`",
     "use_random_routing": "`routing=random`; each token's experts are drawn without replacement, which the run says",
     "interleave_moe_layer_step": "every so many layers one has experts",
+    "quantization": "`fp8_full` is `quantization=fp8`, `int8` itself: of the experts alone; formats of 4 bits, "
+    "Transformer Engine's and AMD's are refused",
+    "use_qwix_quantization": "nothing: the experts are quantised alike, for the layer's own kernels",
+    **{
+        f"{short}_quantization_calibration_method": f"`fixed,-a,a`: `{ours}`, a constant: a over the format's largest"
+        for short, ours in (
+            ("weight", "quantization_weight_scale"),
+            ("act", "quantization_row_scale"),
+            ("bwd", "quantization_cotangent_scale"),
+        )
+    },
     "norm_topk_prob": "a token's weights sum to one, scaled or not",
     "megablox": "`grouped_matmul=megablox,cpu,xla`: JAX's kernel where it runs; false: `grouped_matmul=xla`",
     "use_tokamax_gmm": "`grouped_matmul=tokamax,cpu,xla`, before megablox",

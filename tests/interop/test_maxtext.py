@@ -7,6 +7,7 @@ import yaml
 
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.interop.maxtext import GROUP_OF, TRANSLATED, defaults, known_maxtext_names, without_counterpart
+from raggedmoe.kernels.quant_config import E4M3, E5M2, INT8, QuantConfig
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.train.settings.config import SETTINGS
@@ -21,7 +22,9 @@ base_moe_mlp_dim=-1 load_balance_loss_weight=0.0 use_ring_of_experts=False use_r
 ragged_gather_fallback=False ragged_gather_reduce_fallback=False use_random_routing=False interleave_moe_layer_step=1
 norm_topk_prob=False megablox=True sparse_matmul=True num_moe_emb_chunks=0 use_tokamax_gmm=False use_gmm_v2=False
 first_num_dense_layers=0 shared_experts=0 routed_scaling_factor=1.0 routed_score_func= routed_bias=False
-routed_bias_update_rate=0.0 mlp_bias=False n_routing_groups=-1 topk_routing_group=-1
+routed_bias_update_rate=0.0 mlp_bias=False n_routing_groups=-1 topk_routing_group=-1 quantization=
+use_qwix_quantization=False weight_quantization_calibration_method=absmax
+act_quantization_calibration_method=absmax bwd_quantization_calibration_method=absmax
 """
 NO_EFFECT_KEYS = """
 moe_chunk_barrier=False padded_base_moe_mlp_dim=None use_custom_sort_vjp=True moe_dispatch_no_expert_sharding=False
@@ -37,10 +40,9 @@ wo_tile_dlhs_batch_seq=512 wo_tile_dlhs_embed_dim=1024 wo_tile_dlhs_mlp_dim=1024
 wo_tile_drhs_embed_dim=1024 wo_tile_drhs_mlp_dim=1024
 """
 REFUSED_KEYS = """
-quantization= replicate_quant_scale=False quant_cfg_path= quantize_kvcache=False kv_quant_axis=heads_and_dkv
-kv_quant_dtype=int8 quantization_local_shard_count=-1 use_qwix_quantization=False use_manual_quantization=False
-weight_quantization_calibration_method=absmax act_quantization_calibration_method=absmax
-bwd_quantization_calibration_method=absmax weight_sparsity_n=None weight_sparsity_m=None weight_sparsity_update_step=10
+replicate_quant_scale=False quant_cfg_path= quantize_kvcache=False kv_quant_axis=heads_and_dkv
+kv_quant_dtype=int8 quantization_local_shard_count=-1 use_manual_quantization=False
+weight_sparsity_n=None weight_sparsity_m=None weight_sparsity_update_step=10
 weight_sparsity_start_step=50 te_comm_gemm_overlap=disabled moe_expert_input_dim=-1 use_gather_mosaic_kernel=False
 use_2d_fsdp_sharding=False first_num_hash_layers=0 use_batch_split_schedule=False batch_split_factor=1
 """
@@ -59,7 +61,7 @@ def test_what_a_key_of_maxtexts_is_here_is_pinned(name):
 
 def test_the_pinned_keys_are_counted():
     statuses = [status for status, _ in PINNED.values()]
-    assert {status: statuses.count(status) for status in statuses} == {"translated": 28, "no effect": 35, "refused": 23}
+    assert {status: statuses.count(status) for status in statuses} == {"translated": 33, "no effect": 35, "refused": 18}
 
 
 def test_the_docs_have_the_tables_as_they_are():
@@ -196,8 +198,31 @@ def test_words_with_dashes_are_settings(typed, meant):
 def test_jax_gpts_words_are_known():
     assert read_words(["--moe_use_kernel_agent_ffn"]).execution.moe_backend == "expert_ffn"
     assert read_words(["--moe_backend=ragged_dot"]).execution.moe_backend == "ragged_dot"
-    with pytest.raises(ValueError, match="moe_fp8_weights=true: quantised experts are not built"):
-        read_words(["--moe_fp8_weights"])
+    assert read_words(["--moe_fp8_weights"]).execution.quantization == "fp8_weights"
+
+
+QUANTIZED = {
+    "fp8_full": QuantConfig(weights=E4M3, rows=E4M3, cotangents=E5M2),
+    "fp8_full act_quantization_calibration_method=fixed,-224,224 weight_quantization_calibration_method=fixed,-56,56": (
+        QuantConfig(weights=E4M3, rows=E4M3, cotangents=E5M2, row_scale=0.5, weight_scale=0.125)
+    ),
+    "int8 use_qwix_quantization=true bwd_quantization_calibration_method=fixed,-254,254": QuantConfig(
+        weights=INT8, rows=INT8, cotangents=INT8, cotangent_scale=2.0
+    ),
+    " use_qwix_quantization=false": None,
+}
+
+
+@pytest.mark.parametrize("words", QUANTIZED)
+def test_formats_and_calibrations_are_translated(words):
+    read = read_words(f"quantization={words}".split())
+    assert read.execution.quant_config == QUANTIZED[words]
+    assert any("of the experts' matmuls alone" in note for note in read.source.notes) == (QUANTIZED[words] is not None)
+
+
+def test_a_calibration_that_nothing_reads_is_said():
+    (note,) = read_words(["act_quantization_calibration_method=fixed,-1,1"]).source.notes
+    assert "ignored: act_quantization_calibration_method is read with quantization alone" in note
 
 
 def test_a_value_that_stands_for_any_default_is_a_value():

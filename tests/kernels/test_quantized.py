@@ -38,16 +38,18 @@ def takers(operation):
     return [name for name in on_cpu(operation) if implementations(operation)[name].quantized is not None]
 
 
-def as_params(cases):
-    """Those in which every two values meet run in `make test`, and all of them in `make test-all`."""
+def as_params(cases, is_quick=lambda case: True):
+    """Those in which every two values meet run in `make test`, or in CI, and all of them in `make test-all`."""
     cases = list(cases)
     some = pairwise(cases)
+
+    def mark(case):
+        if case not in some:
+            return [pytest.mark.slow]
+        return [] if is_quick(case) else [pytest.mark.ci]
+
     return pytest.mark.parametrize(
-        "case",
-        [
-            pytest.param(case, id="-".join(map(str, case.values())), marks=[] if case in some else [pytest.mark.slow])
-            for case in cases
-        ],
+        "case", [pytest.param(case, id="-".join(map(str, case.values())), marks=mark(case)) for case in cases]
     )
 
 

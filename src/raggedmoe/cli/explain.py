@@ -17,6 +17,7 @@ from raggedmoe.interop.named_model import named_model
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.proof import read_certificates
 from raggedmoe.kernels.qarray import FORMATS, QArray
+from raggedmoe.kernels.quant_config import QuantConfig
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Call, Candidate, KernelChoice, candidates, record_selections
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.decoder import decode
@@ -64,27 +65,28 @@ def explain(
     chip = target_hardware() if hardware is None else hardware_by_name(hardware)
     decoder: ModelConfig | None = None
     kernels: KernelChoice | None = None
+    quantization: QuantConfig | None = None
     if words:
         if model is not None or shape is not None:
             raise ValueError(f"expected a model and settings, or --model or --shape; got both, {' '.join(words)!r}")
         decoder, asked = settings_model(words, chip)
         title, config, num_tokens = " ".join(words), decoder.moe, 4096
         moe_backend = asked.moe_backend if moe_backend == "auto" else moe_backend
-        kernels = asked.kernels
+        kernels, quantization = asked.kernels, asked.quantization
     else:
         title, config, num_tokens = parse_layer(model, shape)
         if model is not None and model not in LAYERS:
             decoder = named_model(model)
     console = Console()
     console.print(f"[bold]{title}[/] on [bold]{chip.name}[/], JAX {jax_version}, {dtype}, moe_backend={moe_backend}")
-    execution = MoEExecution(moe_backend=moe_backend, kernels=kernels)
+    execution = MoEExecution(moe_backend=moe_backend, kernels=kernels, quantization=quantization)
     check_execution(config, execution)
     choices = execution.kernel_choice
-    calls = layer_calls(config, num_tokens, dtype, _traced_backend(execution, chip), experts)
+    calls = layer_calls(config, num_tokens, dtype, _traced_backend(execution, chip), experts, quantization)
     attention = attention_calls(decoder, num_tokens, dtype) if decoder is not None else []
     if not calls:
         console.print("\nIt calls no kernel of ours: every expert on every token, by einsum.")
-    fused = layer_calls(config, num_tokens, dtype, "expert_ffn", experts)
+    fused = [] if quantization is not None else layer_calls(config, num_tokens, dtype, "expert_ffn", experts)
     fused = [call for call in fused if call.operation == "expert_ffn"]
     instead = {} if any(call.operation == "expert_ffn" for call in calls) else _by_shapes(fused)
     for heading, directions in [*_by_shapes(attention).items(), *_by_shapes(calls).items(), *instead.items()]:
@@ -124,13 +126,20 @@ def _traced_backend(execution: MoEExecution, chip: Hardware) -> str:
 
 
 def layer_calls(
-    config: MoEConfig, num_tokens: int, dtype: str, moe_backend: str, experts: str | None = None
+    config: MoEConfig,
+    num_tokens: int,
+    dtype: str,
+    moe_backend: str,
+    experts: str | None = None,
+    quantization: QuantConfig | None = None,
 ) -> list[Call]:
     """List the distinct kernel calls that the layer makes, by tracing it with shapes alone.
 
-    ``experts``: the format of quantised expert weights.
+    ``experts``: the format of quantised expert weights. ``quantization``: what is quantised on the way.
     """
-    execution = MoEExecution(moe_backend=moe_backend)
+    if quantization is not None:  # of which the calls of any key are the same
+        quantization = replace(quantization, stochastic_rounding=False)
+    execution = MoEExecution(moe_backend=moe_backend, quantization=quantization)
     params: dict[str, Any] = {name: jax.ShapeDtypeStruct(s.shape, s.dtype) for name, s in config.param_specs().items()}
     if experts is not None:
         params |= {

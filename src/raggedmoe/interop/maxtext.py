@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from raggedmoe.interop.maxtext_defaults import COUNTERPARTS, NO_EFFECT, REFUSED, is_same, pairs
+from raggedmoe.interop.maxtext_quantization import NAMES as QUANTIZATION_NAMES
+from raggedmoe.interop.maxtext_quantization import translate_quantization
 from raggedmoe.sharding.axes import AXES
 
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
@@ -276,6 +278,11 @@ TRANSLATED: dict[str, Translator] = {
     **{f"ici_{axis}_parallelism": _rename(f"{axis}_parallelism") for axis in AXES},
     # words of jax-gpt
     "moe_use_kernel_agent_ffn": _switch("moe_use_kernel_agent_ffn", on={"moe_backend": "expert_ffn"}),
+    "moe_fp8_weights": _switch(
+        "moe_fp8_weights",
+        on={"quantization": "fp8_weights"},
+        note="with a scale for each expert and output channel, where a bare cast has none",
+    ),
     "moe_use_gmm_v2": _switch("moe_use_gmm_v2", on={"moe_backend": "gmm_v2"}),
 }
 
@@ -330,6 +337,11 @@ def _attention(typed: Mapping[str, str]) -> Translation:
     note = f"ignored: use_tokamax_splash is read with attention=flash, not {text}" if use_tokamax else None
     known = {"autoselected": "auto", "flash": "splash"}
     return Translation(settings={"attention": known.get(text, text)} if text else {}, note=note)
+
+
+def _quantization(typed: Mapping[str, str]) -> Translation:
+    settings, note = translate_quantization(typed)
+    return Translation(settings=settings, note=note)
 
 
 # The activations that a remat policy saves, by MaxText's names, and our names for those.
@@ -405,6 +417,7 @@ GROUPS: tuple[Group, ...] = (
     Group(names=("hf_path", "hf_data_dir", "hf_train_files"), translate=_hf_dataset),
     Group(names=("attention", "use_tokamax_splash"), translate=_attention),
     Group(names=("megablox", "use_tokamax_gmm", "use_gmm_v2"), translate=_grouped_matmul),
+    Group(names=QUANTIZATION_NAMES, translate=_quantization),
     Group(names=("remat_policy", "decoder_layer_input", *REMAT_NAMES), translate=_remat),
 )
 GROUP_OF: dict[str, Group] = {name: group for group in GROUPS for name in group.names}

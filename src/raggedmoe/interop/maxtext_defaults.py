@@ -32,7 +32,9 @@ ragged_gather_reduce_fallback=false remat_policy=full decoder_layer_input=device
 mlpwi_0=remat mlpwi_1=remat mlpwo=remat moe_mlpwi_0=remat moe_mlpwi_1=remat moe_mlpwo=remat query_proj=remat
 key_proj=remat value_proj=remat kv_proj=remat qkv_proj=remat out_proj=remat query_wa_proj=remat kv_wa_proj=remat
 mla_q=remat mla_kv=remat attention_out=remat ici_data_parallelism=1 ici_fsdp_parallelism=-1 ici_tensor_parallelism=1
-ici_expert_parallelism=1 dcn_data_parallelism=-1
+ici_expert_parallelism=1 dcn_data_parallelism=-1 quantization= use_qwix_quantization=false moe_fp8_weights=false
+weight_quantization_calibration_method=absmax act_quantization_calibration_method=absmax
+bwd_quantization_calibration_method=absmax
 """
 
 # Settings that change no number, and why each has no effect here; the reason is shown to those who set another value.
@@ -149,13 +151,14 @@ NO_EFFECT: dict[str, str] = {
 
 # Features that do not exist here: refused with the reason, and with what comes nearest, unless the value is harmless.
 REFUSED: dict[str, str] = {
-    "quantised experts are not built; leave it out, weights are multiplied in dtype": (
-        "quantization= use_qwix_quantization=false use_manual_quantization=false replicate_quant_scale=false "
-        "quant_cfg_path= quantization_local_shard_count=-1 weight_quantization_calibration_method=absmax "
-        "act_quantization_calibration_method=absmax bwd_quantization_calibration_method=absmax constant_bound_config= "
-        "checkpoint_is_quantized=false save_quantized_params_path= experimental_sa_quant_q_fp8=false "
-        "experimental_sa_quant_k_fp8=false moe_fp8_weights=false"
+    "scales are made by the largest value of a row or channel, or constant; use quantization=fp8_full or int8": (
+        "use_manual_quantization=false replicate_quant_scale=false quant_cfg_path= quantization_local_shard_count=-1 "
+        "constant_bound_config="
     ),
+    "quantised weights are read by `raggedmoe generate --keep-quantised`, and not trained; leave it out": (
+        "checkpoint_is_quantized=false save_quantized_params_path="
+    ),
+    "attention is not quantised; leave it out": ("experimental_sa_quant_q_fp8=false experimental_sa_quant_k_fp8=false"),
     "a quantised cache is not built; leave it out": (
         "quantize_kvcache=false kv_quant_axis=heads_and_dkv kv_quant_dtype=int8"
     ),

@@ -24,6 +24,9 @@ logger = logging.getLogger("raggedmoe")
 
 OPERATIONS = ("ragged_gather", "ragged_gather_reduce", "grouped_matmul", "expert_ffn", "attention")
 FORWARD, BACKWARD = "forward", "backward"
+# The gradients of a grouped matmul's operands, where they are chosen each by itself: a forward call, whose ``lhs`` is
+# the cotangent, and a transposed matmul, whose call has ``cotangent`` beside both. A backward choice is for both.
+DLHS, DRHS = "dlhs", "drhs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,9 @@ class Implementation:
     # Like forward, but also returns what it computed on its way that the operation's backward passes can use.
     forward_keeping: Callable[..., Any] | None = None
     quantized: str | None = None  # what it does with quantised operands; None: it takes none
+    # The operation whose groups are of what is summed, ``lhs_gᵀ @ cotangent_g``: the gradient of a grouped matmul's
+    # ``rhs``, which those who quantise its operands call by itself. None: it comes with the other gradient alone.
+    transposed: Callable[..., Any] | None = None
     takes_hardware: bool = False  # its functions have a keyword `hardware`, the chip that they are compiled for
 
     @property
@@ -138,7 +144,10 @@ class Selection:
     @property
     def function(self) -> Callable[..., Any]:
         """The function that computes the call: equal selections give the very same one, so that traces are shared."""
-        return self._bound(self.chosen.forward if self.call.direction == FORWARD else self.chosen.backward)
+        if self.call.direction == DRHS:
+            assert self.chosen.transposed is not None
+            return self._bound(self.chosen.transposed)
+        return self._bound(self.chosen.backward if self.call.direction == BACKWARD else self.chosen.forward)
 
     @property
     def function_keeping(self) -> Callable[..., Any] | None:
@@ -169,14 +178,17 @@ def implementations(operation: str) -> dict[str, Implementation]:
     return by_name
 
 
-def _order_of(choice: Choice, direction: str) -> Ordered:
-    return getattr(choice, direction) if isinstance(choice, Directions) else choice
+def order_of(choice: Choice, direction: str) -> Ordered:
+    """Return what a choice says of a direction: the backward one also of each gradient by itself."""
+    if not isinstance(choice, Directions):
+        return choice
+    return choice.forward if direction == FORWARD else choice.backward
 
 
 def check_choice(operation: str, choice: Choice) -> None:
     """Require that a choice names implementations that exist."""
     for direction in (FORWARD, BACKWARD):
-        _names(operation, _order_of(choice, direction), implementations(operation))
+        _names(operation, order_of(choice, direction), implementations(operation))
 
 
 def _names(operation: str, ordered: Ordered, known: Iterable[str]) -> tuple[str, ...] | None:
@@ -203,10 +215,13 @@ def _assess(
     certificates: tuple[Certificate, ...],
     auto: bool,
 ) -> Candidate:
-    level, shown_by = level_on(implementation.full_name, implementation.proofs, hardware, jax_version, certificates)
+    level, shown_by = level_on(
+        implementation.full_name, implementation.proofs, hardware, jax_version, certificates, call.formats.values()
+    )
     reason = (
         compat.version_why_not(implementation.full_name, jax_version)
         or _quantized_why_not(implementation, call)
+        or _transposed_why_not(implementation, call)
         or implementation.why_not(call, hardware)
     )
     absent = implementation.why_absent() if reason is None else None
@@ -239,6 +254,25 @@ def _quantized_why_not(implementation: Implementation, call: Call) -> str | None
     return f"it takes no quantised operands, such as {operands}"
 
 
+def quantizes_why_not(operation: str, choice: Choice) -> str | None:
+    """Say why none of the kernels that a choice names can multiply operands that are quantised on the way, if so."""
+    known = implementations(operation)
+    for direction in (FORWARD, BACKWARD):
+        names = _names(operation, order_of(choice, direction), known)
+        taken = [n for n in names or () if known[n].quantized and (direction == FORWARD or known[n].transposed)]
+        if names is not None and not taken:
+            able = [name for name, i in known.items() if i.quantized and i.transposed]
+            return f"{' and '.join(names)} ({direction}) takes no quantised operands; use auto, {', '.join(able)}"
+    return None
+
+
+def _transposed_why_not(implementation: Implementation, call: Call) -> str | None:
+    """Say that an implementation cannot compute the gradient of ``rhs`` by itself, where a call asks for that."""
+    if call.direction != DRHS or implementation.transposed is not None:
+        return None
+    return "it computes both gradients together, and quantised operands' are computed each by itself"
+
+
 def candidates(
     call: Call,
     choice: Choice,
@@ -250,7 +284,7 @@ def candidates(
 ) -> tuple[Candidate, ...]:
     """List the implementations that the choice allows, in order, each with the reason not to take it, or None."""
     known = implementations(call.operation) if known is None else known
-    names = _names(call.operation, _order_of(choice, call.direction), known)
+    names = _names(call.operation, order_of(choice, call.direction), known)
     auto = names is None
     if names is None:
         last = max((max(i.rank.values(), default=0) for i in known.values()), default=0) + 1
@@ -276,7 +310,7 @@ def select(
     considered = candidates(call, choice, hardware, jax_version=jax_version, certificates=certificates, known=known)
     for candidate in considered:
         if candidate.reason is None:
-            if candidate.level is Level.UNPROVEN and _order_of(choice, call.direction) != "auto":
+            if candidate.level is Level.UNPROVEN and order_of(choice, call.direction) != "auto":
                 report_unproven(
                     candidate.implementation.full_name, call.direction, hardware.name, jax_version, candidate.shown_by
                 )
@@ -293,7 +327,7 @@ def select(
     reasons = "\n".join(f"  {c.implementation.name}: {c.reason}" for c in considered)
     raise CannotRunError(
         f"{call.operation} ({call.direction}) on {hardware.name}: no implementation in "
-        f"{_order_of(choice, call.direction)!r} can run:\n{reasons}"
+        f"{order_of(choice, call.direction)!r} can run:\n{reasons}"
     )
 
 

@@ -276,6 +276,7 @@ def reads_experts_in_place(config: ModelConfig, execution: MoEExecution, x: Floa
         target_hardware(execution.hardware, (x,)).platform != "cpu"
         or strategy_name(config.moe, execution) != "local"
         or config.param_dtype != config.dtype  # all of them would be cast
+        or execution.quantization is not None  # or quantised
     ):
         return False
     choice, backend = execution.kernel_choice.grouped_matmul, execution.moe_backend

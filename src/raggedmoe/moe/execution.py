@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 
+from raggedmoe.kernels.quant_config import QuantConfig, check_layer
 from raggedmoe.kernels.registry import KernelChoice
 from raggedmoe.names import check_known
 from raggedmoe.params import check_sizes
@@ -58,6 +59,7 @@ class MoEExecution:
     tensor_split: str = "expert_dim"  # What the tensor axis of a mesh splits of the experts: F, or D ("model_dim").
     # Backward, the rows are gathered from their tokens again rather than kept: K · D numbers fewer for a token.
     recompute_dispatch: bool = False
+    quantization: QuantConfig | None = None  # What of the experts' matmuls is multiplied in 8 bits.
     hardware: str | None = None  # The chip to choose kernels for; None takes that of the mesh or of the arrays.
 
     def __post_init__(self) -> None:
@@ -83,6 +85,8 @@ class MoEExecution:
                     f"moe_backend={self.moe_backend!r} fuses the activation, which needs the sums over the whole width "
                     f"and cannot be used with {name}={getattr(self, name)!r}: use {name}={whole!r} or another backend"
                 )
+        strategy, kernels = self.strategy or self.backend.strategy, self.kernel_choice.grouped_matmul
+        check_layer(self.quantization, self.moe_backend, self.backend.fused, strategy, self.width_chunks, kernels)
         if self.recompute_dispatch and self.strategy in ACROSS_RANKS:
             raise ValueError(
                 f"recompute_dispatch=True would send the rows of strategy={self.strategy!r} a second time; leave it "

@@ -12,38 +12,41 @@ from jaxtyping import Array, Float
 
 from raggedmoe.hardware import hardware_of_device, target_hardware
 from raggedmoe.kernels.arrays import accumulator, matmul_precision, pvary_over
+from raggedmoe.kernels.batched_matmul import batched_matmul
 from raggedmoe.kernels.expert_ffn import api
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 from raggedmoe.kernels.expert_ffn.matmuls import add_bias
 from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
+from raggedmoe.kernels.grouped_matmul.quantized_matmuls import grouped_matmuls
 from raggedmoe.kernels.qarray import QArray
 from raggedmoe.lora import add_grouped_adapter, dense_adapter
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.records import RouteMetadata, StageSettings
 from raggedmoe.params import Params
-from raggedmoe.sharding.axes import HIDDEN_TENSOR, TENSOR, WIDTH_TENSOR
-from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, stage
+from raggedmoe.sharding.axes import AXES, HIDDEN_TENSOR, TENSOR, WIDTH_TENSOR
+from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, REPLICATED, TOKENS, stage
 
 UpSums = dict[str, Float[Array, "R F"]]  # by the names of the up projections
 
 
-@stage(rows=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, result=PER_DEVICE, checked=False)
+@stage(rows=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, key=REPLICATED, result=PER_DEVICE, checked=False)
 def gmm_up(
     rows: Float[Array, "R columns"],
     weights: Params,
     metadata: RouteMetadata,
+    key: jax.Array | None = None,
     *,
     settings: StageSettings,
     columns: slice,
 ) -> UpSums:
     """Multiply some columns of the rows by both up projections: what they add to the float32 sums, without biases."""
     matmul = functools.partial(_matmul, metadata, settings, dtype=accumulator(rows.dtype))
-    lora, sums = settings.config.lora, {}
-    for name in (name for name in ("wi_0", "wi_1") if name in weights):
-        product = matmul(transpose_rhs=True)(rows, _columns(weights[name], columns))
-        sums[name] = add_grouped_adapter(product, rows, weights, name, lora, matmul, inputs=columns)
-    return sums
+    parts = {name: _columns(weights[name], columns) for name in ("wi_0", "wi_1") if name in weights}
+    quantized = settings.execution.quantization, key, settings.on_mesh.axes(*AXES)
+    sums = zip(parts, grouped_matmuls(rows, tuple(parts.values()), matmul(transpose_rhs=True), *quantized))
+    lora = settings.config.lora
+    return {name: add_grouped_adapter(out, rows, weights, name, lora, matmul, inputs=columns) for name, out in sums}
 
 
 @stage(sums=PER_DEVICE, result=BETWEEN_PROJECTIONS)
@@ -65,15 +68,22 @@ def activate(
     return pvary_over(hidden, settings.on_mesh.axes(TENSOR))
 
 
-@stage(hidden=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, result=PER_DEVICE, checked=False)
+@stage(hidden=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, key=REPLICATED, result=PER_DEVICE, checked=False)
 def gmm_down(
-    hidden: Float[Array, "R F"], weights: Params, metadata: RouteMetadata, *, settings: StageSettings, columns: slice
+    hidden: Float[Array, "R F"],
+    weights: Params,
+    metadata: RouteMetadata,
+    key: jax.Array | None = None,
+    *,
+    settings: StageSettings,
+    columns: slice,
 ) -> Float[Array, "R columns"]:
     """Multiply the hidden rows by some columns of the down projection, and add its bias."""
     wo, bias, lora = _columns(weights["wo"], columns), _down_bias(weights, settings), settings.config.lora
     wide = hidden.dtype if bias is None and lora is None else accumulator(hidden.dtype)
     matmul = functools.partial(_matmul, metadata, settings, dtype=wide)
-    out = matmul(transpose_rhs=False)(hidden, wo)
+    quantized = settings.execution.quantization, key, settings.on_mesh.axes(*AXES)
+    (out,) = grouped_matmuls(hidden, (wo,), matmul(transpose_rhs=False), *quantized)
     out = add_grouped_adapter(out, hidden, weights, "wo", lora, matmul, outputs=columns)
     if bias is None:
         return out.astype(hidden.dtype)
@@ -111,7 +121,7 @@ def expert_ffn(
 def fuses_experts(x: Float[Array, "T D"], weights: Params, settings: StageSettings) -> bool:
     """Tell whether the experts are one `expert_ffn`: if the backend says so, or for "auto" where it is the fastest."""
     config, execution = settings.config, settings.execution
-    if config.lora is not None:  # its own matmuls are between those that would be fused
+    if config.lora is not None or execution.quantization is not None:  # what they do is between the matmuls
         return False
     if execution.moe_backend != "auto" or execution.width_chunks > 1 or settings.on_mesh.axes(WIDTH_TENSOR):
         return execution.backend.fused
@@ -165,7 +175,8 @@ def _matmul(
 ) -> Callable[[jax.Array, Any], jax.Array]:
     """Choose what multiplies rows by their experts' weights: a grouped matmul, or a batched one for equal groups."""
     if metadata.used is not None:
-        return functools.partial(_batched_matmul, metadata, "grd,gfd->grf" if transpose_rhs else "grf,gfd->grd", dtype)
+        sums = "grd,gfd->grf" if transpose_rhs else "grf,gfd->grd"
+        return functools.partial(batched_matmul, metadata.used, sums, dtype)
     return functools.partial(
         grouped_matmul,
         group_sizes=metadata.group_sizes,
@@ -174,14 +185,3 @@ def _matmul(
         implementation=settings.execution.kernel_choice.grouped_matmul,
         hardware=settings.execution.hardware,
     )
-
-
-def _batched_matmul(
-    metadata: RouteMetadata, sums: str, dtype: jnp.dtype, rows: Float[Array, "R _"], weights: Float[Array, "G F D"]
-) -> Float[Array, "R _"]:
-    """Multiply the rows by their experts' weights, where all experts have as many rows; ``sums`` is for einsum."""
-    # Masked before and after: what an expert's weights hold, NaN too, is for the rows of its own tokens alone.
-    parts = _mask_rows(rows, metadata).reshape(weights.shape[0], -1, rows.shape[1])
-    wide, precision = accumulator(rows.dtype), matmul_precision(rows.dtype)
-    out = jnp.einsum(sums, parts, weights, precision=precision, preferred_element_type=wide)
-    return _mask_rows(out.astype(dtype).reshape(rows.shape[0], out.shape[-1]), metadata)

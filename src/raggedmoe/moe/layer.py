@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from raggedmoe.kernels.eager import compile_once
 from raggedmoe.kernels.qarray import Quantized, check_operand
+from raggedmoe.kernels.quant_config import rounding_key
 from raggedmoe.lora import scale_adapters
 from raggedmoe.moe.config import MoEConfig, check_execution, is_expert_choice
 from raggedmoe.moe.dispatch import check_ranks, dispatch, prepare, unpermute
@@ -75,7 +76,7 @@ def moe_route_and_compute(
     router = all_gather_params(router, config.param_specs(), on_mesh, TOKENS)
     routing, statistics = on_mesh.run(route, x, router, mask, key, token_ids, replay, settings=settings)
     with jax.named_scope("experts"):
-        output, dropped = routed_experts(x, params, routing, first_expert, settings)
+        output, dropped = routed_experts(x, params, routing, first_expert, key, settings)
         output = shard_tokens(output, mesh)
     shared = {name.removeprefix("shared_"): array for name, array in params.items() if name.startswith("shared_")}
     if shared:
@@ -92,6 +93,7 @@ def routed_experts(
     params: Params,
     routing: RouteOutput,
     first_expert: Int[Array, ""] | None,
+    key: jax.Array | None,
     settings: StageSettings,
 ) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
     """Compute the weighted sum of each token's experts, and count the slots that were dropped.
@@ -112,6 +114,7 @@ def routed_experts(
     up_biases = all_gather_params(biases, specs, on_mesh, BETWEEN_PROJECTIONS)
     width_parts = even_parts(x.shape[1] // on_mesh.size(WIDTH_TENSOR), execution.width_chunks)
     fused = fuses_experts(x, experts, settings)
+    key_of = functools.partial(rounding_key, execution.quantization, key)
 
     def weighted_sum(x: Float[Array, "T D"], metadata: RouteMetadata, tokens: slice) -> Float[Array, "T D"]:
         if fused:
@@ -121,12 +124,13 @@ def routed_experts(
         sums, columns_out = None, []
         for columns in width_parts:
             rows = run(dispatch, x, routing, metadata, tokens=tokens, columns=columns)
-            more = run(gmm_up, rows, weights, metadata, columns=columns)
+            more = run(gmm_up, rows, weights, metadata, key_of(tokens.start, 0), columns=columns)
             sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
         sums = run(tp_reduce, sums)
         hidden = run(activate, checkpoint_name(sums, "moe_up"), up_biases, metadata, dtype=x.dtype)
         for columns in width_parts:
-            rows = checkpoint_name(run(gmm_down, hidden, weights, metadata, columns=columns), "moe_down")
+            rows = run(gmm_down, hidden, weights, metadata, key_of(tokens.start, 1), columns=columns)
+            rows = checkpoint_name(rows, "moe_down")
             columns_out.append(run(unpermute, rows, routing, metadata, tokens=tokens))
         return on_mesh.run(concatenate, columns_out, dim=1)
 

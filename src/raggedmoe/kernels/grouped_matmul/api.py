@@ -83,7 +83,7 @@ def grouped_matmul(
     """
     lhs = check_operand(NAME, "lhs", lhs, "R I", LHS_FORMATS)
     rhs = check_operand(NAME, "rhs", rhs, "G O I" if transpose_rhs else "G I O")
-    _check(lhs, rhs, group_sizes, transpose_rhs, group_offset)
+    check_matmul(lhs, rhs, group_sizes, transpose_rhs, group_offset)
     refuse_forward_mode(NAME, lhs, rhs)
     out_dtype = jnp.dtype(lhs.dtype if preferred_element_type is None else preferred_element_type)
     if str(out_dtype) not in FLOATS:
@@ -129,7 +129,8 @@ def group_of_row(bounds: Int[Array, " N"], num_rows: int) -> tuple[Int[Array, " 
     return jnp.clip(group, 0, bounds.shape[0] - 2), (row >= bounds[0]) & (row < bounds[-1])
 
 
-def _check(lhs: Any, rhs: Any, group_sizes: Any, transpose_rhs: bool, group_offset: Any) -> None:
+def check_matmul(lhs: Any, rhs: Any, group_sizes: Any, transpose_rhs: bool, group_offset: Any) -> None:
+    """Require operands that fit each other, and sizes that fit the rows."""
     check_array(NAME, "group_sizes", group_sizes, "E", integer=True)
     inner = rhs.shape[2] if transpose_rhs else rhs.shape[1]
     layout = "[G O I]" if transpose_rhs else "[G I O]"

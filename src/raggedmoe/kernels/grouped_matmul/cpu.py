@@ -162,6 +162,7 @@ IMPLEMENTATION = Implementation(
     name="cpu",
     forward=forward,
     backward=functools.partial(matmul_gradients, forward, transposed_matmul),
+    transposed=transposed_matmul,
     rank={"cpu": 10},
     proofs=PLAIN_XLA,
     quantized=EMULATED,

@@ -52,7 +52,7 @@ def transposed_matmul(lhs, rhs, bounds, out_dtype=None):
 def why_not(call: Call, hardware: Hardware) -> str | None:
     """Say why it cannot run."""
     dtype, out_dtype = call.arrays["lhs"].dtype, call.options["out_dtype"]
-    if out_dtype not in ("float32", str(dtype)):
+    if out_dtype not in ("float32", str(dtype)) and "rhs" not in call.formats:
         return f"its results are of the operands' type or float32, not {out_dtype}"
     return quantized_why_not(call, "lhs", ("rhs",)) or native_why_not(call, hardware, dtype)
 
@@ -72,6 +72,7 @@ IMPLEMENTATION = native_implementation(
     "grouped_matmul",
     forward=forward,
     backward=functools.partial(matmul_gradients, forward, transposed_matmul),
+    transposed=transposed_matmul,
     why_not=why_not,
     quantized=EMULATED,
 )

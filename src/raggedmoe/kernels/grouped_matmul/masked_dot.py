@@ -8,7 +8,7 @@ On a CPU the work is the same.
 
 from raggedmoe.hardware import GIB, Hardware
 from raggedmoe.kernels.arrays import accumulator
-from raggedmoe.kernels.registry import BACKWARD, Call
+from raggedmoe.kernels.registry import BACKWARD, DRHS, Call
 
 
 def copied_bytes(call: Call) -> int:
@@ -22,7 +22,7 @@ def copied_bytes(call: Call) -> int:
     else:
         rows, (groups, *widths) = call.arrays["lhs"], call.arrays["rhs"].shape
         width = rows.shape[1]
-    if call.direction == BACKWARD:
+    if call.direction in (BACKWARD, DRHS):
         width = sum(widths)
     dtype = accumulator(rows.dtype) if call.formats else rows.dtype  # quantised operands are widened
     return rows.shape[0] * groups * width * dtype.itemsize

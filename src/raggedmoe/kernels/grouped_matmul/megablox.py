@@ -32,6 +32,7 @@ IMPLEMENTATION = Implementation(
     name="megablox",
     forward=forward,
     backward=functools.partial(matmul_gradients, forward, transposed_matmul),
+    transposed=transposed_matmul,
     # Before XLA's own (20): with its metadata, some 38 small XLA operations, 125,222 issue cycles by the compiler's
     # schedule at R 8192, I 2048, O 1408, G 16 on a v6e, where XLA's masks, rolls and ragged dot are 264,951.
     rank={"tpu": 16},

@@ -10,7 +10,7 @@ from raggedmoe.kernels.grouped_matmul.gradients import matmul_gradients
 from raggedmoe.kernels.grouped_matmul.tiles import LANES, Problem, packed_rows, tiles_for, transposed_tiles_for
 from raggedmoe.kernels.placement import placement_why_not
 from raggedmoe.kernels.proof import INTERPRETED_KERNEL
-from raggedmoe.kernels.registry import BACKWARD, Call, Implementation
+from raggedmoe.kernels.registry import BACKWARD, DRHS, Call, Implementation
 
 
 def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype, hardware: Hardware, tiles=None):
@@ -74,7 +74,7 @@ def _problems(call: Call) -> list[Problem]:
     """List what tiles are needed for: the forward pass, or the lhs gradient."""
     lhs, rhs, transpose = call.arrays["lhs"], call.arrays["rhs"], call.options["transpose_rhs"]
     out = rhs.shape[1 if transpose else 2]
-    if call.direction == BACKWARD:
+    if call.direction in (BACKWARD, DRHS):
         return [_problem(lhs.shape[0], out, lhs.shape[1], not transpose, lhs.dtype, lhs.dtype)]
     return [_problem(lhs.shape[0], lhs.shape[1], out, transpose, lhs.dtype, call.options["out_dtype"])]
 
@@ -99,6 +99,7 @@ IMPLEMENTATION = Implementation(
     name="pallas_tpu",
     forward=forward,
     backward=functools.partial(matmul_gradients, forward, transposed_matmul),
+    transposed=transposed_matmul,
     rank={"tpu": 10},
     proofs=INTERPRETED_KERNEL,
     why_not=why_not,

@@ -39,11 +39,25 @@ def backward(lhs, rhs, bounds, cotangent, *, transpose_rhs):
     return dlhs.astype(types[0]), drhs.astype(types[1])
 
 
+def transposed_matmul(lhs, rhs, bounds, out_dtype=None):
+    out_dtype = lhs.dtype if out_dtype is None else out_dtype
+    wide = accumulator(lhs.dtype)
+    lhs, rhs = dequantize(lhs, wide).astype(wide), dequantize(rhs, wide).astype(wide)
+    row = jnp.arange(lhs.shape[0])[:, None]
+    products = []
+    for g in range(bounds.shape[0] - 1):
+        mine = (row >= bounds[g]) & (row < bounds[g + 1])
+        left, right = jnp.where(mine, lhs, 0), jnp.where(mine, rhs, 0)
+        products.append(jnp.matmul(left.T, right, precision=lax.Precision.HIGHEST))
+    return jnp.stack(products).astype(out_dtype)
+
+
 IMPLEMENTATION = Implementation(
     operation="grouped_matmul",
     name="reference",
     forward=forward,
     backward=backward,
+    transposed=transposed_matmul,
     rank={"cpu": 90, "gpu": 90, "tpu": 90},
     proofs=PLAIN_XLA,
     quantized=WIDENED,

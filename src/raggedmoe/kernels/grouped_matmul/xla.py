@@ -115,6 +115,7 @@ IMPLEMENTATION = Implementation(
     name="xla",
     forward=forward,
     backward=functools.partial(matmul_gradients, forward, transposed_matmul),
+    transposed=transposed_matmul,
     rank={"cpu": 20, "gpu": 20, "tpu": 20},
     proofs=COMPILED_XLA,
     why_not=masked_dot.why_not,

@@ -88,6 +88,12 @@ def check_ranks(settings: StageSettings) -> None:
     """Require a strategy that can run on the mesh's number of expert ranks."""
     name, num_ranks = strategy_name(settings.config, settings.execution), settings.on_mesh.size(EXPERT)
     check_has_mesh(name, settings.on_mesh.mesh)
+    tensor_ranks = settings.on_mesh.size(TENSOR)
+    if settings.execution.quantization is not None and tensor_ranks > 1:
+        raise ValueError(
+            f"quantization cannot be used with a mesh of tensor_parallelism={tensor_ranks}: what shares a scale would "
+            "be cut, and results depend on the mesh; use fsdp or expert parallelism"
+        )
     if num_ranks > 1 and name not in TAKES_RANKS:
         raise ValueError(
             f"strategy={name!r} needs all experts on every device, got a mesh with expert_parallelism={num_ranks}; "

@@ -12,7 +12,7 @@ import numpy as np
 from raggedmoe import compat, interop
 from raggedmoe.hardware import Hardware
 from raggedmoe.interop.companions import read_companions
-from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, KernelChoice
+from raggedmoe.kernels.registry import BACKWARD, DLHS, DRHS, FORWARD, Choice, KernelChoice, order_of
 from raggedmoe.launch.processes import broadcast_from_first
 from raggedmoe.lora import is_adapter
 from raggedmoe.models.companions import AdapterBase, Companions
@@ -56,8 +56,11 @@ def kernel_summary(kernels: list[dict[str, Any]], choices: KernelChoice) -> list
         taken.setdefault(f"{kernel['operation']} {kernel['direction']}", {})[kernel["chosen"]] = None
     parts = []
     for operation in dict.fromkeys(kernel["operation"] for kernel in kernels):
-        both = [", ".join(taken.get(f"{operation} {direction}", {"none": None})) for direction in (FORWARD, BACKWARD)]
-        parts.append(f"{operation} {both[0]} / {both[1]}")
+        forward, backward = (
+            ", ".join(dict.fromkeys(name for direction in part for name in taken.get(f"{operation} {direction}", ())))
+            for part in ((FORWARD,), (BACKWARD, DLHS, DRHS))
+        )
+        parts.append(f"{operation} {forward or 'none'} / {backward or 'none'}")
     lines = [f"kernels, forward / backward: {'; '.join(parts)}"] if parts else []
     skipped = {
         f"  {kernel['operation']} ({kernel['direction']}): not {other['name']}: {other['reason']}": None
@@ -70,7 +73,7 @@ def kernel_summary(kernels: list[dict[str, Any]], choices: KernelChoice) -> list
 
 
 def _is_named(choice: Choice, direction: str) -> bool:
-    return (getattr(choice, direction) if isinstance(choice, Directions) else choice) != "auto"
+    return order_of(choice, direction) != "auto"
 
 
 def settings_to_resume(config: TrainConfig) -> Mapping[str, Any]:

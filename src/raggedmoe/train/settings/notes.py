@@ -75,6 +75,16 @@ def _is_deepseek_v3(config: TrainConfig, step: ResolvedStep) -> bool:
     return step.model.family == "deepseek_v3"
 
 
+def _quantizes(operand: str) -> Condition:
+    """Make the condition that an operand of the experts' matmuls is quantised."""
+
+    def is_quantized(config: TrainConfig, step: ResolvedStep) -> bool:
+        quantization = step.execution.moe.quantization
+        return quantization is not None and getattr(quantization, operand) is not None
+
+    return is_quantized
+
+
 NO_ROW_LEAVES = (
     "no row leaves its device for an expert, or in fixed slots alone: expert_parallelism is 1, sparse_matmul is false, "
     "or there is a capacity_factor"
@@ -146,6 +156,11 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     "eval_steps": (_holds_out, "nothing is held out"),
     "expert_strategy": (_moves_rows, NO_ROW_LEAVES),
     "ragged_buffer_factor": (_moves_rows, NO_ROW_LEAVES),
+    "quantization_block": (_quantizes("weights"), "nothing is quantised"),
+    "quantization_weight_scale": (_quantizes("weights"), "no weights are quantised"),
+    "quantization_row_scale": (_quantizes("rows"), "no rows are quantised"),
+    "quantization_cotangent_scale": (_quantizes("cotangents"), "no gradients are quantised"),
+    "stochastic_rounding": (_quantizes("cotangents"), "no gradients are quantised"),
     "rerun_on_overflow": (
         lambda config, step: step.execution.moe.ragged_buffer_factor is not None,
         "no row can be dropped",

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.interop.named_model import named_model, stored_dtype
+from raggedmoe.interop.named_model import stored_dtype
 from raggedmoe.kernels.registry import KernelChoice
 from raggedmoe.lora import LoraConfig
 from raggedmoe.models.config import ModelConfig, check_execution
@@ -115,7 +115,7 @@ def _check_places(config: TrainConfig) -> None:
     """Refuse places of a kind that cannot be read or written, and a checkpoint on this machine that is not there."""
     places = {
         "base_output_directory": (config.run.base_output_directory,),
-        "model_name": (config.model_name,),
+        "model_name": (None if isinstance(config.model, ModelConfig) else config.model_name,),
         "load_parameters_path": (config.run.load_parameters_path,),
         "init_from": (config.run.init_from,),
         "dataset_path": config.data.dataset_path,
@@ -161,7 +161,7 @@ def make_model(config: TrainConfig, hardware: Hardware) -> ModelConfig:
     overrides, length = config.overrides, config.data.max_target_length or 0
     sizes: dict[str, Any] = {name: getattr(overrides, name) for name in (*FIELDS, *OTHERS)}
     sizes = {name: size for name, size in sizes.items() if size is not None}
-    model = resize(named_model(config.model_name), sizes, config.model_name)
+    model = resize(config.read_base_model(), sizes, config.model_name)
     if overrides.mtp_layers is not None:
         model = replace(model, mtp_layers=overrides.mtp_layers)
     if length > model.max_length:  # trained on longer sequences, it is a model for longer ones
@@ -318,14 +318,15 @@ def _make_moe_execution(config: TrainConfig, model: ModelConfig, plan: Plan) -> 
     dense = ("grouped_matmul",) if factor is not None else SPARSE_OPERATIONS if is_dense else ()
     for operation in dense:
         # MaxText's flags for sparse kernels may stand beside a dense matmul, which does not read them.
-        if not any(
-            config.is_given(name) and config.shown(name).startswith(f"{name}=") for name in kernel_names(operation)
-        ):
+        names = set(kernel_names(operation)) - config.source.translated
+        if not any(config.is_given(name) for name in names):
             choices[operation] = "auto"
     named = any(choice != "auto" for choice in choices.values())
     strategy = None
     if factor is None and plan.expert > 1 and not is_dense:
         strategy = "all_to_all" if asked.expert_strategy == "auto" else asked.expert_strategy
+    if asked.quant_config is not None:
+        _check_quantization(config, plan, "capacity" if factor is not None else "dense" if is_dense else "")
     if asked.recompute_dispatch and strategy in ACROSS_RANKS:
         raise ValueError(
             f"{config.shown('recompute_dispatch')}: the rows that come from other devices would be sent a second time; "
@@ -344,5 +345,22 @@ def _make_moe_execution(config: TrainConfig, model: ModelConfig, plan: Plan) -> 
         token_chunks=asked.token_chunks,
         width_chunks=asked.width_chunks,
         recompute_dispatch=asked.recompute_dispatch,
+        quantization=asked.quant_config,
         tensor_split=config.mesh.tensor_split,
     )
+
+
+def _check_quantization(config: TrainConfig, plan: Plan, batched: str) -> None:
+    """Refuse to quantise what is split in a way that scales would show; ``batched`` names matmuls without 8 bits."""
+    shown = config.shown("quantization")
+    if batched:
+        other = config.shown("capacity_factor") if batched == "capacity" else "moe_backend=dense or sparse_matmul=false"
+        raise ValueError(
+            f"{shown} and {other} contradict each other: one batched matmul of all experts is not quantised; leave one "
+            "out"
+        )
+    if plan.tensor > 1:
+        raise ValueError(
+            f"{shown} cannot be used with tensor_parallelism={plan.tensor}: what shares a scale would be cut, and "
+            "results depend on the mesh; use fsdp or expert parallelism"
+        )

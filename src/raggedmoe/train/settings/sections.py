@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import date
 from typing import Any
 
+from raggedmoe.kernels.quant_config import QUANTIZATIONS, QuantConfig
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, Ordered
 from raggedmoe.lora import GROUPS, ROUTERS
 from raggedmoe.models.execution import SAVED_NAMES
@@ -158,6 +159,15 @@ def _kernels_of(operation: str, direction: str) -> Any:
     )
 
 
+def _scale(operand: str) -> Any:
+    return setting(
+        default=None,
+        help=f"Constant scale of the quantised {operand}; none: what makes the largest value the format's largest",
+        may_change=True,
+        above=0,
+    )
+
+
 @section_class
 class ExecutionSettings(Section):
     """How the model runs: kernels, rematerialisation, the ways of tokens to experts. No checkpoint depends on it."""
@@ -177,6 +187,25 @@ class ExecutionSettings(Section):
     )
     moe_backend: str = setting(
         default="auto", help=f"Bundle of dispatch strategy and kernels: {', '.join(BACKENDS)}", may_change=True
+    )
+    quantization: str = setting(
+        default="none",
+        help="Experts' matmuls in 8 bits, in training and evaluation: fp8 (e4m3, gradients e5m2), int8, or of the "
+        "weights alone; the master weights stay as they are",
+        choices=("none", *QUANTIZATIONS),
+        may_change=True,
+    )
+    quantization_block: int | None = setting(
+        default=None,
+        help="Columns of a row, and squares of a matrix, that share a scale; none: a row, and an output channel",
+        may_change=True,
+        at_least=1,
+    )
+    quantization_weight_scale: float | None = _scale("weights")
+    quantization_row_scale: float | None = _scale("rows")
+    quantization_cotangent_scale: float | None = _scale("gradients' rows")
+    stochastic_rounding: bool = setting(
+        default=False, help="Round the gradients' rows up or down by chance, right in the mean", may_change=True
     )
     sparse_matmul: bool | None = setting(
         default=None,
@@ -226,6 +255,21 @@ class ExecutionSettings(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "moe_backend", canonical_backend(self.moe_backend))
+
+    @property
+    def quant_config(self) -> QuantConfig | None:
+        """What is quantised of the experts' matmuls, None where nothing is."""
+        if self.quantization == "none":
+            return None
+        config = QUANTIZATIONS[self.quantization]
+        return replace(
+            config,
+            block=self.quantization_block,
+            weight_scale=self.quantization_weight_scale,
+            row_scale=self.quantization_row_scale if config.rows else None,
+            cotangent_scale=self.quantization_cotangent_scale if config.cotangents else None,
+            stochastic_rounding=self.stochastic_rounding and config.cotangents is not None,
+        )
 
     @property
     def scans_layers(self) -> bool:

@@ -1,0 +1,103 @@
+"""What is quantised on its way to a grouped matmul, in which format, and by which scales."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from raggedmoe.kernels.qarray import LHS_FORMATS
+from raggedmoe.kernels.registry import Choice, quantizes_why_not
+from raggedmoe.names import check_known
+from raggedmoe.params import check_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantConfig:
+    """The formats of a grouped matmul's operands, forward and backward. None: the operand is multiplied as it is.
+
+    Scales are made anew for each call, so that the largest absolute value of what shares one is the largest of the
+    format; or they are a constant, and what is too large for it becomes the largest value.
+    """
+
+    weights: str  # The format of the experts' matrices: a scale for each expert and output channel.
+    rows: str | None = None  # The format of the rows that are multiplied by them: a scale for each row.
+    cotangents: str | None = None  # The format of the gradients' rows, backward.
+    # Rows have a scale for each so many columns instead, and matrices for each square of so many.
+    block: int | None = None
+    weight_scale: float | None = None  # A constant scale of the weights; None makes them from the largest values.
+    row_scale: float | None = None  # The same of the rows,
+    cotangent_scale: float | None = None  # and of the cotangents.
+    # Cotangents are rounded up or down by chance, so that their mean is right; this takes a random key.
+    stochastic_rounding: bool = False
+
+    def __post_init__(self) -> None:
+        for name, constant in (
+            ("weights", "weight_scale"),
+            ("rows", "row_scale"),
+            ("cotangents", "cotangent_scale"),
+        ):
+            qtype, scale = getattr(self, name), getattr(self, constant)
+            if qtype is not None:
+                check_known(f"format of {name}", qtype, LHS_FORMATS)
+            if scale is None:
+                continue
+            if qtype is None:
+                raise ValueError(f"{constant}={scale} is the scale of quantised {name}, which are not; leave it out")
+            if not 0 < scale < math.inf:
+                raise ValueError(f"expected {constant} > 0 and finite, got {scale}")
+        if self.block is not None:
+            check_sizes(self, "block")
+        if self.stochastic_rounding and self.cotangents is None:
+            raise ValueError("stochastic_rounding=True is of cotangents, which are not quantised; leave it out")
+
+
+E4M3, E5M2, INT8 = LHS_FORMATS
+
+# The names of a run's setting `quantization`.
+QUANTIZATIONS: dict[str, QuantConfig] = {
+    "fp8": QuantConfig(weights=E4M3, rows=E4M3, cotangents=E5M2),
+    "int8": QuantConfig(weights=INT8, rows=INT8, cotangents=INT8),
+    "fp8_weights": QuantConfig(weights=E4M3),
+    "int8_weights": QuantConfig(weights=INT8),
+}
+
+
+def rounding_key(config: QuantConfig | None, key: jax.Array | None, *numbers: Any) -> jax.Array | None:
+    """Derive a key for stochastic rounding from another and some numbers; None where nothing is rounded so."""
+    if config is None or not config.stochastic_rounding or key is None:
+        return None
+    for number in numbers:
+        key = jax.random.fold_in(key, number)
+    return key
+
+
+def check_layer(
+    config: QuantConfig | None, moe_backend: str, fused: bool, strategy: str, width_chunks: int, kernels: Choice
+) -> None:
+    """Require that the experts of a layer are grouped matmuls of whole rows, by kernels that can be quantised."""
+    if config is None:
+        return
+    why_not = quantizes_why_not("grouped_matmul", kernels)
+    reasons = {
+        f"moe_backend={moe_backend!r}": fused
+        and "its fused kernel rounds nothing between its matmuls; use moe_backend='auto'",
+        f"width_chunks={width_chunks}": width_chunks > 1
+        and "a part of a row would have a scale of its own; use width_chunks=1",
+        f"strategy={strategy!r}": strategy in ("dense", "capacity")
+        and "it is one batched matmul of all experts; use a strategy with rows for each expert, as 'local' is",
+        f"moe_backend={moe_backend!r} and the kernels of grouped_matmul": why_not,
+    }
+    for wrong, reason in reasons.items():
+        if reason:
+            raise ValueError(f"quantization cannot be used with {wrong}: {reason}, or leave the quantization out")
+
+
+def check_blocks(config: QuantConfig | None, **sizes: int) -> None:
+    """Require that blocks divide the sizes of a layer."""
+    for name, size in sizes.items():
+        if config is not None and config.block is not None and size % config.block:
+            raise ValueError(
+                f"quantization: {name}={size} is not divisible by block={config.block} (quantization_block of a run); "
+                "use a divisor of it, or none"
+            )
