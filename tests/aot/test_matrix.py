@@ -91,6 +91,7 @@ def test_the_short_matrix_has_every_kernel_on_every_chip():
 def test_the_matrixs_calls_are_known(name):
     named = {call for call in (*matrix.CALLS[name], *matrix.PRODUCTION[name]) if "=" not in call}
     assert named <= {spec.name for spec in operation(name).specs}
+    assert {*matrix.QUANTIZED.get(name, ())} <= {spec.name for spec in operation(name).quantized_specs}
 
 
 def test_a_section_is_replaced_by_the_same_versions_and_stands_beside_others(monkeypatch):

@@ -10,6 +10,7 @@ import numpy as np
 
 from raggedmoe.kernels.example import Example, routing
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
+from raggedmoe.kernels.qarray import FORMATS, QArray
 from raggedmoe.names import check_known
 
 # How uneven the groups of `sizes=skewed` are: group g has a share like (g + 1) to the power of minus this. Of 8192 rows
@@ -72,13 +73,44 @@ def _array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
+# What shares a scale in the two dimensions that are summed and kept, 0 being all of it, by the word after `scale=`.
+SCALES = {"channel": (0, 1), "block": (128, 128), "block32": (32, 1), "expert": (0, 0)}
+
+
+def _read_format(sizes: Sizes, word: str, dtype: str) -> tuple[str, str]:
+    """Read the format of weights, ``word=int8``, and what shares a scale."""
+    return sizes.word(word, dtype), sizes.word("scale", "channel")
+
+
+def _weights(shape: tuple[int, ...], dtype: str, stored_as: tuple[str, str], *, sum_dim: int) -> Any:
+    """Describe weights: an array, or values and scales."""
+    qtype, granularity = stored_as
+    if qtype == dtype:
+        return _array(dtype, *shape)
+    check_known("format of weights,", qtype, FORMATS)
+    check_known("scale", granularity, SCALES)
+    summed, kept = SCALES[granularity]
+    blocks = (1, summed, kept) if sum_dim == 1 else (1, kept, summed)
+    if any(block and size % block for size, block in zip(shape, blocks)):
+        raise ValueError(f"scale={granularity}: expected sizes that blocks of {blocks} divide, got {list(shape)}")
+    scale = _array("float32", *(size // (block or size) for size, block in zip(shape, blocks)))
+    if qtype == "mxfp4":
+        shape, scale = (*shape[:-1], shape[-1] // 2), _array("uint8", *scale.shape)
+    return QArray(_array("int8" if qtype == "int8" else "uint8", *shape), scale, None, qtype)
+
+
 def _grouped_matmul(sizes: Sizes, dtype: str) -> Example:
     rows, inner, out, groups = (sizes.number(letter) for letter in "RIOG")
     transpose = sizes.flag("transpose_rhs", False)
     per_group = read_group_sizes(sizes, rows, groups)
     arrays = {
         "lhs": _array(dtype, rows, inner),
-        "rhs": _array(dtype, groups, *((out, inner) if transpose else (inner, out))),
+        "rhs": _weights(
+            (groups, out, inner) if transpose else (groups, inner, out),
+            dtype,
+            _read_format(sizes, "rhs", dtype),
+            sum_dim=2 if transpose else 1,
+        ),
         "group_sizes": per_group,
     }
     flops = 2 * int(per_group.sum()) * inner * out
@@ -90,7 +122,10 @@ def _expert_ffn(sizes: Sizes, dtype: str) -> Example:
     activation = sizes.word("activation", "silu")
     check_known("activation", activation, ACTIVATIONS)
     per_group = read_group_sizes(sizes, rows, groups)
-    weights = {name: _array(dtype, groups, hidden, width) for name in ("wi_0", "wi_1", "wo")}
+    stored_as, shape = _read_format(sizes, "weights", dtype), (groups, hidden, width)
+    weights = {
+        name: _weights(shape, dtype, stored_as, sum_dim=dim) for name, dim in (("wi_0", 2), ("wi_1", 2), ("wo", 1))
+    }
     return Example(
         arrays={"rows": _array(dtype, rows, width), **weights, "group_sizes": per_group},
         options={"activation": activation},
@@ -140,8 +175,14 @@ def _attention(sizes: Sizes, dtype: str) -> Example:
 
 
 SHAPE_FORMS: dict[str, tuple[str, Callable[[Sizes, str], Example]]] = {
-    "grouped_matmul": ("R=8192,I=2048,O=1408,G=16[,sizes=skewed][,transpose_rhs=true]", _grouped_matmul),
-    "expert_ffn": ("R=8192,D=7168,F=2048,G=64[,sizes=skewed][,activation=silu]", _expert_ffn),
+    "grouped_matmul": (
+        "R=8192,I=2048,O=1408,G=16[,sizes=skewed][,transpose_rhs=true][,rhs=int8[,scale=block]]",
+        _grouped_matmul,
+    ),
+    "expert_ffn": (
+        "R=8192,D=7168,F=2048,G=64[,sizes=skewed][,activation=silu][,weights=int8[,scale=block]]",
+        _expert_ffn,
+    ),
     "ragged_gather": ("T=4096,K=8,D=2048[,E=64][,weights=true][,inverse=false]", _ragged_gather),
     "ragged_gather_reduce": ("T=4096,K=8,D=2048[,E=64][,weights=false][,inverse=false]", _ragged_gather_reduce),
     "attention": ("B=1,S=4096,N=32,M=8,H=128", _attention),

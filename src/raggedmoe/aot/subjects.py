@@ -21,6 +21,7 @@ from raggedmoe.interop.named_model import is_folder, named_model
 from raggedmoe.kernels import registry
 from raggedmoe.kernels.catalog import operation as operation_named
 from raggedmoe.kernels.example import Example
+from raggedmoe.kernels.qarray import QArray
 from raggedmoe.kernels.registry import BACKWARD, FORWARD
 from raggedmoe.kernels.value_and_gradients import gradients, value_and_pullback
 from raggedmoe.models.config import ModelConfig
@@ -48,7 +49,7 @@ def find_example(operation: str, call: str, dtype: str) -> Example:
     """Look up one of the operation's example calls by its name, or make one from sizes."""
     if "=" in call:
         return example_of_shape(operation, call, dtype)
-    specs = {spec.name: spec for spec in operation_named(operation).specs}
+    specs = {spec.name: spec for spec in operation_named(operation).all_specs}
     check_known(f"example call of {operation},", call, specs)
     return specs[call].example(dtype)
 
@@ -99,14 +100,16 @@ def call_program(
 
 
 def with_integers(tree: Any) -> Any:
-    """Make a tree with shapes for floating arrays, and with values for integers, which steer kernels."""
+    """Make a tree with shapes for floating and quantised arrays, and with values for integers, which steer kernels."""
 
     def plain(leaf: Any) -> Any:
+        if isinstance(leaf, QArray):
+            return jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), leaf)
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             return np.asarray(leaf)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
-    return jax.tree.map(plain, tree)
+    return jax.tree.map(plain, tree, is_leaf=lambda leaf: isinstance(leaf, QArray))
 
 
 def layer_config(preset: str) -> MoEConfig:

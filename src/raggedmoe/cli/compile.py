@@ -294,7 +294,7 @@ def _operation_cases(
     calls = [shape] if shape is not None else [spec.name for spec in operation_named(name).specs if spec.large]
     for call in calls:
         if "=" not in call:
-            specs = [spec.name for spec in operation_named(name).specs]
+            specs = [spec.name for spec in operation_named(name).all_specs]
             if call not in specs:
                 raise unknown(f"example call of {name},", call, (*specs, SHAPE_FORMS[name][0]))
         else:

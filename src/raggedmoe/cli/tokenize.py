@@ -39,7 +39,7 @@ def tokenize_(
     Args:
         paths: files and folders of text, and at last the folder to write, which must be new.
         tokenizer: a tokenizer.json, or a model's folder; by default tokens are bytes.
-        train_vocab_size: train a tokenizer with so many tokens (BPE of bytes) on the files, and use that.
+        train_vocab_size: train a tokenizer with so many tokens (BPE of bytes) on 128 MB of the files, and use that.
         held_out: share of the documents that is held out for evaluation.
         suffixes: suffixes of the files to read in folders.
         split: split of a dataset of Hugging Face, such as test; by default train, or all if there is none of that name.

@@ -68,7 +68,9 @@ def verify(
 
 
 def _run(chosen: list[Operation], quick: bool) -> tuple[list[Check], dict[str, float]]:
-    work = [(op, spec, dtype) for op in chosen for spec in op.specs if not (quick and spec.large) for dtype in DTYPES]
+    work = [
+        (op, spec, dtype) for op in chosen for spec in op.all_specs if not (quick and spec.large) for dtype in DTYPES
+    ]
     checks: list[Check] = []
     seconds: dict[str, float] = {}
     with Progress(console=Console(file=sys.stderr), transient=True) as progress:
@@ -112,6 +114,7 @@ def _certificates(checks: list[Check], seconds: dict[str, float], chip: str) -> 
                     chip=chip,
                     jax_version=compat.JAX_VERSION,
                     libtpu_version=libtpu_version(),
+                    formats=tuple(sorted({qtype for c in mine for qtype in c.formats})),
                     cases=len(mine),
                     worst_error=max(c.share for c in mine),
                     seconds=seconds[op],

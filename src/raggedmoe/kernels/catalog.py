@@ -21,12 +21,24 @@ class Operation:
     name: str
     function: Callable[..., Any]
     specs: tuple[Spec, ...]
+    quantized_specs: tuple[Spec, ...]  # with quantised operands, which not every implementation takes
     # From an example and the reference's value and gradients, the largest error of each that rounding explains.
     error_bounds: Callable[[Example, Mapping[str, Any]], dict[str, np.ndarray]]
+
+    @property
+    def all_specs(self) -> tuple[Spec, ...]:
+        """Every example call, plain and with quantised operands."""
+        return (*self.specs, *self.quantized_specs)
 
 
 def operation(name: str) -> Operation:
     """Look up an operation by its name."""
     check_known("operation", name, OPERATIONS)
     api, specs, bound = (importlib.import_module(f"raggedmoe.kernels.{name}.{part}") for part in OPERATION_FILES)
-    return Operation(name=name, function=getattr(api, name), specs=specs.SPECS, error_bounds=bound.error_bounds)
+    return Operation(
+        name=name,
+        function=getattr(api, name),
+        specs=specs.SPECS,
+        quantized_specs=getattr(specs, "QUANTIZED_SPECS", ()),
+        error_bounds=bound.error_bounds,
+    )

@@ -7,14 +7,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+
+from raggedmoe.kernels.qarray import QArray
+from raggedmoe.kernels.quantize import LARGEST
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
     """Arguments of one call of an operation, and a cotangent for its result."""
 
-    arrays: Mapping[str, Any]  # by the operation's argument names; floating ones are differentiable
+    # By the operation's argument names. Floating ones are differentiable, and of a `QArray` its floating scale is.
+    arrays: Mapping[str, Any]
     options: Mapping[str, Any]  # static arguments
     cotangent: Any
     flops: int  # useful ones, forward
@@ -27,20 +32,55 @@ class Spec:
     name: str
     make: Callable[[np.random.Generator, Any], Example]
     large: bool = False  # of a real model's size: for speed, and for `raggedmoe verify`, not for every test run
+    formats: tuple[str, ...] = ()  # of its quantised operands
 
     def example(self, dtype: Any, seed: int = 0) -> Example:
         return self.make(np.random.default_rng(seed), jnp.dtype(dtype))
 
 
-def make_spec(make: Callable[..., Example], name: str, *, large: bool = False, **sizes: Any) -> Spec:
+def make_spec(
+    make: Callable[..., Example], name: str, *, large: bool = False, formats: tuple[str, ...] = (), **sizes: Any
+) -> Spec:
     """Name the example call that ``make(rng, dtype, **sizes)`` draws."""
-    return Spec(name=name, make=functools.partial(make, **sizes), large=large)
+    return Spec(name=name, make=functools.partial(make, **sizes), large=large, formats=formats)
 
 
 # Arrays are made by NumPy and put on the device: operations of JAX would be a small program for every shape and type.
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jax.Array:
     """Draw normal values with that standard deviation."""
     return jax.device_put((rng.standard_normal(shape, dtype=np.float32) * np.float32(scale)).astype(dtype))
+
+
+def draw_quantized(
+    rng: np.random.Generator,
+    shape: tuple[int, ...],
+    qtype: str,
+    blocks: tuple[int, ...],
+    idle: np.ndarray,
+    size: float = 1.0,
+) -> QArray:
+    """Draw values of about that size, stored with a scale for each block; ``idle`` marks whose scales are poisoned.
+
+    ``blocks`` says how much of each dimension shares a scale, 0 being all of it. The values are in the form in which
+    kernels read them: int8, or bits in uint8, which have no gradient. mxfp4 has shared exponents, the others float32.
+    """
+    scale_shape = tuple(num // (block or num) for num, block in zip(shape, blocks))
+    unused = idle.reshape(-1, *[1] * (len(shape) - 1))
+    if qtype == "mxfp4":
+        codes = rng.integers(0, 256, (*shape[:-1], shape[-1] // 2), np.uint8)
+        exponents = rng.integers(-1, 2, scale_shape) + 126 + round(float(np.log2(size)))
+        return QArray(
+            jax.device_put(codes), jax.device_put(np.where(unused, 255, exponents).astype(np.uint8)), None, qtype
+        )
+    # Normal values of which one in a hundred is the largest of the format.
+    values = np.clip(rng.standard_normal(shape, np.float32) * (LARGEST[qtype] / 2.5), -LARGEST[qtype], LARGEST[qtype])
+    codes = (
+        np.rint(values).astype(np.int8) if qtype == "int8" else values.astype(getattr(ml_dtypes, qtype)).view(np.uint8)
+    )
+    scale = rng.uniform(0.5, 2, scale_shape) * size * 2.5 / LARGEST[qtype]
+    return QArray(
+        jax.device_put(codes), jax.device_put(np.where(unused, np.nan, scale).astype(np.float32)), None, qtype
+    )
 
 
 def integers(values: Any) -> jax.Array:

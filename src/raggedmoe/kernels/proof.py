@@ -8,12 +8,13 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from raggedmoe.compat import in_versions
 from raggedmoe.hardware import Hardware
+from raggedmoe.kernels.qarray import FORMATS
 
 logger = logging.getLogger("raggedmoe")
 
@@ -39,6 +40,7 @@ class Proof:
     chips: tuple[str, ...] = ()  # empty: every one of those platforms
     first_jax: str | None = None
     last_jax: str | None = None
+    formats: tuple[str, ...] = ()  # of quantised operands, with which it was shown as well
     shown_by: str
 
     @property
@@ -50,8 +52,10 @@ class Proof:
 
 # A plain XLA program means the same on every backend; the tests run it on a CPU.
 PLAIN_XLA: tuple[Proof, ...] = (
-    Proof(level=Level.RUN, platforms=("cpu",), shown_by="make test"),
-    Proof(level=Level.INTERPRETED, shown_by="a plain XLA program; make test runs it on the CPU backend"),
+    Proof(level=Level.RUN, platforms=("cpu",), formats=FORMATS, shown_by="make test"),
+    Proof(
+        level=Level.INTERPRETED, formats=FORMATS, shown_by="a plain XLA program; make test runs it on the CPU backend"
+    ),
 )
 
 # A plain XLA program that libtpu has also compiled.
@@ -60,6 +64,7 @@ COMPILED_XLA: tuple[Proof, ...] = (
         level=Level.INTERPRETED,
         chips=("v5e", "v5p", "v6e", "tpu7x"),
         first_jax="0.12",
+        formats=FORMATS,
         shown_by="a plain XLA program: make test runs it on the CPU backend, and libtpu compiled it (docs/log.md)",
     ),
     *PLAIN_XLA,
@@ -103,6 +108,7 @@ class Certificate:
     cases: int
     worst_error: float  # largest error as a fraction of its bound, over all cases
     seconds: float  # the whole verification, as a hint of speed
+    formats: tuple[str, ...] = ()  # of quantised operands, that were among the cases
 
 
 def certificate_folder() -> Path | None:
@@ -148,8 +154,9 @@ def _readable(folder: Path | None) -> Iterator[tuple[Path, Certificate]]:
     folder = folder or certificate_folder()
     for path in sorted(folder.glob("*.json")) if folder else ():
         try:
-            yield path, Certificate(**json.loads(path.read_text()))
-        except (TypeError, ValueError, RecursionError, OSError) as error:
+            stored = json.loads(path.read_text())
+            yield path, Certificate(**stored | {"formats": tuple(stored.get("formats", ()))})
+        except (TypeError, ValueError, AttributeError, RecursionError, OSError) as error:
             logger.warning("certificate %s ignored: %s; run `raggedmoe verify` to make it again", path, error)
 
 
@@ -192,14 +199,23 @@ def level_on(
     hardware: Hardware,
     jax_version: str,
     certificates: tuple[Certificate, ...],
+    formats: Iterable[str] = (),
 ) -> tuple[Level, str]:
-    """Find the best level that proofs and certificates give ``operation/name`` on a chip, and what shows it."""
+    """Find the best level that proofs and certificates give ``operation/name`` on a chip, and what shows it.
+
+    With quantised operands only what was shown with their ``formats`` counts.
+    """
+    asked = set(formats)
     best = (Level.UNPROVEN, "nobody has tried")
     for proof in proofs:
         here = (not proof.platforms or hardware.platform in proof.platforms) and (
             not proof.chips or hardware.name in proof.chips
         )
         if not here or proof.level <= best[0]:
+            continue
+        if not asked <= set(proof.formats):
+            if best[0] is Level.UNPROVEN:
+                best = (Level.UNPROVEN, f"{proof.level.name.lower()} without {', '.join(sorted(asked))} only")
             continue
         if in_versions(jax_version, proof.first_jax, proof.last_jax):
             best = (proof.level, proof.shown_by)
@@ -211,6 +227,7 @@ def level_on(
             and certificate.chip == hardware.name
             and certificate.jax_version == jax_version
             and certificate.source == source_digest()
+            and asked <= set(certificate.formats)
             and (hardware.platform != "tpu" or certificate.libtpu_version == libtpu_version())
             and best[0] < Level.RUN
         ):

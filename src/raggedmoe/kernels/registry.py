@@ -215,7 +215,9 @@ def _assess(
     certificates: tuple[Certificate, ...],
     auto: bool,
 ) -> Candidate:
-    level, shown_by = level_on(implementation.full_name, implementation.proofs, hardware, jax_version, certificates)
+    level, shown_by = level_on(
+        implementation.full_name, implementation.proofs, hardware, jax_version, certificates, call.formats.values()
+    )
     reason = (
         compat.version_why_not(implementation.full_name, jax_version)
         or _quantized_why_not(implementation, call)

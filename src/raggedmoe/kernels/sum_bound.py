@@ -20,6 +20,7 @@ import numpy as np
 
 from raggedmoe.kernels.arrays import accumulator
 from raggedmoe.kernels.example import Example
+from raggedmoe.kernels.qarray import QArray
 from raggedmoe.kernels.value_and_gradients import jitted_value_and_gradients
 
 SUM_ROUNDINGS = 4
@@ -37,17 +38,36 @@ def sum_error_bounds(
     bounds = {}
     for quantity, expected in reference.items():
         sum_eps = float(jnp.finfo(accumulator(expected.dtype)).eps)
-        errors = SUM_ROUNDINGS * sum_eps * np.asarray(terms[quantity], np.float64)
-        bounds[quantity] = result_rounding(expected) + errors
+        roundings = SUM_ROUNDINGS + quantized_roundings(example, quantity)
+        bounds[quantity] = result_rounding(expected) + roundings * sum_eps * np.asarray(terms[quantity], np.float64)
     return bounds
 
 
+def quantized_roundings(example: Example, quantity: str) -> int:
+    """Count what quantised operands add to the roundings of a quantity: see above."""
+    stored = [name for name, array in example.arrays.items() if isinstance(array, QArray)]
+    return DEQUANTIZE_ROUNDINGS * len(stored) + SUM_ROUNDINGS * (quantity[1:] in stored)
+
+
 def absolute_values(example: Example) -> tuple[dict[str, Any], Any]:
-    """Take the absolute values of an example's floating arrays and of its cotangent, in the type of sums."""
-    return jax.tree.map(
-        lambda a: jnp.abs(a).astype(accumulator(a.dtype)) if jnp.issubdtype(a.dtype, jnp.floating) else a,
-        (dict(example.arrays), example.cotangent),
-    )
+    """Take the absolute values of an example's floating arrays and of its cotangent, in the type of sums.
+
+    Of quantised ones the values lose their signs as well.
+    """
+
+    def absolute(a: Any) -> Any:
+        if isinstance(a, QArray):
+            return QArray(_without_signs(a), absolute(a.scale), None, a.qtype)
+        return jnp.abs(a).astype(accumulator(a.dtype)) if jnp.issubdtype(a.dtype, jnp.floating) else a
+
+    return jax.tree.map(absolute, (dict(example.arrays), example.cotangent), is_leaf=lambda a: isinstance(a, QArray))
+
+
+def _without_signs(operand: QArray) -> Any:
+    """Clear the signs of quantised values: of int8 by absolute value, of the others by their bit."""
+    if operand.qtype == "int8":
+        return jnp.abs(operand.qvalue)
+    return operand.qvalue & (0x77 if operand.qtype == "mxfp4" else 0x7F)
 
 
 def result_rounding(expected: Any) -> np.ndarray:

@@ -2,15 +2,28 @@
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from raggedmoe.kernels.qarray import QArray
+
 
 def differentiable(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the arguments of a call whose leaves are all floating."""
-    return {name: array for name, array in arrays.items() if array is not None and _is_floating(array)}
+    """Select the arguments of a call whose leaves are all floating, and the floating scales of quantised ones."""
+    parts = {name: array.scale if isinstance(array, QArray) else array for name, array in arrays.items()}
+    return {name: part for name, part in parts.items() if part is not None and _is_floating(part)}
+
+
+def _with_parts(arrays: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Put arguments, or scales of quantised ones, in the place of those that `differentiable` selected."""
+    whole = {name: arrays[name] for name in parts}
+    return {**arrays} | {
+        name: replace(whole[name], scale=part) if isinstance(whole[name], QArray) else part
+        for name, part in parts.items()
+    }
 
 
 def _is_floating(array: Any) -> bool:
@@ -29,8 +42,9 @@ def _named_pullback(
     function: Callable[..., Any], arrays: Mapping[str, Any], cotangent: Any, of: str | None
 ) -> tuple[Any, dict[str, Any]]:
     floating = {name: array for name, array in differentiable(arrays).items() if of in (None, name)}
-    rest = {name: array for name, array in arrays.items() if name not in floating}
-    value, (gradients,) = value_and_pullback(lambda floating: function(**floating, **rest), (floating,), cotangent)
+    value, (gradients,) = value_and_pullback(
+        lambda floating: function(**_with_parts(arrays, floating)), (floating,), cotangent
+    )
     return value, gradients
 
 

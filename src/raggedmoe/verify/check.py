@@ -32,6 +32,7 @@ class Check:
     bound: float  # the bound there
     share: float  # that share
     problem: str | None  # what else is wrong
+    formats: tuple[str, ...] = ()  # of the quantised operands
 
     @property
     def passed(self) -> bool:
@@ -84,6 +85,7 @@ def check(
                 bound=0.0,
                 share=float("inf"),
                 problem=f"{type(error).__name__}: {error}",
+                formats=spec.formats,
             )
             continue
         for quantity, expected in reference.items():
@@ -106,4 +108,5 @@ def check(
                 bound=float(bound.flat[worst]),
                 share=float(share.flat[worst]),
                 problem=problem,
+                formats=spec.formats,
             )

@@ -144,7 +144,7 @@ def test_what_is_too_long_is_cut_and_counted(folder):
     assert "2 of 3 are longer than 40 tokens and cut; 1 left out, as no answer begins before that" in data.describe()
     assert "2 conversations" in data.describe()
     assert [learned for _, learned in texts_of(data)] == ["yes<|im_end|>\n"] * 2
-    assert max(data.train.lengths) <= 40
+    assert max(data.train.spans.lengths) <= 40
 
 
 def test_what_is_learned_is_part_of_the_fingerprint(folder):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raggedmoe.train.data import rows as rows_module
 from raggedmoe.train.data.rows import CYCLE, synthetic_rows, token_rows
 
 S = 5
@@ -86,6 +87,16 @@ def test_rows_without_a_target_do_not_exist(packing):
     documents = distinct([S, *[1] * S, S + 1, 1])
     batch = whole(token_rows(documents, sequence_length=S, packing=packing))
     assert (batch.weights.sum(axis=1) > 0).all()
+
+
+def test_spans_are_the_same_however_many_are_looked_at_at_once(monkeypatch):
+    documents = distinct([3, *[1] * (5 * S), 2 * S, *[1] * (3 * S), 7, *[1] * S])
+    expected = whole(token_rows(documents, sequence_length=S, packing=True))
+    monkeypatch.setattr(rows_module, "SPANS_AT_ONCE", 2)
+    batch = whole(token_rows(documents, sequence_length=S, packing=True))
+    for field in FIELDS:
+        np.testing.assert_array_equal(getattr(batch, field), getattr(expected, field), err_msg=field)
+    np.testing.assert_array_equal(expected.weights, np.array(plain_rows(documents, True))[..., FIELDS.index("weights")])
 
 
 @pytest.mark.parametrize("packing", [True, False])

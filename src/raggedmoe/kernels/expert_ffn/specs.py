@@ -5,7 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from raggedmoe.kernels.example import Example, draw_group_sizes, integers, make_spec, normal, poison_rows
+from raggedmoe.kernels.example import (
+    Example,
+    draw_group_sizes,
+    draw_quantized,
+    integers,
+    make_spec,
+    normal,
+    poison_rows,
+)
 from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 
 
@@ -20,6 +28,8 @@ def _make(
     gated: bool = True,
     biases: bool = False,
     activation: str = "silu",
+    weights_format: str | None = None,
+    blocks: tuple[int, int] = (1, 0),
 ) -> Example:
     row = np.arange(sum(sizes) + spare)
     keep = row < sum(sizes)
@@ -33,6 +43,12 @@ def _make(
         "wo": normal(rng, shape, dtype, down_scale),
         "group_sizes": integers(sizes),
     }
+    if weights_format is not None:  # blocks of the outer and the inner width of each matmul
+        idle = np.asarray(sizes) == 0
+        for name, scale in (("wi_0", 2 * up_scale), ("wi_1", 2 * up_scale), ("wo", down_scale)):
+            if arrays[name] is not None:
+                both = blocks[::-1] if name == "wo" else blocks
+                arrays[name] = draw_quantized(rng, shape, weights_format, (1, *both), idle, scale)
     if biases:
         arrays["biases"] = ExpertBiases(
             wi_0=normal(rng, (groups, hidden), dtype),
@@ -67,4 +83,25 @@ SPECS = (
     _spec("gpt-oss", sizes=(5, 0, 3), width=2880, hidden=45, activation="clamped_swiglu", biases=True, spare=2),
     make_spec(_make_routed, "mixtral", large=True, tokens=2048, experts=16, per_token=2, width=512, hidden=1024),
     make_spec(_make_routed, "fine-grained", large=True, tokens=2048, experts=64, per_token=8, width=512, hidden=1024),
+)
+
+_quantized = functools.partial(_spec, sizes=(7, 0, 20), width=64, hidden=32, spare=2)
+
+QUANTIZED_SPECS = (
+    _quantized("int8-channel", formats=("int8",), weights_format="int8", biases=True),
+    _quantized("fp8-block", formats=("float8_e4m3fn",), weights_format="float8_e4m3fn", blocks=(32, 32)),
+    _quantized("fp8-e5m2-expert", formats=("float8_e5m2",), weights_format="float8_e5m2", blocks=(0, 0), gated=False),
+    _quantized("mxfp4", formats=("mxfp4",), weights_format="mxfp4", blocks=(1, 32), activation="clamped_swiglu"),
+    make_spec(
+        _make_routed,
+        "mixtral-int8",
+        large=True,
+        formats=("int8",),
+        tokens=2048,
+        experts=16,
+        per_token=2,
+        width=512,
+        hidden=1024,
+        weights_format="int8",
+    ),
 )

@@ -5,7 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from raggedmoe.kernels.example import Example, draw_group_sizes, integers, make_spec, normal, poison_rows, routing
+from raggedmoe.kernels.example import (
+    Example,
+    draw_group_sizes,
+    draw_quantized,
+    integers,
+    make_spec,
+    normal,
+    poison_rows,
+    routing,
+)
 
 
 def _make(
@@ -20,6 +29,9 @@ def _make(
     offset: int | None = None,
     groups: int | None = None,
     result: str | None = None,
+    rhs_format: str | None = None,
+    rhs_blocks: tuple[int, int] = (0, 1),
+    lhs_format: str | None = None,
 ) -> Example:
     groups = groups or len(sizes)
     first = sum(sizes[: offset or 0])
@@ -31,6 +43,12 @@ def _make(
         "rhs": normal(rng, (groups, out, inner) if transpose else (groups, inner, out), dtype),
         "group_sizes": integers(sizes),
     }
+    if rhs_format is not None:  # blocks of the inner and the outer width
+        idle = np.asarray(sizes)[(offset or 0) :][:groups] == 0
+        blocks = (1, *(rhs_blocks[::-1] if transpose else rhs_blocks))
+        arrays["rhs"] = draw_quantized(rng, arrays["rhs"].shape, rhs_format, blocks, idle)
+    if lhs_format is not None:
+        arrays["lhs"] = draw_quantized(rng, (row.size, inner), lhs_format, (1, 0), ~keep)
     options: dict[str, Any] = {"transpose_rhs": transpose}
     if offset is not None:
         arrays["group_offset"] = integers(offset)
@@ -83,5 +101,44 @@ SPECS = (
         inner=512,
         out=1024,
         transpose=True,
+    ),
+)
+
+_quantized = functools.partial(_spec, sizes=(0, 30, 0, 7, 0), inner=64, out=96, spare=3)
+
+QUANTIZED_SPECS = (
+    _quantized("int8-channel", formats=("int8",), rhs_format="int8"),
+    _quantized(
+        "fp8-block", formats=("float8_e4m3fn",), rhs_format="float8_e4m3fn", rhs_blocks=(32, 32), transpose=True
+    ),
+    _quantized("fp8-e5m2-expert", formats=("float8_e5m2",), rhs_format="float8_e5m2", rhs_blocks=(0, 0)),
+    _quantized("mxfp4", formats=("mxfp4",), rhs_format="mxfp4", rhs_blocks=(32, 1), transpose=True),
+    _quantized("int8-rows", formats=("int8",), rhs_format="int8", lhs_format="int8", transpose=True),
+    make_spec(
+        _make_routed,
+        "mixtral-int8",
+        large=True,
+        formats=("int8",),
+        tokens=2048,
+        experts=16,
+        per_token=2,
+        inner=512,
+        out=1024,
+        transpose=True,
+        rhs_format="int8",
+    ),
+    make_spec(
+        _make_routed,
+        "mixtral-fp8",
+        large=True,
+        formats=("float8_e4m3fn",),
+        tokens=2048,
+        experts=16,
+        per_token=2,
+        inner=512,
+        out=1024,
+        transpose=True,
+        rhs_format="float8_e4m3fn",
+        rhs_blocks=(128, 128),
     ),
 )

@@ -51,7 +51,7 @@ def open_named_sets(config: DataConfig, tokenizer: TextTokenizer, vocab_size: in
 def rows_of_file(config: DataConfig, part: TokenFile) -> TokenRows:
     """Cut a part of a folder of tokens into rows."""
     length, packing = config.sequence_length, config.packing
-    return rows_between(part.tokens, part.bounds, sequence_length=length, packing=packing)
+    return rows_between(part.tokens, part.bounds, sequence_length=length, packing=packing, release=part.release)
 
 
 def _checked(name: str, rows: TokenRows) -> TokenRows:

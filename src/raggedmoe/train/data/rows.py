@@ -1,6 +1,6 @@
 """Rows of tokens, each made from its number alone, so that a shuffled or resumed order needs no history."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Integer
 
 CYCLE = 1024  # tokens that a synthetic row walks through
+SPANS_AT_ONCE = 2**16  # that are looked at, which takes some MB
 JUMP = 8  # one synthetic token in this many goes somewhere else
 
 
@@ -34,6 +35,47 @@ class Rows(Protocol):
     def batch(self, rows: Sequence[int]) -> Batch: ...
 
 
+class Spans(Protocol):
+    """Where each of many rows begins in an array of tokens, and how many it has."""
+
+    def __len__(self) -> int: ...
+
+    def of(self, rows: Int[np.ndarray, " B"]) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray, " B"]]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedSpans:
+    """Spans of any length."""
+
+    starts: Int[np.ndarray, " rows"]
+    lengths: Int[np.ndarray, " rows"]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def of(self, rows: Int[np.ndarray, " B"]) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray, " B"]]:
+        """Look up the spans of rows."""
+        return self.starts[rows], self.lengths[rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualSpans:
+    """Spans that follow each other, of one length but for the last: they are computed, and take no memory."""
+
+    num_tokens: int
+    length: int
+    left_out: Int[np.ndarray, " _"]  # numbers of spans that are no rows, in order
+
+    def __len__(self) -> int:
+        return -(-self.num_tokens // self.length) - len(self.left_out)
+
+    def of(self, rows: Int[np.ndarray, " B"]) -> tuple[Int[np.ndarray, " B"], Int[np.ndarray, " B"]]:
+        """Compute the spans of rows."""
+        num_before = np.searchsorted(self.left_out - np.arange(len(self.left_out)), rows, side="right")
+        starts = (rows + num_before) * self.length
+        return starts, np.minimum(self.length, self.num_tokens - starts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenRows:
     """The rows of a corpus: its documents in one array, and the span of that array that each row holds.
@@ -43,21 +85,22 @@ class TokenRows:
 
     tokens: Integer[np.ndarray, " N"]
     bounds: Int[np.ndarray, " bounds"]  # where each document begins, and at last N
-    starts: Int[np.ndarray, " rows"]
-    lengths: Int[np.ndarray, " rows"]
+    spans: Spans
     sequence_length: int
     is_target: Bool[np.ndarray, " N"] | None = None  # the tokens that are learned; None: all that can be
+    release: Callable[[], None] | None = None  # gives back what of mapped tokens was read; None: they are in memory
 
     @property
     def num_rows(self) -> int:
-        return len(self.starts)
+        return len(self.spans)
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        numbers = np.asarray(rows, np.int64)
-        starts, lengths = self.starts[numbers], self.lengths[numbers]
+        starts, lengths = self.spans.of(np.asarray(rows, np.int64))
         # One position more than a row has, for its last target.
         places = np.arange(self.sequence_length + 1, dtype=np.int32)
         tokens = self.tokens.take(starts[:, None] + places, mode="clip").astype(np.int32)
+        if self.release is not None:
+            self.release()
         begins = self._begins(starts)
         present = places[:-1] < lengths[:, None]
         learned = present & ~begins[:, 1:]
@@ -92,26 +135,46 @@ def token_rows(documents: Sequence[np.ndarray], *, sequence_length: int, packing
     return rows_between(np.concatenate(documents), bounds, sequence_length=sequence_length, packing=packing)
 
 
-def rows_between(tokens: np.ndarray, bounds: np.ndarray, *, sequence_length: int, packing: bool) -> TokenRows:
+def rows_between(
+    tokens: np.ndarray,
+    bounds: np.ndarray,
+    *,
+    sequence_length: int,
+    packing: bool,
+    release: Callable[[], None] | None = None,
+) -> TokenRows:
     """Cut an array of documents, whose bounds are given, into rows, as `token_rows` does. Its tokens are not read."""
-    if packing:
-        starts = np.arange(0, bounds[-1], sequence_length)
-        ends = np.minimum(starts + sequence_length, bounds[-1])
-    else:
-        num = -(-np.diff(bounds) // sequence_length)
-        piece = np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)
-        starts = np.repeat(bounds[:-1], num) + piece * sequence_length
-        ends = np.minimum(starts + sequence_length, np.repeat(bounds[1:], num))
-    last_tokens = bounds[1:] - 1
-    without_target = np.searchsorted(last_tokens, ends) - np.searchsorted(last_tokens, starts)
-    has_target = ends - starts > without_target
-    return TokenRows(
-        tokens=tokens,
-        bounds=bounds,
-        starts=starts[has_target],
-        lengths=(ends - starts)[has_target],
-        sequence_length=sequence_length,
+    spans = _equal_spans(bounds, sequence_length) if packing else _spans_of_documents(bounds, sequence_length)
+    return TokenRows(tokens=tokens, bounds=bounds, spans=spans, sequence_length=sequence_length, release=release)
+
+
+def _equal_spans(bounds: np.ndarray, sequence_length: int) -> EqualSpans:
+    """Cut all tokens into spans, and find those without a target, some at a time: there may be millions."""
+    num_tokens = int(bounds[-1])
+    left_out = [np.zeros(0, np.int64)]
+    for first in range(0, -(-num_tokens // sequence_length), SPANS_AT_ONCE):
+        starts = np.arange(first * sequence_length, num_tokens, sequence_length)[:SPANS_AT_ONCE]
+        ends = np.minimum(starts + sequence_length, num_tokens)
+        left_out.append(first + np.flatnonzero(~_have_target(bounds, starts, ends)))
+    return EqualSpans(num_tokens=num_tokens, length=sequence_length, left_out=np.concatenate(left_out))
+
+
+def _spans_of_documents(bounds: np.ndarray, sequence_length: int) -> ListedSpans:
+    """Cut each document into spans of its own."""
+    num = -(-np.diff(bounds) // sequence_length)
+    piece = np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)
+    starts = np.repeat(bounds[:-1], num) + piece * sequence_length
+    ends = np.minimum(starts + sequence_length, np.repeat(bounds[1:], num))
+    kept = _have_target(bounds, starts, ends)
+    return ListedSpans(starts=starts[kept], lengths=(ends - starts)[kept])
+
+
+def _have_target(bounds: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Tell which spans have a token that another of its document follows."""
+    num_last_tokens = np.searchsorted(bounds[1:], ends, side="right") - np.searchsorted(
+        bounds[1:], starts, side="right"
     )
+    return ends - starts > num_last_tokens
 
 
 def whole_document_rows(
@@ -133,8 +196,7 @@ def whole_document_rows(
     return TokenRows(
         tokens=np.concatenate(documents),
         bounds=bounds,
-        starts=starts,
-        lengths=np.diff([*starts, bounds[-1]]),
+        spans=ListedSpans(starts=starts, lengths=np.diff([*starts, bounds[-1]])),
         sequence_length=sequence_length,
         is_target=np.concatenate(learned),
     )

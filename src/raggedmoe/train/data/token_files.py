@@ -8,8 +8,9 @@ import array
 import codecs
 import hashlib
 import json
+import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,6 +39,7 @@ DESCRIPTION, FORMAT = "tokens.json", 1
 TRAIN, HELD_OUT = "train", "held-out"
 BLOCK_BYTES = 2**22  # that are read at once
 CALL_PIECES = 4096  # that the tokenizer gets in a call, at most
+SAMPLE_BYTES = 2**27  # of text that a tokenizer is trained on, at most; it would keep each different word of all
 JSON_LINES = ".jsonl"
 ENDS_TYPE = np.dtype("<i8")
 
@@ -48,6 +50,7 @@ class TokenFile:
 
     tokens: np.ndarray
     bounds: np.ndarray  # where each document begins, and at last the number of tokens
+    release: Callable[[], None]  # gives back the memory that was mapped as tokens were read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +180,13 @@ def _open_part(folder: Path, name: str, described: dict[str, Any], dtype: np.dty
             raise ValueError(f"{path}: expected {expected} bytes, got {num_bytes}; is the copy complete?")
     if not described["documents"]:
         return None
-    bounds = np.concatenate([[0], np.fromfile(ends, ENDS_TYPE)])
-    return TokenFile(tokens=np.memmap(tokens, dtype, mode="r"), bounds=bounds)
+    bounds = np.zeros(described["documents"] + 1, np.int64)
+    bounds[1:] = np.memmap(ends, ENDS_TYPE, mode="r")
+    with tokens.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return TokenFile(
+        tokens=np.frombuffer(mapped, dtype), bounds=bounds, release=lambda: mapped.madvise(mmap.MADV_DONTNEED)
+    )
 
 
 def _write(waiting: Sequence[tuple[_Part, str | None]], tokenizer: TextTokenizer) -> None:
@@ -265,8 +273,17 @@ def _size(files: Sequence[tuple[str, Path]]) -> int:
 
 
 def _is_held_out(name: str, share: float, seed: int) -> bool:
-    digest = hashlib.blake2b(json.dumps(["split", seed, name]).encode(), digest_size=8).digest()
-    return int.from_bytes(digest) < share * 2**64
+    return _fraction("split", seed, name) < share
+
+
+def _is_drawn(number: int, share: float) -> bool:
+    return _fraction("sample", number) < share
+
+
+def _fraction(*values: object) -> float:
+    """Hash values to a number from 0 to 1, the same on every machine."""
+    digest = hashlib.blake2b(json.dumps(values).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64
 
 
 def bytes_or_tokenizer(path: Path | None, vocab_size: int = 2**31) -> TextTokenizer:
@@ -284,7 +301,10 @@ def train_tokenizer(
     split: str | None = None,
     column: str | None = None,
 ) -> TextTokenizer:
-    """Train a tokenizer on files: byte-pair encoding of bytes, so that it can write any text, and an end of a text."""
+    """Train a tokenizer on files: byte-pair encoding of bytes, so that it can write any text, and an end of a text.
+
+    Of many files a sample is taken, of `SAMPLE_BYTES` in pieces of all of them, the same every time.
+    """
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
@@ -299,7 +319,9 @@ def train_tokenizer(
         vocab_size=vocab_size, special_tokens=[END_TEXT], initial_alphabet=alphabet, show_progress=False
     )
     files = _find(paths, suffixes, split)
-    library.train_from_iterator((piece for _, piece in _pieces(files, lambda size: None, column) if piece), trainer)
+    share = SAMPLE_BYTES / max(_size(files), 1)
+    pieces = ((number, piece) for number, (_, piece) in enumerate(_pieces(files, lambda size: None, column)) if piece)
+    library.train_from_iterator((piece for number, piece in pieces if share >= 1 or _is_drawn(number, share)), trainer)
     return TextTokenizer(
         text=library.to_str(), vocab_size=library.get_vocab_size(), library=library, end=library.token_to_id(END_TEXT)
     )

@@ -26,6 +26,7 @@ class Source:
 
     words: Mapping[str, str] = field(default_factory=dict)  # the word that set a setting, by the setting's name
     typed: frozenset[str] = frozenset()  # settings that a word on the command line set, and not a file
+    translated: frozenset[str] = frozenset()  # settings that a word of another name set, one of MaxText's
     notes: tuple[str, ...] = ()  # words that change nothing here, or something else than in MaxText, and why
 
 

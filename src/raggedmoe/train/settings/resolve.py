@@ -318,9 +318,8 @@ def _make_moe_execution(config: TrainConfig, model: ModelConfig, plan: Plan) -> 
     dense = ("grouped_matmul",) if factor is not None else SPARSE_OPERATIONS if is_dense else ()
     for operation in dense:
         # MaxText's flags for sparse kernels may stand beside a dense matmul, which does not read them.
-        if not any(
-            config.is_given(name) and config.shown(name).startswith(f"{name}=") for name in kernel_names(operation)
-        ):
+        names = set(kernel_names(operation)) - config.source.translated
+        if not any(config.is_given(name) for name in names):
             choices[operation] = "auto"
     named = any(choice != "auto" for choice in choices.values())
     strategy = None
