@@ -1,8 +1,11 @@
 """The examples of README and the docs: Python is executed, and the words of every command are ones that it takes."""
 
 import functools
+import json
 import re
 import shlex
+import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,8 +18,10 @@ from raggedmoe.hardware import HARDWARE
 from raggedmoe.models.presets import ALIASES, PRESETS
 from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.settings.words import read_words
+from tests.cli.test_generate import byte_level_tokenizer
 from tests.interop.test_quantized import fp8_folder
 from tests.models.drawn import GOLDEN
+from tests.train.runs import share_programs
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -66,7 +71,7 @@ def test_python_examples_run(page, tmp_path, monkeypatch):
         "sinks": jnp.zeros(4),
     }
     for number, text in enumerate(blocks(page, "python")):
-        if "raggedmoe.train(" in text:
+        if page.name == "README.md" and "raggedmoe.train(" in text:
             continue  # tests/train/loop/test_python_run.py runs it
         exec(compile(text, f"{page.name}, example {number}", "exec"), names)
 
@@ -83,7 +88,7 @@ def commands(page):
     """The lines of a page that call `raggedmoe`, without prompt, comment and what they write to."""
     for text in blocks(page, "sh", ""):
         for line in text.replace("\\\n", " ").splitlines():
-            line = line.removeprefix("$ ")
+            line = re.sub(r"^(RAGGEDMOE_\w+=\S+ )+", "", line.removeprefix("$ "))
             if line.startswith("raggedmoe "):
                 words = shlex.split(line, comments=True)
                 yield words[: words.index(">")] if ">" in words else words
@@ -106,7 +111,7 @@ def test_commands_have_words_that_they_take(words, monkeypatch):
         return record
 
     monkeypatch.setattr(cli, "COMMANDS", {name: recorder(function) for name, function in cli.COMMANDS.items()})
-    monkeypatch.setattr("sys.argv", words)
+    monkeypatch.setattr("sys.argv", [word for word in words if word != "…"])
     with pytest.raises(SystemExit, match=r"^0$"):
         cli.main()
     assert read
@@ -116,3 +121,75 @@ def test_commands_have_words_that_they_take(words, monkeypatch):
         typed = [word for word in typed if not word.startswith(("dataset_", "tokenizer_"))]
         settings = read_words([*typed, "dataset_type=synthetic"])
         resolve(settings, HARDWARE["cpu"], max(8, settings.mesh.num_devices))
+
+
+# Commands that are only read, by how they begin, and why; all others are run.
+ONLY_READ = {
+    "raggedmoe compile": "libtpu takes minutes, and models of this size do on a CPU; tests/cli/test_compile.py runs it",
+    "raggedmoe bench": "measures for minutes; tests/cli/test_bench.py runs it",
+    "raggedmoe demo": "tests/cli/test_demo.py runs it",
+    "raggedmoe launch --processes": "starts processes of its own; tests/launch runs it",
+    "raggedmoe train olmoe-tiny": "a preset that takes minutes to compile and train, or an object store",
+    "raggedmoe train deepseek": "a preset of many devices, or of many GB",
+    "raggedmoe train demo steps=300": "minutes; README has the same: a run, and one that begins with its checkpoint",
+    "raggedmoe train out/whole/run.json": "as the line before",
+    "raggedmoe report out/whole out/half": "tests/train/report compares runs",
+    "raggedmoe train path/to/folder": "README's chain trains a folder; tests/train/data has the kinds of data",
+    "raggedmoe train s3://": "needs an object store; tests/train/loop/test_object_run.py has one",
+    "raggedmoe report s3://": "as the line before",
+    "raggedmoe generate s3://": "as the line before",
+}
+SHORT_RUN = ("steps=100", "checkpoint_period=100", "max_target_length=16", "per_device_batch_size=1")
+TINY_MODEL = ("num_layers=2", "base_emb_dim=32", "base_moe_mlp_dim=16", "num_experts=4", "num_experts_per_tok=2")
+LETTERS = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,;:!?()[]{}+-*/_"
+
+
+def is_run(words):
+    # "…" stands for words of the reader's own.
+    return "…" not in words and not " ".join(words).startswith(tuple(ONLY_READ))
+
+
+def shortened(words):
+    """The words of a command, with settings and options that make it take seconds."""
+    more = {"generate": ["--max-new-tokens", "4"], "tokenize": []}.get(words[1], [])
+    if words[1] == "train":
+        more = [*SHORT_RUN, *(TINY_MODEL if len(words) == 2 else ())]
+        if "init_state=all" in words:
+            more = ["steps=102"]
+    replaced = {word.partition("=")[0] for word in more if "=" in word}
+    return [*(word for word in words if word.partition("=")[0] not in replaced), *more]
+
+
+def test_what_is_only_read_is_in_the_docs():
+    lines = [" ".join(words) for page in PAGES for words in commands(page)]
+    assert [start for start in ONLY_READ if not any(line.startswith(start) for line in lines)] == []
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch):
+    """A reader's folder: a model with a tokenizer under the names that the docs give it, and texts."""
+    monkeypatch.chdir(tmp_path)
+    share_programs(monkeypatch)
+    model = Path(shutil.copytree(GOLDEN / "qwen3_moe", "path/to/Qwen3-30B-A3B"))
+    byte_level_tokenizer(dict(enumerate(LETTERS[:80]))).save(str(model / "tokenizer.json"))
+    for name in ("Qwen3-30B-A3B", "path/to/folder"):
+        Path(name).symlink_to(model.absolute(), target_is_directory=True)
+    text = "Once upon a time there was a mixture of experts. " * 50
+    Path("books").mkdir()
+    for name in ("books/one.txt", "held_out.txt"):
+        Path(name).write_text(text)
+    Path("more.jsonl").write_text(json.dumps({"text": text}) + "\n")
+
+
+WITH_COMMANDS = [page for page in PAGES if any(is_run(words) for words in commands(page))]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
+def test_commands_run_in_their_order(page, reader, monkeypatch, capsys):
+    """Each goes on from what those before it on the page have written."""
+    for words in filter(is_run, commands(page)):
+        monkeypatch.setattr("sys.argv", shortened(words))
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        assert not stop.value.code, f"{sys.argv}: {capsys.readouterr().err}"

@@ -40,7 +40,9 @@ def losses(path, kind):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("name", "words"), [("one", ()), ("mesh", ONE_DEVICE)], ids=["one", "mesh"])
+@pytest.mark.parametrize(
+    ("name", "words"), [("one", ()), ("mesh", ()), ("mesh", ONE_DEVICE)], ids=["one", "mesh", "mesh on one"]
+)
 def test_it_goes_on_by_its_run_json_to_the_same_losses(older, name, words):
     folder = older(name)
     outcome = run_training((str(folder / "run.json"), f"base_output_directory={folder.parent}", *words))

@@ -2,9 +2,11 @@
 
 import ast
 import dataclasses
+import json
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import raggedmoe
@@ -14,10 +16,21 @@ from raggedmoe.kernels.registry import Directions
 from raggedmoe.models.presets import model_preset
 from raggedmoe.moe.config import MoEConfig, strategy_name
 from raggedmoe.sharding.plan import Plan
+from raggedmoe.storage import as_path
 from raggedmoe.train.settings.config import SETTINGS, TrainConfig, config_of, list_changes
 from raggedmoe.train.settings.resolve import resolve
-from raggedmoe.train.settings.sections import RECIPES, CheckpointConfig, MeshSettings, RunConfig, StepSettings
-from raggedmoe.train.settings.words import read_words
+from raggedmoe.train.settings.sections import (
+    RECIPES,
+    CheckpointConfig,
+    DataConfig,
+    ExecutionSettings,
+    MeshSettings,
+    ModelOverrides,
+    OptimizerConfig,
+    RunConfig,
+    StepSettings,
+)
+from raggedmoe.train.settings.words import read_values, read_words
 from tests.train.settings.resume_table import with_table
 
 CPU = HARDWARE["cpu"]
@@ -78,6 +91,70 @@ def test_what_is_set_to_what_another_model_would_have_stays():
     config = TrainConfig(run=RunConfig(steps=SETTINGS["steps"].otherwise), step=StepSettings(bias_update_rate=1e-3))
     asked = resolve(dataclasses.replace(config, checkpoints=CheckpointConfig(keep_last=3)), CPU).asked
     assert (asked.run.steps, asked.step.bias_update_rate, asked.run.eval_steps) == (1000, 1e-3, 32)
+
+
+def test_values_may_be_what_python_programs_have():
+    config = TrainConfig(
+        model=Path("models/mine"),
+        data=DataConfig(dataset_type="text", dataset_path=[Path("a"), "b"], packing=np.bool_(False)),
+        execution=ExecutionSettings(grouped_matmul="xla, cpu", remat=["full"], ragged_gather=["xla"]),
+        optimizer=OptimizerConfig(learning_rate=np.float32(0.5), weight_decay=np.float64(0.25), adam_b1=0),
+        run=RunConfig(steps=np.int64(7), base_output_directory=as_path("s3://bucket/runs")),
+    )
+    assert (config.model, config.data.dataset_path, config.data.packing) == ("models/mine", ("a", "b"), False)
+    assert (config.execution.grouped_matmul, config.execution.remat) == (("xla", "cpu"), ("full",))
+    assert (config.optimizer.learning_rate, config.run.base_output_directory) == (0.5, "s3://bucket/runs")
+    assert {type(config.run.steps), type(config.data.packing)} == {int, bool}
+    assert DataConfig(dataset_type="text", dataset_path="books/").dataset_path == ("books/",)
+    assert config_of(json.loads(json.dumps(config.changes()))) == config
+
+
+def test_a_model_of_ones_own_is_a_setting_that_json_holds():
+    preset = model_preset("olmoe-tiny")
+    model = dataclasses.replace(preset, num_layers=3, moe=dataclasses.replace(preset.moe, experts_per_token=3))
+    config = TrainConfig(model=model, overrides=ModelOverrides(vocab_size=300))
+    resolved = resolve(config, CPU)
+    expected = dataclasses.replace(model, vocab_size=300)
+    assert resolved.step.model == expected
+    assert (resolved.asked.model_folder, resolved.folder.name) == (None, "olmoe-custom")
+    written = json.loads(json.dumps(resolved.asked.values()))
+    assert resolve(config_of(written), CPU).step == resolved.step
+    assert resolve(read_values(written, "run.json"), CPU).step == resolved.step
+    assert list_changes(written, resolve(dataclasses.replace(config, model=preset), CPU).asked.values()) != []
+
+
+def test_a_model_of_ones_own_that_no_run_could_train_is_refused():
+    preset = model_preset("olmoe-tiny")
+    slots = dataclasses.replace(preset, moe=dataclasses.replace(preset.moe, capacity_factor=1.0))
+    with pytest.raises(ValueError, match=r"without a capacity factor, got 1.0; set it by overrides=ModelOverrides"):
+        TrainConfig(model=slots)
+    with pytest.raises(ValueError, match=r"model_name: expected a name, a folder or a ModelConfig, got MoEConfig"):
+        TrainConfig(model=preset.moe)
+    with pytest.raises(ValueError, match=r"from_scratch=true: model_name=olmoe-custom is no folder"):
+        TrainConfig(model=preset, run=RunConfig(from_scratch=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: TrainConfig(run={"steps": 3}), ValueError, r"^run: expected RunConfig\(…\), got {'steps': 3}"),
+        (
+            lambda: TrainConfig(learning_rate=1.0),
+            TypeError,
+            r"^TrainConfig has no learning_rate; use optimizer=OptimizerConfig\(learning_rate=…\)$",
+        ),
+        (lambda: RunConfig(learning_rate=1.0), TypeError, r"RunConfig has no learning_rate; use OptimizerConfig\("),
+        (lambda: TrainConfig(model_name="demo"), TypeError, r"has no model_name; use TrainConfig\(model=…\)"),
+        (lambda: RunConfig(step=1), TypeError, "RunConfig has no step; did you mean steps"),
+        (lambda: RunConfig(qqqqq=1), TypeError, "RunConfig has no qqqqq; expected one of steps, seed"),
+        (lambda: RunConfig(steps=True), ValueError, "steps: expected a whole number, got True"),
+        (lambda: RunConfig(steps=np.float64(1.5)), ValueError, "steps: expected a whole number, got 1.5"),
+        (lambda: DataConfig(dataset_path=[3]), ValueError, "dataset_path: expected names separated by commas"),
+    ],
+)
+def test_what_python_gets_wrong_is_refused_with_where_it_belongs(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
 
 
 @pytest.mark.parametrize(

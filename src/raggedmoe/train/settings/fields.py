@@ -6,14 +6,23 @@ the command line, `--help` and the tables of the docs are made.
 
 import dataclasses
 import functools
+import json
 import math
+import operator
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, dataclass_transform
 
+import numpy as np
+
 from raggedmoe.interop.maxtext import FALSE, TRUE
+from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.config_json import from_json
+from raggedmoe.names import close_names
+from raggedmoe.storage import ObjectPath
 
 BOOLS = {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}
 METADATA = "setting"  # where a field's metadata has the declaration
@@ -62,27 +71,83 @@ def _is_names(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(name, str) and name for name in value)
 
 
+def _plain(value: Any) -> Any:
+    """Return a NumPy scalar as Python's number."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _plain_text(value: Any) -> Any:
+    """Return the path of a file or folder as its text."""
+    return str(value) if isinstance(value, os.PathLike | ObjectPath) else value
+
+
+def _plain_model(value: Any) -> Any:
+    """Return a model's configuration from JSON's text as such, and a name or a path as text."""
+    return _parse_model(value) if isinstance(value, str) and value.startswith("{") else _plain_text(value)
+
+
+def _parse_model(text: str) -> str | ModelConfig:
+    """Read the name of a model, or the JSON of a configuration that a Python program gave."""
+    if not text.startswith("{"):
+        return _parse_word(text)
+    try:
+        model = from_json(json.loads(text), "model_name")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"model_name: expected the configuration of a model as JSON, got {error}") from None
+    if not isinstance(model, ModelConfig):
+        raise ValueError(f"model_name: expected the configuration of a model, got that of {type(model).__name__}")
+    return model
+
+
+def _plain_names(value: Any) -> Any:
+    """Return names as a tuple: a list's, those in a text with commas, or the one of a path."""
+    value = _plain_text(value)
+    if isinstance(value, str) and value.strip(", "):
+        return _parse_names(value)
+    return tuple(map(_plain_text, value)) if isinstance(value, list | tuple) else value
+
+
 @dataclass(frozen=True, kw_only=True)
 class ValueType:
     """The type of a setting's value: how a word is read, which objects are values, and how an error describes them."""
 
     name: str
     read: Callable[[str], Any]
+    convert: Callable[[Any], Any]  # from what a Python program may have for a value; anything else stays as it is
     accepts: Callable[[object], bool]
     expected: str
 
 
 VALUE_TYPES: dict[Any, ValueType] = {
-    int: ValueType(name="int", read=_parse_int, accepts=_is_int, expected="a whole number"),
-    float: ValueType(name="float", read=_parse_float, accepts=_is_float, expected="a finite number"),
+    int: ValueType(name="int", read=_parse_int, convert=_plain, accepts=_is_int, expected="a whole number"),
+    float: ValueType(name="float", read=_parse_float, convert=_plain, accepts=_is_float, expected="a finite number"),
     bool: ValueType(
-        name="bool", read=_parse_bool, accepts=lambda value: isinstance(value, bool), expected="true or false"
+        name="bool",
+        read=_parse_bool,
+        convert=_plain,
+        accepts=lambda value: isinstance(value, bool),
+        expected="true or false",
     ),
     str: ValueType(
-        name="str", read=_parse_word, accepts=lambda value: isinstance(value, str) and value != "", expected="a word"
+        name="str",
+        read=_parse_word,
+        convert=_plain_text,
+        accepts=lambda value: isinstance(value, str) and value != "",
+        expected="a word",
+    ),
+    str | ModelConfig: ValueType(
+        name="str",
+        read=_parse_model,
+        convert=_plain_model,
+        accepts=lambda value: isinstance(value, ModelConfig) or (isinstance(value, str) and value != ""),
+        expected="a name, a folder or a ModelConfig",
     ),
     tuple[str, ...]: ValueType(
-        name="names", read=_parse_names, accepts=_is_names, expected="names separated by commas"
+        name="names",
+        read=_parse_names,
+        convert=_plain_names,
+        accepts=_is_names,
+        expected="names separated by commas",
     ),
 }
 
@@ -195,8 +260,14 @@ class Section:
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
+        for entry in dataclasses.fields(cls):
+            kind, value = entry.default_factory, getattr(self, entry.name)
+            if isinstance(kind, type) and issubclass(kind, Section) and not isinstance(value, kind):
+                raise ValueError(f"{entry.name}: expected {kind.__name__}(…), got {value!r}")
         for declared in section_settings(cls):
-            declared.check(getattr(self, declared.field))
+            value = declared.type.convert(getattr(self, declared.field))
+            declared.check(value)
+            object.__setattr__(self, declared.field, value)
 
     def value_of(self, field: str) -> Any:
         """Return the value of a field, or what None stands for there."""
@@ -222,8 +293,38 @@ SomeSection = TypeVar("SomeSection", bound=Section)
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(setting, dataclasses.field))
 def section_class(cls: type[SomeSection]) -> type[SomeSection]:
-    """Make a section a frozen dataclass."""
-    return dataclass(frozen=True, kw_only=True, repr=False)(cls)
+    """Make a section a frozen dataclass, whose constructor says of another section's setting where it belongs."""
+    made: Any = dataclass(frozen=True, kw_only=True, repr=False)(cls)
+    _SECTION_CLASSES.append(made)
+    construct, names = made.__init__, {entry.name for entry in dataclasses.fields(made)}
+
+    @functools.wraps(construct)
+    def init(self: SomeSection, *args: Any, **values: Any) -> None:
+        for name in values:
+            if name not in names:
+                raise TypeError(_no_field(made, name))
+        construct(self, *args, **values)
+
+    made.__init__ = init
+    return made
+
+
+_SECTION_CLASSES: list[Any] = []  # all that were made
+
+
+def _no_field(cls: Any, name: str) -> str:
+    """Say that a section has no such field, and which section has the setting of that name."""
+    own = {entry.name: entry.default_factory for entry in dataclasses.fields(cls)}
+    for holder in _SECTION_CLASSES:
+        for declared in section_settings(holder):
+            if name not in (declared.field, declared.name):
+                continue
+            inside = [field for field, made in own.items() if made is holder]
+            usage = f"{holder.__name__}({declared.field}=…)"
+            return f"{cls.__name__} has no {name}; use {f'{inside[0]}={usage}' if inside else usage}"
+    near = close_names(name, [declared.field for made in _SECTION_CLASSES for declared in section_settings(made)])
+    hint = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(own)}"
+    return f"{cls.__name__} has no {name}; {hint}"
 
 
 @functools.cache
@@ -259,6 +360,6 @@ def otherwise_of(cls: type) -> Mapping[str, Any]:
 def _value_type(annotation: Any) -> tuple[ValueType, bool]:
     """Return the type of a field's values, and whether None is one of them."""
     if isinstance(annotation, types.UnionType):
-        (inner,) = (option for option in typing.get_args(annotation) if option is not types.NoneType)
-        return VALUE_TYPES[inner], True
+        options = [option for option in typing.get_args(annotation) if option is not types.NoneType]
+        return VALUE_TYPES[functools.reduce(operator.or_, options)], True
     return VALUE_TYPES[annotation], False

@@ -21,6 +21,7 @@ class _Reading:
     values: dict[str, Any] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)
     typed: set[str] = field(default_factory=set)  # the settings that a word on the command line has set
+    translated: set[str] = field(default_factory=set)  # those that a word of another name has set
     notes: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
@@ -38,6 +39,7 @@ class _Reading:
                 f"{self.words[name]} and {word.assignment} contradict each other: both set {name}; leave one out"
             )
         self.values[name], self.words[name] = parsed, word.assignment
+        (self.translated.discard if word.name == name else self.translated.add)(name)
         if word.is_typed:
             self.typed.add(name)
 
@@ -83,7 +85,12 @@ def _read_all(typed: list[Word], stored: list[Word], notes: list[str]) -> TrainC
         raise ValueError("\n  ".join([f"{len(reading.refused)} settings cannot be taken:", *reading.refused]))
     if reading.refused:
         raise ValueError(reading.refused[0])
-    source = Source(words=reading.words, typed=frozenset(reading.typed), notes=tuple(dict.fromkeys(reading.notes)))
+    source = Source(
+        words=reading.words,
+        typed=frozenset(reading.typed),
+        translated=frozenset(reading.translated),
+        notes=tuple(dict.fromkeys(reading.notes)),
+    )
     return config_of(reading.values, source)
 
 
