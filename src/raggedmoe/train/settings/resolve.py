@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.interop.named_model import named_model, stored_dtype
+from raggedmoe.interop.named_model import stored_dtype
 from raggedmoe.kernels.registry import KernelChoice
 from raggedmoe.lora import LoraConfig
 from raggedmoe.models.config import ModelConfig, check_execution
@@ -115,7 +115,7 @@ def _check_places(config: TrainConfig) -> None:
     """Refuse places of a kind that cannot be read or written, and a checkpoint on this machine that is not there."""
     places = {
         "base_output_directory": (config.run.base_output_directory,),
-        "model_name": (config.model_name,),
+        "model_name": (None if isinstance(config.model, ModelConfig) else config.model_name,),
         "load_parameters_path": (config.run.load_parameters_path,),
         "init_from": (config.run.init_from,),
         "dataset_path": config.data.dataset_path,
@@ -161,12 +161,13 @@ def make_model(config: TrainConfig, hardware: Hardware) -> ModelConfig:
     overrides, length = config.overrides, config.data.max_target_length or 0
     sizes: dict[str, Any] = {name: getattr(overrides, name) for name in (*FIELDS, *OTHERS)}
     sizes = {name: size for name, size in sizes.items() if size is not None}
-    model = resize(named_model(config.model_name), sizes, config.model_name)
+    model = resize(config.read_base_model(), sizes, config.model_name)
     if overrides.mtp_layers is not None:
         model = replace(model, mtp_layers=overrides.mtp_layers)
     if length > model.max_length:  # trained on longer sequences, it is a model for longer ones
         model = replace(model, max_length=length)
     auto = "float32" if hardware.platform == "cpu" else "bfloat16"
+    dtype = jnp.dtype(auto if overrides.dtype == "auto" else overrides.dtype)
     router = _make_router(config, model.moe.router)
     ours_typed = config.is_typed("aux_loss") or config.is_typed("aux_loss_weight")  # before what a file has
     if overrides.load_balance_loss_weight is not None and not (
@@ -177,8 +178,8 @@ def make_model(config: TrainConfig, hardware: Hardware) -> ModelConfig:
     model = replace(
         model,
         moe=replace(model.moe, router=router, capacity_factor=overrides.capacity_factor),
-        dtype=jnp.dtype(auto if overrides.dtype == "auto" else overrides.dtype),
-        param_dtype=_weight_dtype(config, lora),
+        dtype=dtype,
+        param_dtype=_weight_dtype(config, lora, dtype),
         lora=lora,
     )
     try:
@@ -210,13 +211,16 @@ def _make_lora(config: TrainConfig, of_folder: LoraConfig | None) -> LoraConfig 
     return LoraConfig(rank=rank, alpha=overrides.lora_alpha, targets=overrides.lora_targets, router=router)
 
 
-def _weight_dtype(config: TrainConfig, lora: LoraConfig | None) -> Any:
-    """Return the type of the weights that was asked for; of frozen ones by default that which they are stored in."""
+def _weight_dtype(config: TrainConfig, lora: LoraConfig | None, dtype: Any) -> Any:
+    """Return the type of the weights that was asked for; of frozen ones by default that which they are stored in.
+
+    Or that of the activations, if it is wider: the compiler would hold a widened copy of them all beside the others.
+    """
     asked, folder = config.overrides.weight_dtype, config.base_folder
     if asked is None and lora is not None and folder is not None:
-        stored = jnp.dtype(stored_dtype(folder))
-        if stored in (jnp.float32, jnp.bfloat16):
-            return stored
+        wider = jnp.promote_types(stored_dtype(folder), dtype)
+        if wider in (jnp.float32, jnp.bfloat16):
+            return wider
     return jnp.dtype(config.overrides.value_of("weight_dtype"))
 
 
