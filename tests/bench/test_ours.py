@@ -1,5 +1,7 @@
 """Our contenders, and those in JAX, compute what the plain NumPy reference does, in every direction and type."""
 
+import dataclasses
+
 import pytest
 
 from raggedmoe.bench.case import DIRECTIONS
@@ -14,7 +16,8 @@ MODULES = ("raggedmoe.bench.ours", "raggedmoe.bench.peers_jax")
 @pytest.mark.parametrize(("subject", "direction"), [(s, d) for s, directions in DIRECTIONS.items() for d in directions])
 def test_results_are_the_references(problem, children_here, subject, direction, dtype):
     results = measure(problem(subject, direction, dtype), contenders(subject, MODULES), children_here, rounds=1)
-    assert {r.reason for r in results if not r.contender.startswith("tokamax")} == {None}
+    plain = [r for r in results if not r.contender.startswith("tokamax") and "experts" not in r.contender]
+    assert {r.reason for r in plain} == {None}
     assert {"raggedmoe auto", "raggedmoe pure JAX", "jax.lax.ragged_dot"} <= {r.contender for r in results}
     assert all(r.gflops > 0 for r in results if r.seconds)
 
@@ -24,3 +27,16 @@ def test_experts_that_no_token_chose_are_no_reason_to_fail(problem, children_her
     (auto, *_) = measure(case, contenders("layer", MODULES)[:1], children_here, rounds=1)
     assert auto.reason is None
     assert auto.gigabytes > 0
+
+
+@pytest.mark.ci
+def test_experts_of_8_bits_are_right_within_their_error_and_read_a_quarter_of_the_bytes(problem, children_here):
+    case = problem("layer", "forward", "float32", shape="decode-1")
+    ours = [c for c in contenders("layer", MODULES) if c.name == "raggedmoe auto" or c.weights]
+    auto, int8, fp8 = measure(case, ours, children_here, rounds=1)
+    assert [result.reason for result in (auto, int8, fp8)] == [None] * 3
+    for result in (int8, fp8):
+        assert result.gigabytes * result.seconds == pytest.approx(auto.gigabytes * auto.seconds / 4)
+    # By the tolerance of float32 alone they would be wrong.
+    as_exact = [dataclasses.replace(c, weights=None) for c in ours if c.weights == "float8_e4m3fn"]
+    assert "wrong result" in measure(case, as_exact, children_here, rounds=1)[0].reason
