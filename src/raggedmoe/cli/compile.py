@@ -39,7 +39,7 @@ from raggedmoe.cli.compile_report import (
     schedule_table,
     whole_model_line,
 )
-from raggedmoe.interop.named_model import is_folder, named_model
+from raggedmoe.interop.named_model import is_folder
 from raggedmoe.kernels.arrays import FLOATS
 from raggedmoe.kernels.catalog import operation as operation_named
 from raggedmoe.kernels.proof import libtpu_version
@@ -235,7 +235,7 @@ def _layer(
         layer = MoELayer(preset=words[0], tokens=tokens, dtype=dtype, moe_backend=moe_backend, forward=forward)
     else:
         config = _with_backend(read_words(words), moe_backend)
-        named_model(config.model_name)
+        config.read_base_model()
         chips = None if topology == HOST else topology
         layer = MoELayerOnMesh(config=config, tokens=tokens, topology=chips, dtype=dtype, forward=forward)
     return CompileCase(title=title, subject=layer, topology=topology)
@@ -253,7 +253,7 @@ def _read_run(words: tuple[str, ...], topology: str, dtype: str, moe_backend: st
     if not words:
         raise ValueError("expected model PRESET, such as model deepseek-v3-tiny; `raggedmoe models` lists them")
     config = _with_backend(read_words(words), moe_backend)
-    named_model(config.model_name)  # a folder that is not there is named now, and not by a process for each case
+    config.read_base_model()  # a folder that is not there is named now, and not by a process for each case
     on_all = config if topology == HOST else config.on_all_devices()
     name = " ".join(words if on_all == config else (*words, "fsdp_parallelism=-1"))
     if config.overrides.dtype != "auto":

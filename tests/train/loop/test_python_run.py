@@ -1,12 +1,15 @@
 """A run that Python starts: README's example, and the same run by command."""
 
 import re
+import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from raggedmoe.cli.train import run_training
+from raggedmoe.models.presets import model_preset
 from raggedmoe.train.loop.loop import train
 from raggedmoe.train.settings.words import read_words
 from tests.train.loop.test_loop import WORDS
@@ -86,3 +89,19 @@ def test_what_a_callback_raises_ends_the_run_which_goes_on_in_another_thread(tmp
     assert outcomes[0].code == 0
     assert [line["text"] for line in lines(tmp_path / "b" / "metrics.jsonl") if line.get("what") == "resumed"]
     assert curve(tmp_path / "b") == curve(tmp_path / "a")
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("shared_programs")
+def test_a_model_of_ones_own_is_trained_and_resumed_by_its_run_json(tmp_path):
+    words = [word for word in WORDS if not word.startswith(("num_layers=", "mtp_layers="))][1:]
+    preset = model_preset("deepseek-v3-tiny")
+    config = replace(
+        read_words([*words, f"base_output_directory={tmp_path}", "run_name=mine"]),
+        model=replace(preset, num_layers=2, dense_layers=(0,), mtp_layers=0),
+    )
+    assert train(config, quiet=True).code == 0
+    whole = curve(tmp_path / "mine")
+    shutil.rmtree(tmp_path / "mine/checkpoints/step_00000012")
+    assert run_training((str(tmp_path / "mine/run.json"),)).code == 0
+    assert curve(tmp_path / "mine") == whole

@@ -25,11 +25,12 @@ from raggedmoe.train.settings.sections import (
     DataConfig,
     ExecutionSettings,
     MeshSettings,
+    ModelOverrides,
     OptimizerConfig,
     RunConfig,
     StepSettings,
 )
-from raggedmoe.train.settings.words import read_words
+from raggedmoe.train.settings.words import read_values, read_words
 from tests.train.settings.resume_table import with_table
 
 CPU = HARDWARE["cpu"]
@@ -106,6 +107,31 @@ def test_values_may_be_what_python_programs_have():
     assert {type(config.run.steps), type(config.data.packing)} == {int, bool}
     assert DataConfig(dataset_type="text", dataset_path="books/").dataset_path == ("books/",)
     assert config_of(json.loads(json.dumps(config.changes()))) == config
+
+
+def test_a_model_of_ones_own_is_a_setting_that_json_holds():
+    preset = model_preset("olmoe-tiny")
+    model = dataclasses.replace(preset, num_layers=3, moe=dataclasses.replace(preset.moe, experts_per_token=3))
+    config = TrainConfig(model=model, overrides=ModelOverrides(vocab_size=300))
+    resolved = resolve(config, CPU)
+    expected = dataclasses.replace(model, vocab_size=300)
+    assert resolved.step.model == expected
+    assert (resolved.asked.model_folder, resolved.folder.name) == (None, "olmoe-custom")
+    written = json.loads(json.dumps(resolved.asked.values()))
+    assert resolve(config_of(written), CPU).step == resolved.step
+    assert resolve(read_values(written, "run.json"), CPU).step == resolved.step
+    assert list_changes(written, resolve(dataclasses.replace(config, model=preset), CPU).asked.values()) != []
+
+
+def test_a_model_of_ones_own_that_no_run_could_train_is_refused():
+    preset = model_preset("olmoe-tiny")
+    slots = dataclasses.replace(preset, moe=dataclasses.replace(preset.moe, capacity_factor=1.0))
+    with pytest.raises(ValueError, match=r"without a capacity factor, got 1.0; set it by overrides=ModelOverrides"):
+        TrainConfig(model=slots)
+    with pytest.raises(ValueError, match=r"model_name: expected a name, a folder or a ModelConfig, got MoEConfig"):
+        TrainConfig(model=preset.moe)
+    with pytest.raises(ValueError, match=r"from_scratch=true: model_name=olmoe-custom is no folder"):
+        TrainConfig(model=preset, run=RunConfig(from_scratch=True))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """`TrainConfig`, a whole run as a user describes it, and the table of all its settings."""
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raggedmoe.interop.named_model import is_folder
+from raggedmoe.interop.named_model import is_folder, named_model
+from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.config_json import to_json
 from raggedmoe.sharding.axes import AXES
 from raggedmoe.storage import AnyPath, as_path
 from raggedmoe.train.settings.fields import Section, Setting, section_class, section_settings, setting
@@ -37,10 +40,11 @@ class TrainConfig(Section):
     What is None, as most defaults are that depend on the model, and what depends on the machine, `resolve` fills in.
     """
 
-    model: str | None = setting(
+    model: str | ModelConfig | None = setting(
         default=None,
         otherwise="demo",
-        help="Model to train: a name that `raggedmoe models` lists, or a folder: Hugging Face's or one of ours",
+        help="Model to train: a name that `raggedmoe models` lists, or a folder: Hugging Face's or one of ours; in "
+        "Python also a ModelConfig",
         name="model_name",
     )
     overrides: ModelOverrides = field(default_factory=ModelOverrides)
@@ -56,7 +60,12 @@ class TrainConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         start, from_scratch = self.run.load_parameters_path, self.run.from_scratch
-        if from_scratch and not is_folder(self.model_name):
+        if isinstance(self.model, ModelConfig) and self.model.moe.capacity_factor is not None:
+            raise ValueError(
+                f"model: expected a ModelConfig without a capacity factor, got {self.model.moe.capacity_factor}; set "
+                "it by overrides=ModelOverrides(capacity_factor=…)"
+            )
+        if from_scratch and not self._names_folder:
             raise ValueError(
                 f"from_scratch=true: model_name={self.model_name} is no folder, so it has no parameters to leave out; "
                 + ("leave it out" if start is None else f"leave out load_parameters_path={start}, or one of the others")
@@ -89,14 +98,27 @@ class TrainConfig(Section):
 
     @property
     def model_name(self) -> str:
-        """The model's name or folder; without one it is that of the parameters to start from, or else the demo."""
+        """The model's name or folder; without one it is that of the parameters to start from, or else the demo.
+
+        A configuration of the user's own is called after the family whose checkpoints it writes.
+        """
+        if isinstance(self.model, ModelConfig):
+            return f"{self.model.family}-custom"
         start = self.run.load_parameters_path
         return start if self.model is None and start is not None else self.value_of("model")
 
     @property
     def model_folder(self) -> AnyPath | None:
         """The folder that the model is in, if it is no preset."""
-        return as_path(self.model_name) if is_folder(self.model_name) else None
+        return as_path(self.model_name) if self._names_folder else None
+
+    def read_base_model(self) -> ModelConfig:
+        """Return the model before anything is overridden: the user's own, a preset, or what a folder describes."""
+        return self.model if isinstance(self.model, ModelConfig) else named_model(self.model_name)
+
+    @property
+    def _names_folder(self) -> bool:
+        return not isinstance(self.model, ModelConfig) and is_folder(self.model_name)
 
     @property
     def parameters_folder(self) -> AnyPath | None:
@@ -115,6 +137,8 @@ class TrainConfig(Section):
     def values(self) -> dict[str, Any]:
         """Return all settings by name, as JSON holds them."""
         values = {name: self.get(name) for name in SETTINGS}
+        if isinstance(self.model, ModelConfig):
+            values["model_name"] = json.dumps(to_json(self.model))
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def is_given(self, name: str) -> bool:

@@ -6,7 +6,9 @@ the command line, `--help` and the tables of the docs are made.
 
 import dataclasses
 import functools
+import json
 import math
+import operator
 import os
 import types
 import typing
@@ -17,6 +19,8 @@ from typing import Any, TypeVar, dataclass_transform
 import numpy as np
 
 from raggedmoe.interop.maxtext import FALSE, TRUE
+from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.config_json import from_json
 from raggedmoe.names import close_names
 from raggedmoe.storage import ObjectPath
 
@@ -77,6 +81,24 @@ def _plain_text(value: Any) -> Any:
     return str(value) if isinstance(value, os.PathLike | ObjectPath) else value
 
 
+def _plain_model(value: Any) -> Any:
+    """Return a model's configuration from JSON's text as such, and a name or a path as text."""
+    return _parse_model(value) if isinstance(value, str) and value.startswith("{") else _plain_text(value)
+
+
+def _parse_model(text: str) -> str | ModelConfig:
+    """Read the name of a model, or the JSON of a configuration that a Python program gave."""
+    if not text.startswith("{"):
+        return _parse_word(text)
+    try:
+        model = from_json(json.loads(text), "model_name")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"model_name: expected the configuration of a model as JSON, got {error}") from None
+    if not isinstance(model, ModelConfig):
+        raise ValueError(f"model_name: expected the configuration of a model, got that of {type(model).__name__}")
+    return model
+
+
 def _plain_names(value: Any) -> Any:
     """Return names as a tuple: a list's, those in a text with commas, or the one of a path."""
     value = _plain_text(value)
@@ -112,6 +134,13 @@ VALUE_TYPES: dict[Any, ValueType] = {
         convert=_plain_text,
         accepts=lambda value: isinstance(value, str) and value != "",
         expected="a word",
+    ),
+    str | ModelConfig: ValueType(
+        name="str",
+        read=_parse_model,
+        convert=_plain_model,
+        accepts=lambda value: isinstance(value, ModelConfig) or (isinstance(value, str) and value != ""),
+        expected="a name, a folder or a ModelConfig",
     ),
     tuple[str, ...]: ValueType(
         name="names",
@@ -331,6 +360,6 @@ def otherwise_of(cls: type) -> Mapping[str, Any]:
 def _value_type(annotation: Any) -> tuple[ValueType, bool]:
     """Return the type of a field's values, and whether None is one of them."""
     if isinstance(annotation, types.UnionType):
-        (inner,) = (option for option in typing.get_args(annotation) if option is not types.NoneType)
-        return VALUE_TYPES[inner], True
+        options = [option for option in typing.get_args(annotation) if option is not types.NoneType]
+        return VALUE_TYPES[functools.reduce(operator.or_, options)], True
     return VALUE_TYPES[annotation], False

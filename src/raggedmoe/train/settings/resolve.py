@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
-from raggedmoe.interop.named_model import named_model, stored_dtype
+from raggedmoe.interop.named_model import stored_dtype
 from raggedmoe.kernels.registry import KernelChoice
 from raggedmoe.lora import LoraConfig
 from raggedmoe.models.config import ModelConfig, check_execution
@@ -115,7 +115,7 @@ def _check_places(config: TrainConfig) -> None:
     """Refuse places of a kind that cannot be read or written, and a checkpoint on this machine that is not there."""
     places = {
         "base_output_directory": (config.run.base_output_directory,),
-        "model_name": (config.model_name,),
+        "model_name": (None if isinstance(config.model, ModelConfig) else config.model_name,),
         "load_parameters_path": (config.run.load_parameters_path,),
         "init_from": (config.run.init_from,),
         "dataset_path": config.data.dataset_path,
@@ -161,7 +161,7 @@ def make_model(config: TrainConfig, hardware: Hardware) -> ModelConfig:
     overrides, length = config.overrides, config.data.max_target_length or 0
     sizes: dict[str, Any] = {name: getattr(overrides, name) for name in (*FIELDS, *OTHERS)}
     sizes = {name: size for name, size in sizes.items() if size is not None}
-    model = resize(named_model(config.model_name), sizes, config.model_name)
+    model = resize(config.read_base_model(), sizes, config.model_name)
     if overrides.mtp_layers is not None:
         model = replace(model, mtp_layers=overrides.mtp_layers)
     if length > model.max_length:  # trained on longer sequences, it is a model for longer ones
