@@ -336,8 +336,10 @@ def _match(
         if first is not None and second is not None:
             rank = first.shape[0]
             factor = scales.factor(target.name.removesuffix(".weight"), rank)
-            kinds = ((A, first, 1.0, (first_matrix(target.params[0]),)),)
-            kinds += ((B, second, factor, tuple(f"{name}{B}" for name in target.params)),)
+            kinds: list[tuple[str, StoredTensor, float, tuple[str, ...]]] = [
+                (A, first, 1.0, (first_matrix(target.params[0]),)),
+                (B, second, factor, tuple(f"{name}{B}" for name in target.params)),
+            ]
             parts += [
                 _Part(names=names, index=target.index, layout=_layout(target, p), tensor=t, rank=rank, factor=f)
                 for p, t, f, names in kinds
