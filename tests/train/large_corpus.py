@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from raggedmoe.train.data.tokenizer import NUM_BYTES
 from tests.train.runs import MAIN, curve
 
 LINE_BYTES, DOCUMENT_LINES, FILES = 100, 20, 8
@@ -54,6 +55,7 @@ def run(*words: str, kill: Path | None = None) -> Finished:
         process.kill()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
+    print(f"{' '.join(words[:2])} …: {usage.ru_maxrss / 1e3:.0f} MB", flush=True)
     return Finished(code=process.returncode, megabytes=usage.ru_maxrss / 1e3, seconds=time.monotonic() - began)
 
 
@@ -62,14 +64,15 @@ def _last_step(metrics: Path) -> int:
     return max((json.loads(line)["step"] for line in lines[-3:]), default=-1)
 
 
-def measure(folder: Path, megabytes: int, *, vocab_size: int = 4096) -> dict[str, Finished]:
+def measure(folder: Path, megabytes: int, *, vocab_size: int = NUM_BYTES) -> dict[str, Finished]:
     """Make the corpus and one of 1 MB, tokenise both, train on both, and on the large one again with a kill."""
     write_corpus(folder / "large", megabytes)
     write_corpus(folder / "small", 1)
     train = (*TRAIN, *EVERY, f"vocab_size={vocab_size}", f"base_output_directory={folder / 'runs'}")
     large, small = (str(folder / name) for name in ("large-tokens", "small-tokens"))
+    trained = ("--train-vocab-size", str(vocab_size)) if vocab_size > NUM_BYTES else ()
     found = {
-        "tokenize large": run("tokenize", str(folder / "large"), large, "--train-vocab-size", str(vocab_size)),
+        "tokenize large": run("tokenize", str(folder / "large"), large, *trained),
         "tokenize small": run("tokenize", str(folder / "small"), small, "--tokenizer", large),
     }
     # The first compiles, which takes memory of its own.
@@ -92,8 +95,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--megabytes", type=int, default=2000)
+    parser.add_argument("--vocab-size", type=int, default=NUM_BYTES, help="more than bytes: of a tokenizer to train")
     options = parser.parse_args()
-    for name, process in measure(options.folder, options.megabytes).items():
+    for name, process in measure(options.folder, options.megabytes, vocab_size=options.vocab_size).items():
         print(f"{name}: exit {process.code}, {process.megabytes:.0f} MB at most, {process.seconds:.0f} s")
     print(f"the killed run is the uninterrupted one bit for bit: {is_the_same(options.folder)}")
 

@@ -49,7 +49,7 @@ def lines(path: AnyPath) -> list[dict]:
 
 def curve(folder: AnyPath) -> list[dict]:
     """All that a run's steps and evaluations said, without what depends on the clock, in order."""
-    found = [line for line in lines(folder / "metrics.jsonl") if line["kind"] != "event"]
+    found = [line for line in lines(folder / "metrics.jsonl") if line["kind"] in ("train", "eval")]
     return [{name: value for name, value in line.items() if name not in NOT_REPEATABLE} for line in found]
 
 

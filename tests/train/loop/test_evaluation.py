@@ -1,6 +1,7 @@
-"""Evaluation during a run: on several named sets, each with its own loss."""
+"""Evaluation during a run: on several named sets, each with its own loss, and by a sample of text."""
 
 import json
+from html import escape
 
 import jax
 import numpy as np
@@ -8,7 +9,9 @@ import pytest
 
 from raggedmoe.cli.train import train
 from raggedmoe.interop import load
+from raggedmoe.models.generate import generate
 from raggedmoe.train.loop.record import read_run
+from raggedmoe.train.loop.sample import SAMPLING, SEED
 from raggedmoe.train.report.build import write_report
 from raggedmoe.train.report.comparison import write_comparison
 from tests.train.runs import TINY, curve, lines
@@ -95,3 +98,54 @@ def test_a_run_goes_on_with_the_sets_that_it_had(texts, tmp_path):
     assert [line["step"] for line in curve(tmp_path / "run") if "loss/code" in line] == [0, 2, 4]
     with pytest.raises(ValueError, match=r"is of a run with other settings: eval_paths=.*is now"):
         train(words(texts, tmp_path, "run", named(texts, "news"), "schedule_steps=4"))
+
+
+def samples(folder):
+    return [line for line in lines(folder / "metrics.jsonl") if line["kind"] == "sample"]
+
+
+def test_each_evaluation_has_a_sample_of_text_and_training_knows_nothing_of_it(texts, tmp_path, capsys):
+    data = (f"dataset_path={texts}", "held_out=0.1")
+    base = [word for word in words(texts, tmp_path, "run") if not word.startswith("dataset_path=")]
+    assert train((*base, *data, "sample_tokens=12")) == 0
+    found = samples(tmp_path / "run")
+    assert [line["step"] for line in found] == [0, 2, 4]
+    assert len({line["prompt"] for line in found}) == 1
+    assert any(found[0]["prompt"] in text for text in (CODE, NEWS, "Some words to learn. " * 40))
+    shown = f"goes on {json.dumps(found[-1]['text'], ensure_ascii=False)}"
+    assert shown in capsys.readouterr().out
+    page = write_report(tmp_path / "run").read_text()
+    assert "What the model wrote after 3 evaluations." in page
+    assert escape(found[-1]["text"]) in page
+
+    # The last is what the finished model writes.
+    model = load(tmp_path / "run" / "model")
+    prompt = list(found[-1]["prompt"].encode())
+    made = [token for (token,) in generate(model, [prompt], max_new_tokens=12, sampling=SAMPLING, seed=SEED)]
+    assert bytes(made).decode(errors="replace") == found[-1]["text"]
+
+    without = [word.replace("run_name=run", "run_name=without") for word in base]
+    assert train((*without, *data)) == 0
+    assert not samples(tmp_path / "without")
+    assert curve(tmp_path / "without") == curve(tmp_path / "run")
+    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("run", "without")]
+    assert weights[0] == weights[1]
+
+
+def test_a_run_that_goes_on_writes_the_same_samples(texts, tmp_path):
+    asked = ("sample_tokens=12", "sample_prompt=It rained", "schedule_steps=4")
+    assert train(words(texts, tmp_path, "whole", *asked)) == 0
+    assert train(words(texts, tmp_path, "run", *asked, "steps=2")) == 0
+    assert train(words(texts, tmp_path, "run", *asked)) == 0
+    assert samples(tmp_path / "run") == samples(tmp_path / "whole")
+    assert [line["prompt"] for line in samples(tmp_path / "run")] == ["It rained"] * 3
+
+
+@pytest.mark.slow
+def test_a_run_on_a_mesh_samples_too(texts, tmp_path):
+    asked = ("sample_tokens=6", "sample_prompt=It rained", "steps=1", "eval_interval=0")
+    mesh = ("fsdp_parallelism=2", "expert_parallelism=2", "moe_backend=ragged_dot")
+    base = [word for word in words(texts, tmp_path, "run", *asked) if word != "eval_interval=2"]
+    assert train((*base, *mesh)) == 0
+    assert [line["step"] for line in samples(tmp_path / "run")] == [0, 1]
+    assert all(line["text"] for line in samples(tmp_path / "run"))

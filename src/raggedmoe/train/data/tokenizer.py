@@ -148,6 +148,12 @@ class TextTokenizer:
         encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, self.dtype) for encoding in encodings]
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones. Half a character is shown as the sign for one unknown."""
+        if self.library is None:
+            return bytes(token for token in tokens if token != self.end).decode(errors="replace")
+        return self.library.decode(list(tokens))
+
     def _tokenize(self, texts: Sequence[str]) -> list[np.ndarray]:
         text_arrays: list[list[np.ndarray]] = [[np.zeros(0, self.dtype)] for _ in texts]
         parts = [(number, part) for number, text in enumerate(texts) for part in text_parts(text)]

@@ -1,5 +1,6 @@
 """What a run says of its steps: the metrics files, the screen, and the functions that a caller gave."""
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -10,15 +11,16 @@ import jax
 import numpy as np
 
 from raggedmoe.train.loop.metrics import LOSS_OF, MetricsWriter, NoMetrics
+from raggedmoe.train.loop.sample import TextSample
 from raggedmoe.train.loop.screen import Screen
 from raggedmoe.train.loop.speed import Speed
 from raggedmoe.train.settings.resolve import ResolvedConfig
 from raggedmoe.train.settings.sections import HELD_OUT
 from raggedmoe.train.step.step import StepReport
 
-# Takes a line of metrics.jsonl: a step's (its kind is "train"), an evaluation's ("eval") or an event's. The run stops
-# after the step under way, with the model that it has then, if it returns True. What it raises ends the run, whose
-# checkpoints stay: it goes on from them. Process 0 alone calls it.
+# Takes a line of metrics.jsonl: a step's (its kind is "train"), an evaluation's ("eval"), a text's ("sample") or an
+# event's. The run stops after the step under way, with the model that it has then, if it returns True. What it raises
+# ends the run, whose checkpoints stay: it goes on from them. Process 0 alone calls it.
 Callback = Callable[[Mapping[str, Any]], bool | None]
 
 
@@ -108,6 +110,14 @@ class RunLog:
         what = "" if first == HELD_OUT else f" on {first}"
         self.say(f"after step {step}: held-out loss{what} {losses[first].loss:.4f} nats per target{others}")
         self._call({"kind": "eval", "step": step, **values})
+        self.restart_clock()
+
+    def sample(self, step: int, sample: TextSample) -> None:
+        """Write down what the model writes after so many steps."""
+        self._metrics.sample(step, sample.prompt, sample.text)
+        prompt, text = (json.dumps(part, ensure_ascii=False) for part in (sample.prompt, sample.text))  # in one line
+        self.say(f"after step {step}: {prompt} goes on {text}")
+        self._call({"kind": "sample", "step": step, "prompt": sample.prompt, "text": sample.text})
         self.restart_clock()
 
     def event(self, step: int, what: str, text: str = "") -> None:

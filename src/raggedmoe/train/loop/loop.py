@@ -23,9 +23,10 @@ from raggedmoe.launch.processes import (
 from raggedmoe.models.flops import train_flops
 from raggedmoe.models.module import Decoder
 from raggedmoe.sharding.plan import count_slices
-from raggedmoe.sharding.training import check_all_take_part, train_sharding
+from raggedmoe.sharding.training import TrainSharding, check_all_take_part, train_sharding
 from raggedmoe.storage import AnyPath
-from raggedmoe.train.data.batches import open_data
+from raggedmoe.train.data.batches import Data, open_data
+from raggedmoe.train.data.rows import Batch
 from raggedmoe.train.loop import run_folder
 from raggedmoe.train.loop.begin import (
     check_processes_agree,
@@ -42,6 +43,7 @@ from raggedmoe.train.loop.log import Callback, RunLog
 from raggedmoe.train.loop.profile import Trace
 from raggedmoe.train.loop.record import RunRecord, read_run
 from raggedmoe.train.loop.run import Run, RunDevices
+from raggedmoe.train.loop.sample import Sampler, make_sampler
 from raggedmoe.train.loop.screen import Screen
 from raggedmoe.train.loop.speed import Speed, peak_flops
 from raggedmoe.train.settings.config import TrainConfig
@@ -124,6 +126,7 @@ def _train(config: ResolvedConfig, devices: RunDevices, screen: Screen, callback
                     programs=programs,
                     checkpoints=checkpoints,
                     log=RunLog(config, metrics, screen, speed, callbacks),
+                    sampler=_make_sampler(config, data, held_out, sharding, screen),
                     companions=companions_of_run(config, data),
                     parent=start.parent,
                     base=start.base,
@@ -133,6 +136,16 @@ def _train(config: ResolvedConfig, devices: RunDevices, screen: Screen, callback
                 if not start.resumed:
                     run.evaluate(state, start.step)
                 return _steps(run, state)
+
+
+def _make_sampler(
+    config: ResolvedConfig, data: Data, held_out: dict[str, list[Batch]], sharding: TrainSharding, screen: Screen
+) -> Sampler | None:
+    """Make what the run samples its text with, and say where it cannot."""
+    if config.run.num_sample_tokens and jax.process_count() > 1:
+        screen.say(f"sample_tokens={config.run.num_sample_tokens}: no text is sampled in a run of several processes")
+        return None
+    return make_sampler(config, data, next(iter(held_out.values()), []), sharding.mesh)
 
 
 def _speed(config: ResolvedConfig, devices: RunDevices) -> Speed:

@@ -63,6 +63,10 @@ class MetricsWriter:
         """Write the values of an evaluation after that many steps."""
         self._record("eval", step, values)
 
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Write how the model continues a prompt after that many steps."""
+        self._metrics.append(_line({"kind": "sample", "step": int(step), "prompt": prompt, "text": text}))
+
     def event(self, step: int, what: str, text: str = "") -> None:
         """Write an event, such as ``resumed``, ``interrupted``, ``skipped`` or ``checkpoint``."""
         self._metrics.append(_line({"kind": "event", "step": int(step), "what": what, "text": text}))
@@ -124,6 +128,8 @@ class NoMetrics:
     def train(self, step: int, values: Mapping[str, SupportsFloat | None]) -> None: ...
 
     def held_out(self, step: int, values: Mapping[str, SupportsFloat | None]) -> None: ...
+
+    def sample(self, step: int, prompt: str, text: str) -> None: ...
 
     def event(self, step: int, what: str, text: str = "") -> None: ...
 

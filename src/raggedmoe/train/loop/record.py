@@ -1,7 +1,7 @@
 """The record of a run, for its report: its files, which may be old or incomplete, and series made of them."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -121,6 +121,7 @@ class RunRecord:
     events: list[dict[str, Any]]
     load: LoadHistory | None
     problems: list[str]
+    samples: list[dict[str, Any]] = field(default_factory=list)  # texts that the model wrote at evaluations
 
     @property
     def name(self) -> str:
@@ -154,7 +155,12 @@ class RunRecord:
 
         load = None if self.load is None else self.load.until(step)
         return replace(
-            self, train=before(self.train), held_out=before(self.held_out), events=before(self.events), load=load
+            self,
+            train=before(self.train),
+            held_out=before(self.held_out),
+            samples=before(self.samples),
+            events=before(self.events),
+            load=load,
         )
 
     def total(self, name: str) -> float:
@@ -199,13 +205,14 @@ def read_run(folder: AnyPath) -> RunRecord:
     by_kind = {
         # The last line of a step counts: a run resumed by other means may have written one twice.
         kind: sorted({line["step"]: line for line in lines if line.get("kind") == kind}.values(), key=_step)
-        for kind in ("train", "eval")
+        for kind in ("train", "eval", "sample")
     }
     return RunRecord(
         folder=folder,
         info=info,
         train=by_kind["train"],
         held_out=by_kind["eval"],
+        samples=by_kind["sample"],
         events=sorted((line for line in lines if line.get("kind") == "event"), key=_step),
         load=_load_history(folder / LOAD, get_typed(get_typed(info, "model", dict), "moe_layers", list)),
         problems=problems,

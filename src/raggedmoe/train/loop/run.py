@@ -20,6 +20,7 @@ from raggedmoe.train.data.rows import Batch
 from raggedmoe.train.loop import run_folder
 from raggedmoe.train.loop.log import HeldOutLoss, RunLog, moe_layers
 from raggedmoe.train.loop.record import read_run
+from raggedmoe.train.loop.sample import Sampler
 from raggedmoe.train.loop.speed import Speed
 from raggedmoe.train.loop.start import Start
 from raggedmoe.train.settings.resolve import ResolvedConfig
@@ -51,6 +52,7 @@ class Run:
     log: RunLog
     companions: Companions  # of the trained model
     parent: dict[str, Any] | None  # the checkpoint of another run that it began with
+    sampler: Sampler | None = None  # None: no text is sampled
     base: AdapterBase | None = None  # where the frozen weights are from, that adapters are trained beside
     batches: Batches = field(init=False)
 
@@ -130,7 +132,16 @@ class Run:
         self.programs = replace(programs, held_out=self.programs.held_out)
 
     def evaluate(self, state: TrainState, step: int) -> float | None:
-        """Return the first set's held-out loss in nats per target, and write down all; None: nothing is held out."""
+        """Return the first set's held-out loss in nats per target, and write down all; None: nothing is held out.
+
+        A sample of the model's text is written down too, if the run makes any.
+        """
+        loss = self._evaluate_losses(state, step)
+        if self.sampler is not None:
+            self.log.sample(step, self.sampler(state.model_params))
+        return loss
+
+    def _evaluate_losses(self, state: TrainState, step: int) -> float | None:
         evaluate = self.programs.held_out
         if evaluate is None:
             return None

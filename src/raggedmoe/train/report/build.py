@@ -12,7 +12,7 @@ from raggedmoe.train.report.curves import drops_section, loss_section, smoothing
 from raggedmoe.train.report.figures import require_matplotlib
 from raggedmoe.train.report.load import load_section
 from raggedmoe.train.report.page import NOTHING, compact, duration, number, percent, whole
-from raggedmoe.train.report.tables import events_section, kernels_section, settings_section
+from raggedmoe.train.report.tables import events_section, kernels_section, samples_section, settings_section
 
 
 def write_report(run: AnyPath, out: AnyPath | None = None, *, step: int | None = None) -> AnyPath:
@@ -26,6 +26,7 @@ def write_report(run: AnyPath, out: AnyPath | None = None, *, step: int | None =
     sections = [
         _headline(record),
         loss_section(record),
+        *samples_section(record),
         load_section(record),
         html.columns([speed_section(record), drops_section(record)]),
         kernels_section(record),

@@ -36,6 +36,7 @@ svg text { font-family: inherit !important; }
 .bad .value { color: var(--red); }
 .missing { color: var(--muted); border-left: 3px solid var(--orange); padding: 2px 0 2px 10px; }
 .box { overflow-x: auto; border: 1px solid var(--grid); border-radius: 8px; margin: 0 0 14px; }
+.sample { white-space: pre-wrap; font-family: ui-monospace, monospace; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; vertical-align: top; padding: 7px 12px; border-bottom: 1px solid var(--grid); }
 tr:last-child > td { border-bottom: 0; }

@@ -42,6 +42,29 @@ def _text(values: dict[str, Any], name: str, otherwise: str = "not recorded") ->
     return escape(str(values.get(name) or otherwise))
 
 
+MAX_SAMPLES = 8
+
+
+def samples_section(run: RunRecord) -> list[str]:
+    """List how the model continued its prompt at evaluations: at the first, the last and some between; or nothing."""
+    samples = [line for line in run.samples if isinstance(line.get("text"), str)]
+    if not samples:
+        return []
+    last = len(samples) - 1
+    places = sorted({round(number * last / max(1, MAX_SAMPLES - 1)) for number in range(MAX_SAMPLES)})
+    text = f"What the model wrote after {html.count(len(samples), 'evaluation')}"
+    text += "." if len(places) == len(samples) else f", of which {len(places)} are shown."
+    rows = [
+        (
+            f'<td class="number">{samples[place]["step"]:,}</td>',
+            f'<td class="sample"><span class="sub">{_text(samples[place], "prompt", "")}</span>'
+            f"{_text(samples[place], 'text', '')}</td>",
+        )
+        for place in places
+    ]
+    return [html.section("Samples", html.paragraph(text), html.table(("Step", "Text"), rows, name="samples"))]
+
+
 def events_section(run: RunRecord) -> str:
     """List the events of the run; checkpoints are only counted."""
     if not run.events:

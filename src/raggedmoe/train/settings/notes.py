@@ -152,7 +152,20 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     "keep_last": (_saves, "there are no checkpoints"),
     "keep_best": (_saves, "there are no checkpoints"),
     "async_checkpointing": (_saves, "there are no checkpoints"),
-    "eval_interval": (_holds_out, "nothing is held out"),
+    "eval_interval": (
+        lambda config, step: _holds_out(config, step) or bool(config.run.num_sample_tokens),
+        "nothing is held out",
+    ),
+    "sample_tokens": (
+        lambda config, step: (
+            config.data.dataset != "synthetic" and (config.data.holds_out or config.run.sample_prompt is not None)
+        ),
+        "there is no text to continue",
+    ),
+    "sample_prompt": (
+        lambda config, step: config.data.dataset != "synthetic" and config.run.num_sample_tokens > 0,
+        "it belongs to sample_tokens, of text",
+    ),
     "eval_steps": (_holds_out, "nothing is held out"),
     "expert_strategy": (_moves_rows, NO_ROW_LEAVES),
     "ragged_buffer_factor": (_moves_rows, NO_ROW_LEAVES),

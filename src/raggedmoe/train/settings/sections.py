@@ -679,6 +679,18 @@ class RunConfig(Section):
     eval_steps: int | None = setting(
         default=None, otherwise=16, help="Batches per evaluation", may_change=True, at_least=1
     )
+    sample_tokens: int | None = setting(
+        default=None,
+        otherwise=0,
+        help="Tokens of the text that the model writes at each evaluation, for the log and the report; 0: no text",
+        may_change=True,
+        at_least=0,
+    )
+    sample_prompt: str | None = setting(
+        default=None,
+        help="What that text continues; none: the beginning of the first row that is held out",
+        may_change=True,
+    )
     max_skipped_steps: int = setting(
         default=10,
         help="Steps in a row whose loss or gradient is not finite, each skipped, after which the run stops",
@@ -732,6 +744,11 @@ class RunConfig(Section):
         """Batches that are held out for an evaluation."""
         return self.value_of("eval_steps")
 
+    @property
+    def num_sample_tokens(self) -> int:
+        """Tokens that the model writes at an evaluation."""
+        return self.value_of("sample_tokens")
+
 
 @section_class
 class CheckpointConfig(Section):
@@ -768,6 +785,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "bias_update_rate": 0.01,
         "eval_interval": 300,
         "eval_steps": 32,
+        "sample_tokens": 64,
         "checkpoint_period": 300,
         "scan_layers": False,
     }
