@@ -52,6 +52,20 @@ def test_tpu_cores_are_the_published_ones(name):
     )
 
 
+def test_formats_that_chips_multiply_are_the_published_ones():
+    """And no chip is said to multiply a format at a speed that is not known."""
+    fp8 = ("float8_e4m3fn", "float8_e5m2")
+    native = {name: chip.native_formats for name, chip in HARDWARE.items() if chip.native_formats}
+    assert native == {"v5e": ("int8",), "v6e": ("int8", *fp8), "tpu7x": fp8, "h100": fp8, "b200": fp8}
+    assert {name: chip.int8_flops for name, chip in HARDWARE.items() if chip.int8_flops} == {
+        "v5e": 393e12,
+        "v6e": 1836e12,
+    }
+    for chip in HARDWARE.values():
+        assert ("int8" in chip.native_formats) == (chip.int8_flops is not None)
+        assert not set(fp8) & set(chip.native_formats) or chip.fp8_flops is not None
+
+
 def test_every_chip_but_the_host_has_figures():
     assert HARDWARE.keys() - FIGURES.keys() == {"cpu"}
 

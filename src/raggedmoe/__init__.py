@@ -8,6 +8,7 @@ from raggedmoe.kernels.expert_ffn.api import ExpertBiases as ExpertBiases
 from raggedmoe.kernels.expert_ffn.api import expert_ffn as expert_ffn
 from raggedmoe.kernels.grouped_matmul.api import grouped_matmul as grouped_matmul
 from raggedmoe.kernels.qarray import QArray as QArray
+from raggedmoe.kernels.quant_config import QuantConfig as QuantConfig
 from raggedmoe.kernels.ragged_gather.api import ragged_gather as ragged_gather
 from raggedmoe.kernels.ragged_gather_reduce.api import ragged_gather_reduce as ragged_gather_reduce
 from raggedmoe.kernels.registry import Directions as Directions

@@ -20,6 +20,8 @@ class Hardware:
     device_kinds: tuple[str, ...] = ()  # how JAX spells it; a device's kind starts with one of these
     bf16_flops: float | None = None  # per second
     fp8_flops: float | None = None
+    int8_flops: float | None = None
+    native_formats: tuple[str, ...] = ()  # of 8 bits and fewer, that its matrix units multiply as they are
     hbm_bytes: int | None = None
     hbm_bandwidth: float | None = None  # bytes per second
     link_bandwidth: float | None = None  # bytes per second, one way, one link
@@ -29,6 +31,9 @@ class Hardware:
     sparse_cores: int = 0
     sparse_core_lanes: int = 0
     devices_per_chip: int = 1  # JAX devices that one chip shows
+
+
+FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 # Sources: the vendors' public pages, JAX's own tpu_info and the public scaling book. Where they differ, the smaller.
@@ -51,6 +56,8 @@ _CHIPS = (
         platform="tpu",
         device_kinds=("TPU v5 lite", "TPU v5e"),
         bf16_flops=197e12,
+        int8_flops=393e12,
+        native_formats=("int8",),
         hbm_bytes=16 * GB,
         hbm_bandwidth=819e9,
         link_bandwidth=45e9,
@@ -79,6 +86,8 @@ _CHIPS = (
         device_kinds=("TPU v6 lite", "TPU v6e"),
         bf16_flops=918e12,
         fp8_flops=918e12,
+        int8_flops=1836e12,
+        native_formats=("int8", *FP8),
         hbm_bytes=32 * GB,
         hbm_bandwidth=1638e9,
         link_bandwidth=90e9,
@@ -94,6 +103,7 @@ _CHIPS = (
         device_kinds=("TPU7x", "TPU v7x"),
         bf16_flops=2307e12,
         fp8_flops=4614e12,
+        native_formats=FP8,
         hbm_bytes=192 * GIB,
         hbm_bandwidth=7380e9,
         link_bandwidth=100e9,
@@ -110,6 +120,7 @@ _CHIPS = (
         device_kinds=("NVIDIA H100",),
         bf16_flops=989e12,
         fp8_flops=1979e12,
+        native_formats=FP8,
         hbm_bytes=80 * GB,
         hbm_bandwidth=3350e9,
         link_bandwidth=450e9,
@@ -121,6 +132,7 @@ _CHIPS = (
         device_kinds=("NVIDIA B200",),
         bf16_flops=2250e12,
         fp8_flops=4500e12,
+        native_formats=FP8,
         hbm_bytes=180 * GIB,
         hbm_bandwidth=7700e9,
         link_bandwidth=900e9,

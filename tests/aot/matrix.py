@@ -160,7 +160,7 @@ def _kernel_calls(operation: str, turn: int, chip: str) -> list[tuple[str, str]]
 
 
 def _plain_calls(operation: str, turn: int, chip: str) -> list[tuple[str, str]]:
-    """Take one of a plain XLA program's first two calls, the other on the next chip, and one with stored weights."""
+    """Take one of the first two calls of a plain XLA program, the other on the next chip, and one with QArrays."""
     calls = [(CALLS[operation][turn % 2], dtype) for dtype in DTYPES]
     quantized = QUANTIZED.get(operation, ())
     return [*calls, (quantized[turn % len(quantized)], "bfloat16")] if quantized else calls

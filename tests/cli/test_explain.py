@@ -60,6 +60,20 @@ def test_explain_says_what_becomes_of_quantised_experts(qtype, scale, capsys):
     assert f"pallas_tpu it takes no quantised operands, such as rhs ({qtype})" in said
 
 
+@pytest.mark.parametrize(
+    ("chip", "qtype", "said"),
+    [
+        ("v6e", "int8", "v6e multiplies int8 natively, 1,836 TFLOP/s beside 918 of bfloat16"),
+        ("tpu7x", "float8_e4m3fn", "tpu7x multiplies float8_e4m3fn natively, 4,614 TFLOP/s"),
+        ("v5e", "float8_e4m3fn", "v5e does not multiply float8_e4m3fn natively, but int8"),
+        ("v5p", "int8", "v5p does not multiply int8 natively: kernels emulate or widen it"),
+    ],
+)
+def test_explain_says_what_a_chip_multiplies(chip, qtype, said, capsys):
+    explain(shape="T=16,D=32,F=64,E=8,K=2", hardware=chip, experts=qtype)
+    assert said in re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
 def test_explain_for_an_old_jax_says_that_nothing_runs(capsys):
     explain(jax_version="0.4.30")
     assert "use JAX 0.10.2 or newer" in " ".join(capsys.readouterr().out.split())

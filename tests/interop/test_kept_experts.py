@@ -70,12 +70,50 @@ def test_greedy_text_is_that_of_the_dequantised_model(stored, tmp_path):
     assert len({token for tokens in texts[0] for token in tokens}) > 2
 
 
-def test_a_model_with_quantised_experts_is_not_written(tmp_path):
+def test_our_own_format_has_no_quantised_experts(tmp_path):
     model = interop.load(mxfp4_folder(tmp_path / "mxfp4")[0], keep_quantised=True)
-    for write in (interop.save, native.save):
-        with pytest.raises(ValueError, match="load it without keep_quantised"):
-            write(model, tmp_path / "out")
+    with pytest.raises(ValueError, match="load it without keep_quantised"):
+        native.save(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8 in blocks of 9 × 7", "mxfp4", "int8", "int8 of bfloat16"])
+def test_quantised_experts_are_written_as_they_came(form, tmp_path):
+    """Bit for bit, values and scales; and what else config.json says stays."""
+    if form == "mxfp4":
+        folder = mxfp4_folder(tmp_path / "in")[0]
+    elif form.startswith("int8"):
+        folder, plain = tmp_path / "in", GOLDEN / "qwen3_moe"
+        if "bfloat16" in form:
+            interop.save(interop.load(plain), tmp_path / "narrow", dtype="bfloat16")
+            plain = tmp_path / "narrow"
+        interop.quantise(plain, folder, "int8")
+    else:
+        folder = fp8_folder(tmp_path / "in", (9, 7) if "9" in form else (16, 16))[0]
+    model = interop.load(folder, keep_quantised=True)
+    interop.save(model, tmp_path / "out")
+    before, after = stored_quantised(folder), stored_quantised(tmp_path / "out")
+    experts = {name for name in before if ".experts." in name and "bias" not in name}
+    assert experts == {name for name in after if ".experts." in name and "bias" not in name} != set()
+    for name in experts:
+        np.testing.assert_array_equal(bits(after[name]), bits(before[name]), err_msg=name)
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    original = json.loads((folder / "config.json").read_text())["quantization_config"]
+    key = "ignore" if form.startswith("int8") else "modules_to_not_convert"
+    assert {**settings, key: 0} == {**original, key: 0}
+    assert {*(original.get(key) or ())} < {*settings[key]}
+    again = interop.load(tmp_path / "out", keep_quantised=True)
+    for (path, array), (_, other) in zip(*map(jax.tree_util.tree_leaves_with_path, (model.params, again.params))):
+        np.testing.assert_array_equal(bits(array), bits(other), err_msg=str(path))
+
+
+def test_a_model_that_lost_its_config_json_is_not_written_quantised(tmp_path):
+    model = interop.load(mxfp4_folder(tmp_path / "mxfp4")[0], keep_quantised=True)
+    model.companions = None
+    with pytest.raises(ValueError, match=r"quantization_config for mxfp4, got None; give its folder as companions"):
+        interop.save(model, tmp_path / "out")
+    interop.save(model, tmp_path / "out", companions=tmp_path / "mxfp4")
+    assert (tmp_path / "out" / "config.json").is_file()
 
 
 def test_a_folder_without_quantised_experts_is_refused(tmp_path):

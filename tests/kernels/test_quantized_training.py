@@ -153,6 +153,10 @@ def test_rounding_by_chance_is_right_in_the_mean_and_the_same_for_a_key(name):
         assert of_mean < 1.5 / np.sqrt(len(keys)) * of_one
     with pytest.raises(ValueError, match="stochastic_rounding=True needs a random key, got None"):
         run(*arrays, config, True, "cpu")
+    values = quantized_matmuls(
+        *(arrays[0], tuple(arrays[1])), jnp.asarray(SIZES), config=config, transpose_rhs=True, implementation="cpu"
+    )
+    np.testing.assert_array_equal(values[0], nearest["value0"])  # as in evaluation, which has no gradient
 
 
 def test_each_call_of_the_backward_pass_is_chosen_by_what_it_is_given():

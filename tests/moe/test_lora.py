@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from raggedmoe import ExpertConfig, KernelChoice, MoEExecution
+from raggedmoe import ExpertConfig, KernelChoice, MoEExecution, Plan
 from raggedmoe.kernels.quantize import quantize
 from raggedmoe.lora import LoraConfig, is_adapter
+from tests.aot.hlo_collectives import collectives
 from tests.moe import numpy_layer
 from tests.moe.examples import (
     assert_agrees,
@@ -22,7 +23,8 @@ from tests.moe.examples import (
     random_params,
     random_tokens,
 )
-from tests.moe.on_mesh import gradients_on_mesh, mesh_of
+from tests.moe.on_mesh import gradients_on_mesh, mesh_of, placed
+from tests.moe.test_mesh import planned
 
 pytestmark = pytest.mark.usefixtures("x64")
 NUM_TOKENS, RANK, ALPHA = 8, 2, 3.0
@@ -148,3 +150,51 @@ def test_adapters_learn_beside_quantised_experts():
     assert_close(found[0], expected[0], "x")
     for name, gradient in expected[1].items():
         assert_close(found[1][name], gradient, name)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "cpu_native"])
+def test_no_gradient_of_a_frozen_matrix_is_computed(kernel):
+    """Of the two gradients of a grouped matmul the compiler drops that of the matrix, which would be as large as it."""
+    lora = LoraConfig(rank=RANK, targets=("experts",))
+    config = moe_config(num_experts=8, model_dim=64, expert_dim=1024, lora=lora)
+    shapes = {name: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for name, spec in config.param_specs().items()}
+    trained = {name: shape for name, shape in shapes.items() if is_adapter(name)}
+    x = jax.ShapeDtypeStruct((NUM_TOKENS, 64), jnp.float32)
+
+    def gradients(trained, params, x):
+        execution = MoEExecution(kernels=KernelChoice(grouped_matmul=kernel))
+        return jax.grad(lambda trained: layer(x, {**params, **trained}, config, execution).output.sum())(trained)
+
+    memory = jax.jit(gradients).lower(trained, shapes, x).compile().memory_analysis()
+    matrix = 4 * 8 * 64 * 1024
+    assert memory.temp_size_in_bytes < matrix
+
+
+@pytest.mark.slow
+def test_what_is_sent_for_adapters_is_what_the_plan_says():
+    """Frozen matrices are gathered, but no gradient of them is summed."""
+    plan, execution = Plan(fsdp=2, expert=2, tensor=2), WAYS["all_to_all"][1]
+    x, params = random_tokens(CONFIG, NUM_TOKENS, dtype=np.float32), random_params(CONFIG, dtype=np.float32)
+    lora = dataclasses.replace(CONFIG.lora, targets=("experts",), router="frozen")
+    config = dataclasses.replace(CONFIG, lora=lora, experts=ExpertConfig())
+    experts, _ = routing("random")
+    params, x, experts = placed(plan, config, {n: params[n] for n in config.param_specs()}, x, experts)
+    specs, mesh = config.param_specs(), plan.mesh()
+
+    def gradients(x, trained, frozen):
+        def loss(x, trained):
+            out = layer(x, {**frozen, **trained}, config, execution, mesh=mesh, replay=experts)
+            return (out.output**2).sum()
+
+        return jax.grad(loss, argnums=(0, 1))(x, trained)
+
+    trained = {name: value for name, value in params.items() if specs[name].trained}
+    frozen = {name: value for name, value in params.items() if name not in trained}
+    hlo = jax.jit(gradients).lower(x, trained, frozen).compile().as_text()
+    found, expected = collectives(hlo), planned(config, execution, plan)
+    assert {kind: num for kind, num in found.items() if "scatter" in kind[0]} == {
+        kind: num for kind, num in expected.items() if "scatter" in kind[0]
+    }
+    assert {kind: num for kind, num in found.items() if kind[0] == "all-gather"} == {
+        kind: num for kind, num in expected.items() if kind[0] == "all-gather"
+    }

@@ -86,7 +86,7 @@ def collectives_across_slices(run: ResolvedStep, plan: Plan, step: StepSizes) ->
     layers = len(model.moe_layers) + modules
     crossing = [
         replace(collective, num_bytes=layers * collective.num_bytes)
-        for collective in layer_collectives(model.moe, run.execution.moe, plan, step)
+        for collective in layer_collectives(model.moe_layer, run.execution.moe, plan, step)
         if collective.direction == FORWARD
     ]
     for name, spec in param_specs(model).items():
@@ -185,6 +185,8 @@ def _of_router(config: MoEConfig, plan: Plan) -> Iterator[Collective]:
         split = _split_axes(plan, name, spec)
         num_bytes = spec.num_elements * WIDE
         yield _collective(GATHER, name, FORWARD, split, num_bytes)
+        if not spec.trained:
+            continue
         yield _collective(SCATTER, name, BACKWARD, split, num_bytes)
         here = num_bytes // math.prod(sizes[axis] for axis in split)
         yield _collective(REDUCE, name, BACKWARD, _axes_of_gradient_sum(plan, name, spec), here)
@@ -212,6 +214,9 @@ def _of_weights(config: MoEConfig, plan: Plan, step: StepSizes) -> Iterator[Coll
         here = spec.num_elements * size // math.prod(sizes[axis] for axis in split if axis != FSDP)
         if FSDP in split:
             yield _collective(GATHER, name, FORWARD, (FSDP,), here)
+        if not spec.trained:
+            continue
+        if FSDP in split:
             yield _collective(SCATTER, name, BACKWARD, (FSDP,), here)
             here //= sizes[FSDP]
         yield _collective(REDUCE, name, BACKWARD, _axes_of_gradient_sum(plan, name, spec), here)

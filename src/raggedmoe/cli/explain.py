@@ -79,6 +79,8 @@ def explain(
             decoder = named_model(model)
     console = Console()
     console.print(f"[bold]{title}[/] on [bold]{chip.name}[/], JAX {jax_version}, {dtype}, moe_backend={moe_backend}")
+    if experts is not None:
+        console.print(_native_formats(chip, experts))
     execution = MoEExecution(moe_backend=moe_backend, kernels=kernels, quantization=quantization)
     check_execution(config, execution)
     choices = execution.kernel_choice
@@ -104,6 +106,20 @@ def explain(
             for line in text:
                 console.print(Padding(line, (0, 0, 0, 2)))
     return 0
+
+
+def _native_formats(chip: Hardware, qtype: str) -> str:
+    """Say whether a chip multiplies a format itself, and how fast beside bfloat16."""
+    if qtype not in chip.native_formats:
+        others = f", but {' and '.join(chip.native_formats)}" if chip.native_formats else ""
+        return f"{chip.name} does not multiply {qtype} natively{others}: kernels emulate or widen it"
+    flops = chip.int8_flops if qtype == "int8" else chip.fp8_flops
+    assert flops is not None
+    assert chip.bf16_flops is not None
+    return (
+        f"{chip.name} multiplies {qtype} natively, {flops / 1e12:,.0f} TFLOP/s beside {chip.bf16_flops / 1e12:,.0f} of "
+        "bfloat16; what each kernel does is said below"
+    )
 
 
 def settings_model(words: tuple[str, ...], chip: Hardware) -> tuple[ModelConfig, MoEExecution]:

@@ -23,6 +23,7 @@ from raggedmoe.aot.collectives import (
 )
 from raggedmoe.hardware import HARDWARE, Hardware, hardware_by_name
 from raggedmoe.launch.slices import parse_slice
+from raggedmoe.lora import is_adapter
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.config import MoEConfig, strategy_name
@@ -75,7 +76,7 @@ def plan(
         dtype=str(np.dtype(model.dtype)),
         ragged=chip.platform != "cpu",
     )
-    collectives = layer_collectives(model.moe, execution.moe, made, step)
+    collectives = layer_collectives(model.moe_layer, execution.moe, made, step)
     across = collectives_across_slices(config.step, made, step)
     state = state_bytes(model, made, config.step.optimizer)
     if json:
@@ -203,6 +204,8 @@ def _parameter_table(made: Plan, model: ModelConfig) -> Table:
 def _kind(name: str, spec: ParamSpec) -> str:
     """Return the kind of a parameter, as a user calls it."""
     words = name.split(".")
+    if is_adapter(name):
+        return "adapters of experts" if is_routed(name, spec) else "adapters"
     if is_routed(name, spec):
         return "experts"
     if words[-1].startswith("router_"):

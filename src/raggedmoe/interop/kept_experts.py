@@ -35,7 +35,8 @@ def check_is_of_arrays(model: Decoder) -> None:
     if quantised:
         raise ValueError(
             f"expected a model of arrays to write, got quantised {', '.join(quantised[:3])}"
-            f"{' and others' if len(quantised) > 3 else ''}; load it without keep_quantised"
+            f"{' and others' if len(quantised) > 3 else ''}; write it with raggedmoe.interop.save, or load it without "
+            "keep_quantised"
         )
 
 

@@ -336,14 +336,12 @@ def _match(
         if first is not None and second is not None:
             rank = first.shape[0]
             factor = scales.factor(target.name.removesuffix(".weight"), rank)
-            kinds: list[tuple[str, StoredTensor, float, tuple[str, ...]]] = [
-                (A, first, 1.0, (first_matrix(target.params[0]),)),
-                (B, second, factor, tuple(f"{name}{B}" for name in target.params)),
-            ]
-            parts += [
-                _Part(names=names, index=target.index, layout=_layout(target, p), tensor=t, rank=rank, factor=f)
-                for p, t, f, names in kinds
-            ]
+            of_second = tuple(f"{name}{B}" for name in target.params)
+            common: dict[str, Any] = {"index": target.index, "rank": rank}
+            inputs, outputs = _layout(target, A), _layout(target, B)
+            names = (first_matrix(target.params[0]),)
+            parts.append(_Part(names=names, layout=inputs, tensor=first, factor=1.0, **common))
+            parts.append(_Part(names=of_second, layout=outputs, tensor=second, factor=factor, **common))
         elif first is not None or second is not None:
             lacking = _key(target, B if second is None else A)
             raise ValueError(_report(folder, [f"{lacking}: missing"]))

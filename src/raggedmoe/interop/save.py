@@ -13,11 +13,12 @@ from raggedmoe.interop.arrays import PIECE_BYTES, fetch_to_host
 from raggedmoe.interop.companions import TOKEN_KEYS, companions_of, write_companions
 from raggedmoe.interop.families.registry import family_by_model_type
 from raggedmoe.interop.hf_config import ConfigReader
-from raggedmoe.interop.kept_experts import check_is_of_arrays
 from raggedmoe.interop.layout import first_axis, parameter_views
 from raggedmoe.interop.matching import Target, copies, targets
 from raggedmoe.interop.safetensors_file import NewTensor
+from raggedmoe.interop.save_kept import KeptFormat, kept_format, kept_tensors, widened_modules
 from raggedmoe.interop.writing import SHARD_BYTES, new_folder, write_json, write_tensors
+from raggedmoe.kernels.qarray import QArray
 from raggedmoe.models.companions import Companions
 from raggedmoe.models.config import GroupedQueryConfig, ModelConfig
 from raggedmoe.models.module import Decoder
@@ -38,6 +39,8 @@ def save(
 ) -> None:
     """Write a model as a Hugging Face folder of its family.
 
+    Experts that stayed quantised are written in the format in which they came, the other weights in ``dtype``.
+
     Args:
       model: the model to write.
       folder: a new or an empty folder. It is written whole or not at all.
@@ -49,7 +52,6 @@ def save(
       shard_bytes: the largest size of a file; a larger model is several files and an index.
       progress: show a bar on standard error.
     """
-    check_is_of_arrays(model)
     config = model.config
     if config.lora is not None:
         raise ValueError(
@@ -57,15 +59,18 @@ def save(
             "`raggedmoe export --merge`), or write them alone for PEFT (raggedmoe.interop.save_peft, or `--adapters`)"
         )
     family = family_by_model_type(config.family, "the model")
-    layout = layout or next(iter(family.experts))
-    writable = [name for name in family.experts if name not in family.import_only]
-    check_known(f"layout of {config.family}", layout, writable)
-    dtype = np.dtype(jnp.dtype(dtype or config.param_dtype))
     belongings = companions_of(model, companions)
+    kept = kept_format(model, belongings.config_json)
+    layout = layout or (kept.expert_layout if kept else next(iter(family.experts)))
+    writable = [name for name in family.experts if name not in family.import_only]
+    check_known(f"layout of {config.family}", layout, [kept.expert_layout] if kept else writable)
+    dtype = np.dtype(jnp.dtype(dtype or config.param_dtype))
     config_json = with_kept_keys(make_config_json(config, str(dtype)), belongings.config_json, config)
-    params = model.params
     mtp_copies = [target for target in copies(family, config) if target.name.startswith("model.layers.")]
-    tensors = [_new_tensor(target, params, dtype) for target in [*targets(family, config, layout), *mtp_copies]]
+    written = [*targets(family, config, layout), *mtp_copies]
+    if kept is not None:
+        config_json["quantization_config"] = kept.updated(widened_modules(written, model.params))
+    tensors = [tensor for target in written for tensor in _new_tensors(target, model.params, dtype, kept)]
     path = as_path(folder)
     if isinstance(path, ObjectPath):
         raise ValueError(f"{path}: expected a folder of this machine to export to; write there, and copy it")
@@ -173,6 +178,13 @@ def _differences(ours: dict[str, Any], restored: dict[str, Any], where: str = ""
             yield from _differences(our_value, restored_value, f"{where}{name}.")
         elif our_value != restored_value:
             yield f"{where}{name}={our_value!r} (it would be read as {restored_value!r})"
+
+
+def _new_tensors(target: Target, params: Params, dtype: np.dtype, kept: KeptFormat | None) -> list[NewTensor]:
+    """Describe the stored tensors of a target: one, or of a quantised parameter values and what belongs to them."""
+    if kept is not None and isinstance(params[target.params[0]], QArray):
+        return kept_tensors(target, params, kept, dtype)
+    return [_new_tensor(target, params, dtype)]
 
 
 def _new_tensor(target: Target, params: Params, dtype: np.dtype) -> NewTensor:

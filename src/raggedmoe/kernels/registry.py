@@ -55,6 +55,7 @@ def _no_reason(call: Call, hardware: Hardware) -> None:
 
 
 # What an implementation does with quantised operands.
+NATIVE = "native: the chip multiplies the 8-bit values themselves, and scales are applied to the sums"
 EMULATED = "emulated: dequantised a part at a time inside the kernel, and multiplied in the type of sums"
 WIDENED = "widened: a dequantised copy of each quantised operand is made in memory, in the type of sums"
 

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from raggedmoe import Decoder, interop, merge_lora
 from raggedmoe.cli.convert import export
 from raggedmoe.cli.train import run_training
+from raggedmoe.hardware import hardware_by_name
 from raggedmoe.launch import stop_signals
 from raggedmoe.lora import is_adapter
 from raggedmoe.models.fingerprint import fingerprint
@@ -21,6 +22,8 @@ from raggedmoe.models.parameters import param_specs
 from raggedmoe.train.loop import begin
 from raggedmoe.train.loop.log import RunLog
 from raggedmoe.train.loop.saved_run import find_model
+from raggedmoe.train.settings.resolve import resolve
+from raggedmoe.train.settings.words import read_words
 from tests.models.drawn import drawn_params, tiny
 from tests.train.loop.test_loop import TEXT
 from tests.train.runs import curve, lines, share_programs
@@ -40,7 +43,13 @@ def base(tmp_path_factory):
 @pytest.fixture
 def words(base, shared_programs, monkeypatch, tmp_path):
     monkeypatch.setattr(stop_signals, "REPEAT_SECONDS", 0.0)
-    sizes = ("max_target_length=16", "per_device_batch_size=2", "tokenizer_path=bytes", "lora_router=trained")
+    sizes = (
+        "max_target_length=16",
+        "per_device_batch_size=2",
+        "tokenizer_path=bytes",
+        "lora_router=trained",
+        "weight_dtype=bfloat16",
+    )
     every = (f"steps={STEPS}", "checkpoint_period=2", "eval_interval=3", "eval_steps=1", "load_period=3")
     return (f"load_parameters_path={base}", "lora_rank=2", *sizes, *TEXT, *every, f"base_output_directory={tmp_path}")
 
@@ -51,7 +60,13 @@ def whole(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         share_programs(patch)
-        sizes = ("max_target_length=16", "per_device_batch_size=2", "tokenizer_path=bytes", "lora_router=trained")
+        sizes = (
+            "max_target_length=16",
+            "per_device_batch_size=2",
+            "tokenizer_path=bytes",
+            "lora_router=trained",
+            "weight_dtype=bfloat16",
+        )
         every = (f"steps={STEPS}", "checkpoint_period=2", "eval_interval=3", "eval_steps=1", "load_period=3")
         words = (f"load_parameters_path={base}", "lora_rank=2", *sizes, *TEXT, *every)
         outcome = run_training((*words, f"base_output_directory={folder}", "run_name=run"))
@@ -155,6 +170,26 @@ def test_a_branch_takes_the_adapters_and_a_run_of_whole_weights_is_refused(words
     kept = [word for word in words if not word.startswith("lora_")]
     with pytest.raises(ValueError, match="one of adapters"):
         run_training((*kept, f"init_from={whole.folder}", "run_name=plain"))
+
+
+@pytest.mark.parametrize(
+    ("chip", "words", "dtype"),
+    [
+        ("cpu", (), "float32"),
+        ("h100", (), "bfloat16"),
+        ("h100", ("dtype=float32",), "float32"),
+        ("cpu", ("weight_dtype=bfloat16",), "bfloat16"),
+    ],
+)
+def test_frozen_weights_have_the_type_that_they_are_stored_in_unless_activations_are_wider(base, chip, words, dtype):
+    config = read_words((str(base), "lora_rank=2", "dataset_type=synthetic", *words))
+    resolved = resolve(config, hardware_by_name(chip))
+    assert resolved.step.model.param_dtype == jnp.dtype(dtype)
+    assert resolved.asked.overrides.weight_dtype == dtype
+    whole = resolve(read_words((str(base), "dataset_type=synthetic")), hardware_by_name(chip))
+    assert whole.step.model.param_dtype == jnp.float32
+    # Adapters learn with ten times the rate of loaded weights.
+    assert resolved.asked.optimizer.learning_rate == pytest.approx(10 * whole.asked.optimizer.learning_rate)
 
 
 def test_adapters_without_parameters_to_stand_beside_are_refused(words):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from raggedmoe.hardware import GB, HARDWARE, hardware_by_name
+from raggedmoe.lora import LoraConfig
 from raggedmoe.models.decoder import decode, logits
 from raggedmoe.models.flops import forward_flops, mean_visible_keys, train_flops
 from raggedmoe.models.parameters import param_specs
@@ -31,20 +32,30 @@ def num_bytes(array):
 # --- Memory
 
 
+LORA = LoraConfig(rank=2, router="trained")
+MUON = {"opt_type": "muon", "mu_dtype": "bfloat16"}
+
+
 @pytest.mark.parametrize(
-    ("param_dtype", "settings"),
-    [(jnp.float32, {}), (jnp.bfloat16, {}), (jnp.float32, {"opt_type": "muon", "mu_dtype": "bfloat16"})],
-    ids=["float32", "bfloat16", "muon"],
+    ("param_dtype", "settings", "lora"),
+    [
+        (jnp.float32, {}, None),
+        (jnp.bfloat16, {}, None),
+        (jnp.float32, MUON, None),
+        (jnp.bfloat16, {}, LORA),
+        (jnp.float32, MUON, LORA),
+    ],
+    ids=["float32", "bfloat16", "muon", "adapters", "adapters-muon"],
 )
-def test_state_bytes_are_those_of_the_state_that_a_run_begins_with(param_dtype, settings):
-    config = dataclasses.replace(model_preset("deepseek-v3-tiny"), param_dtype=param_dtype)
+def test_state_bytes_are_those_of_the_state_that_a_run_begins_with(param_dtype, settings, lora):
+    config = dataclasses.replace(model_preset("deepseek-v3-tiny"), param_dtype=param_dtype, lora=lora)
     settings = OptimizerConfig(schedule_steps=20, **settings)
     optimizer = make_optimizer(settings, param_specs(config))
     state = jax.eval_shape(lambda: init_state(config, optimizer, jax.random.key(0)))
     trained = [array for name, array in state.params.items() if param_specs(config)[name].trained]
     found = state_bytes(config, optimizer=settings)
-    assert found.num_params == sum(array.size for array in state.params.values())
-    assert found.params == sum(num_bytes(array) for array in state.params.values())
+    assert found.num_params == sum(array.size for array in state.model_params.values())
+    assert found.params == sum(num_bytes(array) for array in state.model_params.values())
     assert found.gradients == sum(num_bytes(jax.eval_shape(widen_to_float32, array)) for array in trained)
     assert found.moments == sum(num_bytes(leaf) for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim)
     assert found.total == found.params + found.gradients + found.moments
@@ -84,6 +95,19 @@ def test_a_refusal_names_the_most_layers_and_the_models_that_fit(text):
     assert fits == [True, False]
     assert f"num_layers={layers} of its 27" in text
     assert "model_name=deepseek-v2-tiny" in text
+
+
+def test_a_model_that_does_not_fit_whole_fits_with_adapters():
+    """16 billion parameters on one chip of 80 GB: 251 GB to train them, 36 GB with adapters beside them."""
+    model, memory = model_preset("deepseek2-16b"), HARDWARE["h100"].hbm_bytes
+    assert "lora_rank=16 beside the weights of a checkpoint in bfloat16" in refusal("deepseek2-16b", memory)
+    assert "lora_rank" not in refusal("deepseek2-16b", 24 * GB)
+    beside = dataclasses.replace(model, lora=LoraConfig(rank=16), param_dtype=jnp.bfloat16)
+    check_fit("deepseek2-16b", beside, 0, memory)
+    adapters = sum(spec.num_elements for spec in param_specs(beside).values() if spec.trained)
+    frozen = sum(spec.num_elements for spec in param_specs(model).values())
+    routers = sum(spec.num_elements for name, spec in param_specs(model).items() if ".router_" in name)
+    assert state_bytes(beside).total == 2 * frozen + 2 * routers + 16 * adapters
 
 
 def test_a_refusal_where_nothing_fits_says_so():
@@ -169,6 +193,18 @@ def test_biases_and_sinks_are_no_operations_and_windows_save_some():
 def test_training_is_three_times_as_much():
     config = model_preset("deepseek-v3-tiny")
     assert train_flops(config, 10, mtp_layers=1) == 3 * forward_flops(config, 10, mtp_layers=1)
+
+
+def test_a_frozen_weight_is_multiplied_twice_and_its_adapter_three_times():
+    plain = model_preset("mixtral-tiny")
+    config, tokens = dataclasses.replace(plain, lora=LoraConfig(rank=2, targets=("attention",))), 10
+    adapters = forward_flops(config, tokens) - forward_flops(plain, tokens)
+    products = sum(spec.num_elements for spec in param_specs(config).values() if spec.trained)
+    assert adapters == 2 * products
+    attention = 2 * plain.num_layers * mean_visible_keys(tokens, None) * plain.attention.num_heads * 2 * 16
+    assert plain.attention.head_dim == 16
+    weights = forward_flops(plain, tokens) - attention
+    assert train_flops(config, tokens) == 2 * weights + 3 * (attention + adapters)
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 16])

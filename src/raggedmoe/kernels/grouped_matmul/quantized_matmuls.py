@@ -88,7 +88,7 @@ def quantized_matmuls(
       group_sizes: the rows of each group. All of `grouped_matmul`'s contract holds: rows of no group are zero and reach
         nothing, nor does what an idle group's matrix holds; NaN stays with the rows and gradients of its own group.
       config: formats and scales.
-      key: for stochastic rounding of the cotangents.
+      key: for stochastic rounding of the cotangents, backward.
       transpose_rhs, preferred_element_type, hardware: as by `grouped_matmul`.
       implementation: its forward choice is asked for the product, its backward choice for both gradients.
 
@@ -102,8 +102,6 @@ def quantized_matmuls(
     if 0 in lhs.shape or any(0 in weight.shape for weight in weights):
         return tuple(jnp.zeros((lhs.shape[0], w.shape[1 if transpose_rhs else 2]), out_dtype) for w in weights)
     _check_blocks(config, lhs, weights)
-    if config.stochastic_rounding and key is None:
-        raise ValueError("stochastic_rounding=True needs a random key, got None; pass key=jax.random.key(…)")
     static = _select(lhs, weights, group_sizes, config, transpose_rhs, out_dtype, implementation, hardware)
     bounds = group_bounds(group_sizes, weights[0].shape[0], lhs.shape[0])
     lhs, weights, bounds = pvary_alike(lhs, weights, bounds)
@@ -181,6 +179,8 @@ def _compute(static: _StaticPart, lhs: Any, weights: Any, bounds: Any) -> tuple[
 
 def _compute_gradients(static: _StaticPart, residuals: Any, cotangents: Any) -> tuple[Any, Any]:
     rows, matrices, bounds, key = residuals
+    if static.config.stochastic_rounding and key is None:  # forward nothing is left to chance
+        raise ValueError("stochastic_rounding=True needs a random key, got None; pass key=jax.random.key(…)")
     group, here = group_of_row(bounds, rows.shape[0])
     wide, dlhs, dweights = accumulator(static.dtype), [], []
     for number, (matrix, cotangent) in enumerate(zip(matrices, cotangents)):

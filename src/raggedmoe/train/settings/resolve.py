@@ -167,6 +167,7 @@ def make_model(config: TrainConfig, hardware: Hardware) -> ModelConfig:
     if length > model.max_length:  # trained on longer sequences, it is a model for longer ones
         model = replace(model, max_length=length)
     auto = "float32" if hardware.platform == "cpu" else "bfloat16"
+    dtype = jnp.dtype(auto if overrides.dtype == "auto" else overrides.dtype)
     router = _make_router(config, model.moe.router)
     ours_typed = config.is_typed("aux_loss") or config.is_typed("aux_loss_weight")  # before what a file has
     if overrides.load_balance_loss_weight is not None and not (
@@ -177,8 +178,8 @@ def make_model(config: TrainConfig, hardware: Hardware) -> ModelConfig:
     model = replace(
         model,
         moe=replace(model.moe, router=router, capacity_factor=overrides.capacity_factor),
-        dtype=jnp.dtype(auto if overrides.dtype == "auto" else overrides.dtype),
-        param_dtype=_weight_dtype(config, lora),
+        dtype=dtype,
+        param_dtype=_weight_dtype(config, lora, dtype),
         lora=lora,
     )
     try:
@@ -210,13 +211,16 @@ def _make_lora(config: TrainConfig, of_folder: LoraConfig | None) -> LoraConfig 
     return LoraConfig(rank=rank, alpha=overrides.lora_alpha, targets=overrides.lora_targets, router=router)
 
 
-def _weight_dtype(config: TrainConfig, lora: LoraConfig | None) -> Any:
-    """Return the type of the weights that was asked for; of frozen ones by default that which they are stored in."""
+def _weight_dtype(config: TrainConfig, lora: LoraConfig | None, dtype: Any) -> Any:
+    """Return the type of the weights that was asked for; of frozen ones by default that which they are stored in.
+
+    Or that of the activations, if it is wider: the compiler would hold a widened copy of them all beside the others.
+    """
     asked, folder = config.overrides.weight_dtype, config.base_folder
     if asked is None and lora is not None and folder is not None:
-        stored = jnp.dtype(stored_dtype(folder))
-        if stored in (jnp.float32, jnp.bfloat16):
-            return stored
+        wider = jnp.promote_types(stored_dtype(folder), dtype)
+        if wider in (jnp.float32, jnp.bfloat16):
+            return wider
     return jnp.dtype(config.overrides.value_of("weight_dtype"))
 
 

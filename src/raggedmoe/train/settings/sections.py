@@ -39,7 +39,7 @@ class ModelOverrides(Section):
     weight_dtype: str | None = setting(
         default=None,
         otherwise="float32",
-        help="Type of the master weights; none: float32, or as they are stored where adapters are trained beside them",
+        help="Type of the master weights; none: float32, or beside adapters that of the folder or of the activations",
         choices=TYPES,
     )
     vocab_size: int | None = setting(

@@ -3,7 +3,7 @@
 import bisect
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from raggedmoe.hardware import GB, HARDWARE, Hardware
+from raggedmoe.lora import LoraConfig
 from raggedmoe.models.config import ModelConfig, first_layers
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.models.presets import PRESETS
@@ -19,6 +20,7 @@ from raggedmoe.train.settings.sections import OptimizerConfig
 from raggedmoe.train.step.muon import takes_muon
 
 ONE_DEVICE, ADAMW = Plan(), OptimizerConfig()
+ADAPTER_RANK = 16  # of the adapters that are offered where the weights themselves cannot be trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,7 @@ class StateBytes:
     """The bytes of the training state on each device. Activations come on top."""
 
     num_params: int  # parameters of the whole model
-    params: int
+    params: int  # frozen ones too, beside which adapters learn
     gradients: int  # held in float32
     moments: int  # Adam's two moments, or Muon's one
 
@@ -149,7 +151,7 @@ def _chips_needed(config: ModelConfig, optimizer: OptimizerConfig) -> str:
 
 
 def _fitting_alternatives(config: ModelConfig, available: int, plan: Plan, optimizer: OptimizerConfig) -> list[str]:
-    """List what would fit: fewer layers of the model, or smaller models of the family."""
+    """List what would fit: fewer layers of the model, adapters beside it, or smaller models of the family."""
     alternatives = []
     most = bisect.bisect_right(
         range(1, config.num_layers),
@@ -158,6 +160,10 @@ def _fitting_alternatives(config: ModelConfig, available: int, plan: Plan, optim
     )
     if most and first_layers(config, most).moe_layers:
         alternatives.append(f"num_layers={most} of its {config.num_layers}")
+    if config.lora is None:
+        beside = replace(config, lora=LoraConfig(rank=ADAPTER_RANK), param_dtype=jnp.bfloat16)
+        if state_bytes(beside, plan, optimizer).total <= 0.75 * available:
+            alternatives.append(f"lora_rank={ADAPTER_RANK} beside the weights of a checkpoint in bfloat16")
     smaller = [
         name
         for name, other in PRESETS.items()
