@@ -1,5 +1,6 @@
 """Tables, pages and pictures of results."""
 
+import dataclasses
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from raggedmoe.bench.contender import LIMIT, NOTE, OURS, PEER, SECOND_LIMIT
 from raggedmoe.bench.limits import READING
 from raggedmoe.bench.machine import Machine
 from raggedmoe.bench.plot import plot_results
-from raggedmoe.bench.report import as_json, case_reasons, case_table, insert_markdown, markdown
+from raggedmoe.bench.report import as_json, case_reasons, case_table, from_json, insert_markdown, markdown, merge
 from raggedmoe.bench.run import Result
 
 MACHINE = Machine(cpu="A CPU", cores=2, features=("avx2",), isa=None, versions={"jax": "1.0"})
@@ -75,3 +76,24 @@ def test_json_has_the_machine_and_every_result():
 def test_plot_is_a_picture(tmp_path):
     plot_results(GROUP, MACHINE.title, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_files_of_one_machine_become_one_run_and_the_last_of_a_case_counts():
+    few = [result("ours", OURS, 0.11, "E=8"), result(f"{READING}: XLA", NOTE, 0.01, "E=8")]
+    many = [result("ours", OURS, 0.32, "E=512"), result(f"{READING}: XLA", NOTE, 0.2, "E=512")]
+    again = [result("ours", OURS, 0.31, "E=512"), result(f"{READING}: XLA", NOTE, 0.2, "E=512")]
+    plain = [
+        json.loads(json.dumps(as_json(MACHINE, rounds, groups))) for rounds, groups in ((7, [few, many]), (3, [again]))
+    ]
+    machine, rounds, groups = merge({str(i): from_json(each, str(i)) for i, each in enumerate(plain)})
+    assert (machine, rounds, groups) == (MACHINE, 3, [few, again])
+    assert as_json(machine, rounds, groups)["growth"][0]["ratio"] == pytest.approx(1.1)
+
+
+def test_files_of_different_machines_or_of_another_kind_are_refused():
+    other = dataclasses.replace(MACHINE, cores=4)
+    plain = [json.loads(json.dumps(as_json(machine, 1, [GROUP]))) for machine in (MACHINE, other)]
+    with pytest.raises(ValueError, match=r"results of one machine.*a: A CPU, 2 cores.*; b: A CPU, 4 cores"):
+        merge({"a": from_json(plain[0], "a"), "b": from_json(plain[1], "b")})
+    with pytest.raises(ValueError, match=r"c\.json: expected a file that `raggedmoe bench --json` wrote"):
+        from_json({"title": "x"}, "c.json")

@@ -279,7 +279,7 @@ def slots_of(choices, num_experts, capacity):
     is_kept = rows < num_experts * num_sequences * capacity
     sequence = np.arange(num_sequences)[:, None, None]
     assert (rows[is_kept] // capacity == (choices * num_sequences + sequence)[is_kept]).all()
-    assert int(found.dropped) == (~is_kept).sum()
+    assert found.dropped.sum() == (~is_kept).sum()
     return np.where(is_kept, rows % capacity, -1)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from raggedmoe.kernels.registry import KernelChoice
 from raggedmoe.models.config import (
     MOST_LAYERS,
     GroupedQueryConfig,
@@ -20,10 +21,13 @@ from raggedmoe.models.config_json import from_json, to_json
 from raggedmoe.models.count import count_params
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.presets import ALIASES, PRESETS, model_preset
+from raggedmoe.moe.execution import MoEExecution
 from tests.models.drawn import tiny
 
 GROUPED = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 LATENT = {"num_heads": 2, "q_lora_rank": None, "kv_lora_rank": 8, "nope_dim": 4, "rope_dim": 4, "value_dim": 4}
+
+TPU_KERNEL = MoEExecution(moe_backend="expert_ffn", kernels=KernelChoice(expert_ffn="pallas_tpu"))
 
 
 def running(model, **execution):
@@ -56,6 +60,10 @@ def running(model, **execution):
         (lambda: running("mixtral-tiny", remat=("kv_a",)), "remat keeps 'kv_a', which this model never computes"),
         (lambda: running("deepseek-v2-tiny", remat=("q_a",)), "remat keeps 'q_a', which this model never computes"),
         (lambda: running("mixtral-tiny", remat=("mlp_up",)), "remat keeps 'mlp_up', which this model never computes"),
+        (
+            lambda: running("mixtral-tiny", moe=TPU_KERNEL, remat=("moe_up",)),
+            "remat keeps 'moe_up', which this model never",
+        ),
         (lambda: model_preset("mixtral-8x9b"), "unknown model 'mixtral-8x9b'.*did you mean 'mixtral-8x"),
     ],
 )

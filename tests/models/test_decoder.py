@@ -1,6 +1,7 @@
 """What must not change a decoder's result: remat, the attention kernel, packing, padding, a cache. And learning."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,13 @@ import optax
 import pytest
 
 from raggedmoe import Decoder, interop
+from raggedmoe.kernels.native.library import why_absent
 from raggedmoe.models import generate as generate_module
 from raggedmoe.models.cache import empty_cache
 from raggedmoe.models.decoder import DEFAULT_EXECUTION, LayerContext, _rematerialize, decode, logits, mtp_forward
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.generate import generate
+from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.sharding.axes import logical_mesh
 from raggedmoe.sharding.plan import Plan
 from tests.models.drawn import EINSUM, GOLDEN, drawn_ids, drawn_params, quick_jit, tiny
@@ -140,6 +143,21 @@ def test_keeping_what_attention_returns_saves_its_scores_from_being_computed_aga
 
     # The weights are made of the scores once more in the backward pass; the forward pass's own are not.
     assert num_exponentials(("query", "key", "value", "attn_out")) < num_exponentials(("query", "key", "value"))
+
+
+@pytest.mark.skipif(why_absent() is not None, reason="the C++ kernels are not built here")
+def test_what_a_fused_kernel_keeps_saves_it_from_running_again():
+    """The kernel keeps its sums as "moe_up", and the layer its result as "moe_down"; either alone needs both again."""
+    config, moe = tiny("mixtral-tiny"), MoEExecution(moe_backend="cpu_native")
+    params, ids = jax.eval_shape(lambda: drawn_params(config)), jnp.zeros((1, 16), jnp.int32)
+
+    def num_forward_calls(remat):
+        execution = ModelExecution(moe=moe, attention_implementation="dot_product", remat=remat)
+        text = str(jax.make_jaxpr(jax.grad(loss_of(config, ids, execution)))(params))
+        return len(re.findall(r"raggedmoe_expert_ffn\b", text))
+
+    assert num_forward_calls("none") == num_forward_calls(("moe_up", "moe_down")) == 1
+    assert num_forward_calls("full") == num_forward_calls(("moe_up",)) == 2
 
 
 def test_multi_token_prediction_counts_only_positions_that_know_the_next_token():

@@ -1,5 +1,6 @@
 """Our own contenders: what `auto` takes, the implementation in pure JAX, and the fused experts."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,12 +12,13 @@ from raggedmoe.bench.contender import OURS, Prepared, contender
 from raggedmoe.bench.problem import read_array, routing_of, touch
 from raggedmoe.interop.arrays import to_device
 from raggedmoe.kernels.grouped_matmul.api import grouped_matmul
-from raggedmoe.kernels.registry import KernelChoice, implementations
+from raggedmoe.kernels.registry import Choice, KernelChoice, implementations, record_selections
 from raggedmoe.kernels.value_and_gradients import gradients, value_and_gradients
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.layer import moe_route_and_compute
 
+FUSED = MoEExecution(moe_backend="expert_ffn")
 PURE_JAX = KernelChoice(grouped_matmul="cpu", ragged_gather="xla", ragged_gather_reduce="xla")
 
 
@@ -37,16 +39,49 @@ def prepare_jax(function: Callable[..., Any], arguments: tuple[Any, ...], names:
     return Prepared(run=lambda: jax.block_until_ready(compiled(*arguments)), arrays=arrays)
 
 
-def prepare_layer(case: Case, execution: MoEExecution) -> Prepared:
-    """Prepare the layer from the router to the combined output; backward all its gradients, the router's too."""
+def layer_config(case: Case) -> MoEConfig:
+    """Make the configuration of a case's layer."""
     shape = case.sizes
-    config = MoEConfig(
+    return MoEConfig(
         num_experts=shape.num_experts,
         experts_per_token=shape.experts_per_token,
         model_dim=shape.model_dim,
         expert_dim=shape.expert_dim,
         param_dtype=jnp.dtype(case.dtype),
     )
+
+
+def kernels_of(function: Callable[..., Any], *arguments: Any) -> set[tuple[str, str, str]]:
+    """Say which implementation each operation and direction of a call takes here; nothing is computed."""
+    with record_selections() as selections:
+        jax.eval_shape(function, *arguments)
+    return {(s.call.operation, s.call.direction, s.chosen.name) for s in selections}
+
+
+def layer_kernels(case: Case, execution: MoEExecution) -> set[tuple[str, str, str]]:
+    """Say which kernels a case's layer takes with an execution."""
+    config = layer_config(case)
+    params = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in config.param_specs().items()}
+    x = jax.ShapeDtypeStruct((case.sizes.tokens, config.model_dim), jnp.dtype(case.dtype))
+    return kernels_of(lambda x, params: moe_route_and_compute(x, params, config, execution).output, x, params)
+
+
+def matmul_kernels(case: Case, choice: Choice) -> set[tuple[str, str, str]]:
+    """Say which kernels a case's grouped matmul takes with a choice."""
+    shape, dtype = case.sizes, jnp.dtype(case.dtype)
+    lhs = jax.ShapeDtypeStruct((shape.rows, shape.model_dim), dtype)
+    rhs = jax.ShapeDtypeStruct((shape.num_experts, shape.expert_dim, shape.model_dim), dtype)
+    sizes = jax.ShapeDtypeStruct((shape.num_experts,), jnp.int32)
+    call = functools.partial(grouped_matmul, transpose_rhs=True, implementation=choice)
+    return kernels_of(call, lhs, rhs, sizes)
+
+
+SAME_AS_AUTO = "it is what raggedmoe auto takes here"
+
+
+def prepare_layer(case: Case, execution: MoEExecution) -> Prepared:
+    """Prepare the layer from the router to the combined output; backward all its gradients, the router's too."""
+    config = layer_config(case)
     params = {name: device_array(case, name) for name in ("wi_0", "wi_1", "wo")}
     params["router_kernel"] = device_array(case, "router").astype(jnp.float32)
     arrays = {"x": device_array(case, "x"), **params}
@@ -86,16 +121,31 @@ def layer_auto(case: Case) -> Prepared:
     return prepare_layer(case, MoEExecution())
 
 
+def _only_backward(case: Case) -> str | None:
+    return None if case.direction == BOTH else "it differs in the backward pass alone"
+
+
 @contender("raggedmoe pure JAX", "layer", role=OURS)
 def layer_pure_jax(case: Case) -> Prepared:
     """Prepare the layer by the kernels that need no compiler but XLA."""
     return prepare_layer(case, MoEExecution(kernels=PURE_JAX))
 
 
-@contender("raggedmoe expert_ffn", "layer", role=OURS)
+@contender("raggedmoe auto, recompute_dispatch", "layer", role=OURS, process="raggedmoe auto", why_not=_only_backward)
+def layer_recomputing(case: Case) -> Prepared:
+    """Prepare the layer that gathers its rows again in the backward pass rather than keeping them, for its memory."""
+    return prepare_layer(case, MoEExecution(recompute_dispatch=True))
+
+
+def _fused_is_auto(case: Case) -> str | None:
+    same = layer_kernels(case, MoEExecution()) == layer_kernels(case, FUSED)
+    return SAME_AS_AUTO if same else None
+
+
+@contender("raggedmoe expert_ffn", "layer", role=OURS, why_not=_fused_is_auto)
 def layer_expert_ffn(case: Case) -> Prepared:
     """Prepare the layer with its experts as one fused operation, by its name."""
-    return prepare_layer(case, MoEExecution(moe_backend="expert_ffn"))
+    return prepare_layer(case, FUSED)
 
 
 @contender("raggedmoe auto", "grouped_matmul", role=OURS, process="raggedmoe auto")
@@ -124,7 +174,11 @@ def _register_other_implementations() -> None:
                 case, lambda **arrays: grouped_matmul(**arrays, transpose_rhs=True, implementation=name)
             )
 
-        contender(f"raggedmoe {name}", "grouped_matmul", role=OURS)(prepare)
+        def why_not(case: Case, name: str = name) -> str | None:
+            same = matmul_kernels(case, "auto") == matmul_kernels(case, name)
+            return SAME_AS_AUTO if same else None
+
+        contender(f"raggedmoe {name}", "grouped_matmul", role=OURS, why_not=why_not)(prepare)
 
 
 _register_other_implementations()

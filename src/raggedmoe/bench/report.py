@@ -1,7 +1,8 @@
 """Results as a table on the screen, as Markdown, and as JSON."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from rich.table import Table
@@ -68,13 +69,50 @@ def _megabytes(result: Result) -> str:
     return "not measured" if result.peak is None else f"{result.peak / 1e6:.0f}"
 
 
-def as_json(machine: Machine, rounds: int, groups: Iterable[Sequence[Result]]) -> dict[str, Any]:
+def as_json(machine: Machine, rounds: int, groups: Sequence[Sequence[Result]]) -> dict[str, Any]:
     """Describe all results, for a program that reads them."""
     return {
         "machine": {**vars(machine), "title": machine.title, "versions": dict(machine.versions)},
         "rounds": rounds,
         "results": [result.as_json() for group in groups for result in group],
+        "growth": [asdict(growth) for columns in by_table(groups).values() for growth in growths(columns)],
     }
+
+
+def from_json(plain: Any, name: str) -> tuple[Machine, int, list[list[Result]]]:
+    """Read what `as_json` described: the machine, the rounds, and each case's results. ``name`` is the file's."""
+    try:
+        described = {f.name: plain["machine"][f.name] for f in fields(Machine)}
+        machine = Machine(**described | {"features": tuple(described["features"])})
+        groups: dict[tuple[str, str], list[Result]] = {}
+        for each in plain["results"]:
+            result = Result(**each)
+            groups.setdefault((result.case, result.dtype), []).append(result)
+        return machine, plain["rounds"], [*groups.values()]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{name}: expected a file that `raggedmoe bench --json` wrote: {error!r}") from None
+
+
+def merge(runs: Mapping[str, tuple[Machine, int, list[list[Result]]]]) -> tuple[Machine, int, list[list[Result]]]:
+    """Join runs of one machine, by the names of their files: of a case that several have, the last one's results."""
+    titles = {machine.title: name for name, (machine, _, _) in runs.items()}
+    if len(titles) > 1:
+        different = "; ".join(f"{name}: {title}" for title, name in titles.items())
+        raise ValueError(f"expected results of one machine and the same versions, got {different}")
+    groups = {(group[0].case, group[0].dtype): group for _, _, run in runs.values() for group in run}
+    machine, _, _ = next(iter(runs.values()))
+    return machine, min(rounds for _, rounds, _ in runs.values()), [*groups.values()]
+
+
+def by_table(groups: Iterable[Sequence[Result]]) -> dict[tuple[str, str, str], list[Sequence[Result]]]:
+    """Collect the cases that are columns of one table: by subject, direction and type."""
+    tables: dict[tuple[str, str, str], list[Sequence[Result]]] = {}
+    for group in groups:
+        few = " of few tokens" if any(r.gigabytes for r in group) else ""
+        swept = " with as many rows for ever more experts" if group[0].shape.startswith("E=") else ""
+        key = (f"{group[0].subject}{few}{swept}", group[0].direction, group[0].dtype)
+        tables.setdefault(key, []).append(group)
+    return tables
 
 
 def markdown(machine: Machine, rounds: int, command: str, groups: Sequence[Sequence[Result]]) -> str:
@@ -83,15 +121,10 @@ def markdown(machine: Machine, rounds: int, command: str, groups: Sequence[Seque
         f"Measured by `{command}` on {machine.title}: the best of {rounds} interleaved rounds. A cell has the share of "
         "the limit and the milliseconds, for whole models also the tokens a second; **bold** is the fastest.",
     ]
-    tables: dict[tuple[str, str, str], list[Sequence[Result]]] = {}
-    for group in groups:
-        few = " of few tokens" if any(r.gigabytes for r in group) else ""
-        swept = " with as many rows for ever more experts" if group[0].shape.startswith("E=") else ""
-        key = (f"{group[0].subject}{few}{swept}", group[0].direction, group[0].dtype)
-        tables.setdefault(key, []).append(group)
-    for (subject, direction, dtype), columns in tables.items():
+    for (subject, direction, dtype), columns in by_table(groups).items():
         lines += ["", f"### {subject}, {direction}, {dtype}", "", *_markdown_table(columns)]
-        lines += _growth(columns)
+        found = [*growths(columns)]
+        lines += ["", *(growth.sentence for growth in found)] if found else []
     return "\n".join(lines) + "\n"
 
 
@@ -149,22 +182,46 @@ def _limit_cell(result: Result | None) -> str:
     return f"{1e3 * result.seconds:.1f}: {result.contender}, {rate}"
 
 
-def _growth(columns: Sequence[Sequence[Result]]) -> Iterator[str]:
-    """Say how much longer the last column takes than the first, beyond what reading its weights costs."""
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """How much longer one of ours takes with the most experts than with the fewest, beyond reading the weights."""
+
+    case: str
+    dtype: str
+    contender: str
+    first: str  # the shapes
+    last: str
+    ratio: float
+    read_seconds: float  # of all weights, at the last shape
+
+    @property
+    def sentence(self) -> str:
+        """Say it in words."""
+        return (
+            f"{self.contender}: {self.ratio:.2f} times as long with {self.last} as with {self.first}, "
+            f"less what reading all weights takes ({1e3 * self.read_seconds:.1f} ms)."
+        )
+
+
+def growths(columns: Sequence[Sequence[Result]]) -> Iterator[Growth]:
+    """Compare the last column of a sweep with the first, for each of ours."""
     reads = [fastest([r for r in group if r.contender.startswith(READING)], NOTE) for group in columns]
     if len(columns) < 2 or reads[0] is None or reads[-1] is None:
         return
-    yield ""
     for ours in (r for r in columns[0] if r.role == OURS and r.seconds):
         last = next((r for r in columns[-1] if r.contender == ours.contender), None)
         if last is None or last.seconds is None:
             continue
         base = (ours.seconds or 0) - (reads[0].seconds or 0)
         rest = last.seconds - (reads[-1].seconds or 0)
-        growth = rest / base if base > 0 else math.nan
-        yield (
-            f"{ours.contender}: {growth:.2f} times as long with {columns[-1][0].shape} as with {columns[0][0].shape}, "
-            f"less what reading all weights takes ({1e3 * (reads[-1].seconds or 0):.1f} ms)."
+        yield Growth(
+            case=f"{ours.subject} {ours.direction}",
+            dtype=ours.dtype,
+            contender=ours.contender,
+            first=ours.shape,
+            last=last.shape,
+            ratio=rest / base if base > 0 else math.nan,
+            read_seconds=reads[-1].seconds or 0,
         )
 
 

@@ -17,9 +17,18 @@ from raggedmoe import compat
 from raggedmoe.bench.children import Children
 from raggedmoe.bench.contender import OURS
 from raggedmoe.bench.in_process import results_in_process
-from raggedmoe.bench.machine import ISAS, isa_environment, restrict_isa, this_machine
+from raggedmoe.bench.machine import ISAS, Machine, isa_environment, restrict_isa, this_machine
 from raggedmoe.bench.model_cases import MODEL_SUBJECTS, measure_models, model_case_name
-from raggedmoe.bench.report import as_json, case_reasons, case_table, insert_markdown
+from raggedmoe.bench.report import (
+    as_json,
+    by_table,
+    case_reasons,
+    case_table,
+    from_json,
+    growths,
+    insert_markdown,
+    merge,
+)
 from raggedmoe.bench.report import markdown as as_markdown
 from raggedmoe.bench.run import Result, Session
 from raggedmoe.bench.subjects import SHAPED, case_names, measure_shapes
@@ -53,6 +62,7 @@ def bench(
     devices: int | None = None,
     tokens: int = 1024,
     compare: Path | None = None,
+    from_: Annotated[tuple[Path, ...], tyro.conf.arg(name="from", metavar="FILE …")] = (),
 ) -> int:
     """Measure kernels, layers and whole models on this machine, beside the peers that you would use instead.
 
@@ -64,6 +74,7 @@ def bench(
       raggedmoe bench layer --case mixtral              one shape; also: --case "decode", --case "mixtral forward"
       raggedmoe bench layer --isa avx2                  as a machine without AVX-512 would do
       raggedmoe bench layer sweep train generate --json out.json --plot out.png --markdown docs/speed.md
+      raggedmoe bench --from a.json b.json --markdown docs/speed.md     what several runs measured, as one page
 
     Peers are jax.lax.ragged_dot and, where torch and transformers are installed, PyTorch's grouped_mm and the experts
     of transformers in each of its implementations. Each contender has a process of its own, as thread pools fight
@@ -97,7 +108,10 @@ def bench(
         devices: of a layer with settings: how many. By default those that the degrees ask for.
         tokens: of a layer with settings: on each device.
         compare: of a layer with settings: what an earlier --json printed; the ratios of now to then are shown.
+        from_: measure nothing, but show what these files of --json hold, as one run; the last one's, of the same case.
     """
+    if from_:
+        return _report_files(from_, json, plot, markdown)
     words = _settings_of(subjects, devices, compare)
     if json is not None and len(json) > 1:
         raise ValueError(f"expected one file after --json, got {' '.join(map(str, json))}; put subjects before it")
@@ -134,12 +148,45 @@ def bench(
         raise _no_case(subjects, case)
     if json == ():
         _write_json(as_json(machine, rounds, groups), json)
-    if plot is not None:
-        from raggedmoe.bench.plot import plot_results
-
-        plot_results([result for group in groups for result in group], machine.title, plot)
-        console.print(f"plot: {plot.resolve()}")
+    _print_growth(groups, console)
+    _plot(groups, machine, plot, console)
     return 1 if any(result.failed and result.role == OURS for group in groups for result in group) else 0
+
+
+def _report_files(
+    files: tuple[Path, ...], json: tuple[Path, ...] | None, plot: Path | None, markdown: Path | None
+) -> int:
+    """Print and write the results of earlier runs as those of one."""
+    machine, rounds, groups = merge({str(place): from_json(_read_json(place), str(place)) for place in files})
+    console = Console(stderr=json == ())
+    console.print(f"[bold]{machine.title}[/]; best of {rounds} interleaved rounds", highlight=False)
+    for group in groups:
+        _print_case(group, console)
+    _print_growth(groups, console)
+    if json is not None:
+        _write_json(as_json(machine, rounds, groups), json)
+    if markdown is not None:
+        command = shlex.join(["raggedmoe", "bench", "--from", *map(str, files)])
+        _write_markdown(as_markdown(machine, rounds, command, groups), markdown)
+    _plot(groups, machine, plot, console)
+    return 0
+
+
+def _print_growth(groups: Sequence[Sequence[Result]], console: Console) -> None:
+    """Print what ever more experts cost, of a sweep."""
+    for columns in by_table(groups).values():
+        for growth in growths(columns):
+            console.print(f"{growth.case}, {growth.dtype}: {growth.sentence}", highlight=False, soft_wrap=True)
+
+
+def _plot(groups: Sequence[Sequence[Result]], machine: Machine, place: Path | None, console: Console) -> None:
+    """Draw the picture, if one is wanted."""
+    if place is None:
+        return
+    from raggedmoe.bench.plot import plot_results
+
+    plot_results([result for group in groups for result in group], machine.title, place)
+    console.print(f"plot: {place.resolve()}")
 
 
 def _all_names(peered: Sequence[str]) -> list[str]:
@@ -261,7 +308,7 @@ def _read_json(place: Path) -> object:
     try:
         return loads(place.read_text())
     except (OSError, JSONDecodeError) as error:
-        raise ValueError(f"--compare {place}: expected a file that --json printed: {error}") from None
+        raise ValueError(f"{place}: expected a file that --json printed: {error}") from None
 
 
 def _figure_lines(now: dict[str, Any], earlier: dict[str, Any] | None) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from raggedmoe.kernels.expert_ffn.api import check_activation
+from raggedmoe.kernels.expert_ffn.api import check_activation, may_keep_sums
 from raggedmoe.lora import LoraConfig
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.moe.config import MoEConfig
@@ -239,7 +239,8 @@ def check_execution(config: ModelConfig, execution: ModelExecution) -> None:
     if isinstance(config.attention, LatentConfig):
         absent = {"q_a"} if config.attention.q_lora_rank is None else set()
     absent |= set() if config.dense_layers or config.moe.experts.num_shared else {"mlp_up", "mlp_down"}
-    absent |= {"moe_up", "moe_down"} if execution.moe.backend.fused else set()
+    if execution.moe.backend.fused and not may_keep_sums(execution.moe.kernel_choice.expert_ffn):
+        absent |= {"moe_up"}
     for name in execution.saved_names:
         if name in absent:
             raise ValueError(f"remat keeps {name!r}, which this model never computes; leave it out")

@@ -17,7 +17,7 @@ SAVED_NAMES = (
     "attn_proj_out",
     "mlp_up",  # both up projections of a dense MLP or of the shared experts
     "mlp_down",
-    "moe_up",  # both up projections of the routed experts, in float32
+    "moe_up",  # both up projections of the routed experts, in float32; of a fused kernel that keeps them, in its type
     "moe_down",
 )
 

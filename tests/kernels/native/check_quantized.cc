@@ -100,6 +100,8 @@ int check_quantized() {
       {"mxfp4, odd blocks", MXFP4, some, 25, 30, 34, 3, 1, true, true},
       {"several parts", INT8, {0, 3, 3}, 3, 512, 2100, 128, 1, false, false},
       {"several parts, transposed", INT8, {0, 3, 3}, 3, 4096, 300, 128, 1, true, false},
+      {"wide blocks, few rows and many", E4M3, {0, 5, 31, 300}, 300, 256, 70, 128, 35, true, false},
+      {"wide blocks, rows in one piece", E5M2, {0, 5, 31, 60}, 62, 256, 70, 128, 35, false, false},
       {"many rows, several tiles of them", E4M3, {1, 301, 301, 330}, 333, 64, 32, 32, 16, true, false},
       {"many rows, rows in one piece", E5M2, {0, 17, 77, 77}, 80, 30, 301, 3, 7, false, false},
       {"many rows, several columns of parts", MXFP4, {3, 43, 43}, 43, 32, 334, 32, 1, true, true},

@@ -116,19 +116,55 @@ print(bits(value_and_gradients(*arguments)))
     assert len({*found}) == 1
 
 
+# Small calls, one of every kind of kernel, each with its gradients: `call` takes `arguments`.
+SMALL_CALLS = {
+    "expert_ffn": """
+sizes = jnp.array([3, 0, 2, 1, 1, 1], jnp.int32)
+arguments = [small[0][:8], *(array[:, :16] for array in small[1:4])]
+call = lambda x, a, b, c: expert_ffn(x, a, b, c, sizes, implementation="cpu_native")
+""",
+    "expert_ffn in bfloat16": """
+sizes = jnp.array([3, 0, 2, 1, 1, 1], jnp.int32)
+arguments = [array.astype(jnp.bfloat16) for array in (small[0][:8], *(array[:, :16] for array in small[1:4]))]
+call = lambda x, a, b, c: expert_ffn(x, a, b, c, sizes, implementation="cpu_native")
+""",
+    "gathers": """
+arguments = [small[0][:8], jnp.ones((8, 2))]
+order = jnp.arange(16, dtype=jnp.int32)
+def call(x, weights):
+    rows = ragged_gather(x, order // 2, inverse=order.reshape(8, 2), implementation="cpu_native")
+    options = {"inverse": order, "implementation": "cpu_native"}
+    return ragged_gather_reduce(rows, order.reshape(8, 2), weights=weights, **options)
+""",
+    "attention": """
+from raggedmoe.kernels.attention.api import attention
+arguments = [small[0][:16].reshape(2, 8, 4, 24)[..., :n, :] for n in (4, 2, 2)]
+call = lambda q, k, v: attention(q, k, v, implementation="cpu_native")
+""",
+    "quantised, few rows and many": """
+from raggedmoe import QArray, grouped_matmul
+codes = jnp.ones((2, 16, 96), jnp.int8)
+arguments = [small[0][:40], jnp.ones((2, 16, 1))]
+sizes = jnp.array([4, 36], jnp.int32)
+def call(x, scale):
+    return grouped_matmul(x, QArray(codes, scale), sizes, transpose_rhs=True, implementation="cpu_native")
+""",
+}
+
+
 @pytest.mark.ci
+@pytest.mark.parametrize("kernel", SMALL_CALLS)
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="this system does not say how large a process is")
-def test_ten_thousand_calls_leave_no_memory_behind():
-    code = """
+def test_ten_thousand_calls_leave_no_memory_behind(kernel):
+    code = f"""
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-arguments = jax.device_put(drawn())
-small = [array[:8] for array in arguments[:1]] + [array[:, :16] for array in arguments[1:4]]
-sizes = jnp.array([3, 0, 2, 1, 1, 1], jnp.int32)
-call = jax.jit(jax.grad(lambda x, a, b, c: jnp.sum(expert_ffn(x, a, b, c, sizes, implementation="cpu_native")), (0, 1)))
+small = jax.device_put(drawn())
+{SMALL_CALLS[kernel]}
+both = jax.jit(jax.value_and_grad(lambda *arrays: jnp.sum(call(*arrays) ** 2), range(len(arguments))))
 def repeat(times):
     for _ in range(times):
-        result = call(*small)
+        result = both(*arguments)
     jax.block_until_ready(result)
     return resident()
 before = repeat(2000)

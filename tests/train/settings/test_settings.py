@@ -93,6 +93,13 @@ def test_what_is_set_to_what_another_model_would_have_stays():
     assert (asked.run.steps, asked.step.bias_update_rate, asked.run.eval_steps) == (1000, 1e-3, 32)
 
 
+def test_a_balance_loss_that_is_typed_takes_the_place_of_a_files_whoever_reads_the_configuration(tmp_path):
+    (tmp_path / "theirs.yml").write_text("load_balance_loss_weight: 0.25")
+    config = read_words([str(tmp_path / "theirs.yml"), "mixtral-tiny", "aux_loss_weight=0.5"])
+    assert (config.overrides.load_balance_loss_weight, config.overrides.aux_loss_weight) == (None, 0.5)
+    assert resolve(config_of(config.changes()), CPU).step == resolve(config, CPU).step
+
+
 def test_values_may_be_what_python_programs_have():
     config = TrainConfig(
         model=Path("models/mine"),

@@ -25,7 +25,15 @@ from raggedmoe.kernels.qarray import (
     has_group,
     operand_structs,
 )
-from raggedmoe.kernels.registry import Call, Choice, Kernels, candidates, select_kernels
+from raggedmoe.kernels.registry import (
+    Call,
+    Choice,
+    Directions,
+    Kernels,
+    candidates,
+    implementations,
+    select_kernels,
+)
 from raggedmoe.names import check_known
 
 NAME = "expert_ffn"
@@ -125,6 +133,13 @@ def is_faster_than_split(rows: Any, wi_0: Any, activation: str, biases: bool, ha
     (arrays, formats), options = operand_structs(rows=rows, wi_0=wi_0), {"activation": activation, "biases": biases}
     considered = candidates(Call(operation=NAME, arrays=arrays, options=options, formats=formats), "auto", hardware)
     return next(c.implementation.name for c in considered if c.reason is None) in FASTER_THAN_SPLIT
+
+
+def may_keep_sums(choice: Choice) -> bool:
+    """Say whether a choice of kernels may keep the activation's arguments for the backward pass, as "moe_up"."""
+    names = choice.forward if isinstance(choice, Directions) else choice
+    known = implementations(NAME)
+    return names == "auto" or any(known[n].forward_keeping for n in ((names,) if isinstance(names, str) else names))
 
 
 def check_activation(name: str) -> None:

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "matmul_types.h"
 #include "pages.h"
 #include "parallel.h"
+#include "quantized.h"
 #include "xla_call.h"
 
 #ifdef __x86_64__
@@ -22,69 +22,12 @@ extern "C" const char* raggedmoe_isa();
 namespace raggedmoe {
 namespace {
 
-constexpr int QUANTIZED_ROWS = 6;            // multiplied at a time
-constexpr int64_t PART_BYTES = 1 << 18;      // of a matrix, for a task with few rows
-constexpr int64_t MAX_PART_COLS = 1024;      // whose sums stay in the first cache
-constexpr int64_t MANY_ROWS = 20;            // from which on a part is decoded into memory
+constexpr int64_t PART_BYTES = 1 << 18;       // of a matrix, for a task with few rows
+constexpr int64_t MAX_PART_COLS = 1024;       // whose sums stay in the first cache
+constexpr int64_t MANY_ROWS = 20;             // from which on a part is decoded into memory
 constexpr int64_t DECODED_NUMBERS = 1 << 20;  // in memory at a time
 constexpr int64_t ROWS_OF_TASK = 1024;        // that share a decoded part
-
-enum class Format : int64_t { INT8, E4M3, E5M2, MXFP4 };
-
-// Scales of one group's matrix: float32, bfloat16, or shared exponents.
-struct Scales {
-  const void* data;
-  ffi::DataType type;
-
-  float at(int64_t i) const {
-    if (type == ffi::F32) return static_cast<const float*>(data)[i];
-    uint32_t bits;
-    if (type == ffi::BF16) {
-      bits = uint32_t(static_cast<const uint16_t*>(data)[i]) << 16;
-    } else {
-      const uint32_t exponent = static_cast<const uint8_t*>(data)[i];
-      bits = exponent == 255 ? 0x7fc00000u : std::max(exponent << 23, 1u << 22);  // the first one is not normal
-    }
-    float scale;
-    std::memcpy(&scale, &bits, sizeof scale);
-    return scale;
-  }
-};
-
-// Some columns of a group's matrix [K N], or [N K] if it is transposed, and how its scales lie: those of block (k, n) at
-// k * scale_k + n * scale_n.
-struct QuantizedPart {
-  Format format;
-  bool transposed;
-  const uint8_t* values;
-  int64_t num_k, width, first, last;  // width: N; first and last: of the columns
-  int64_t block_k, block_n, scale_k, scale_n;
-  Scales scales;
-  bool scaled;  // false: the rows were multiplied by the scales already
-
-  // The scales of all rows, for a block of the columns.
-  void scales_of_rows(int64_t n_block, float* out) const {
-    for (int64_t k = 0; k < num_k; k += block_k) std::fill_n(out + k, block_k, scale(k / block_k, n_block));
-  }
-  // The scales of all columns, for a block of the rows.
-  void scales_of_columns(int64_t k_block, float* out) const {
-    for (int64_t n = first, n_block = first / block_n; n < last; ++n_block) {
-      const float one = scale(k_block, n_block);
-      const int64_t end = std::min((n_block + 1) * block_n, last);
-      for (; n < end; ++n) out[n - first] = one;
-    }
-  }
-  float scale(int64_t k_block, int64_t n_block) const {
-    return scaled ? scales.at(k_block * scale_k + n_block * scale_n) : 1.0f;
-  }
-};
-
-// One instruction set's kernels.
-struct QuantizedKernels {
-  void (*multiply)(int64_t num_rows, const QuantizedPart&, const float* rows, float* out, int64_t out_row, float* sums,
-                   float* scales);
-  void (*decode)(const QuantizedPart&, float* out, float* scales);
-};
+constexpr int64_t WIDE_BLOCK = 128;           // whose products are scaled after a matmul of bfloat16
 
 #ifdef __x86_64__
 #ifdef __clang__
@@ -137,6 +80,19 @@ const QuantizedKernels& quantized_kernels() {
   return chosen;
 }
 
+// Whether rows of this type are multiplied in pairs.
+template <class T>
+bool multiplies_pairs() {
+  static const bool here = std::is_same_v<T, BFloat16> && raggedmoe_isa() == std::string("avx512_bf16") &&
+                           quantized_pairs::run_here();
+  return here;
+}
+
+ScaleType type_of(const ffi::AnyBuffer& scale) {
+  if (scale.element_type() == ffi::F32) return ScaleType::FLOAT32;
+  return scale.element_type() == ffi::BF16 ? ScaleType::BFLOAT16 : ScaleType::EXPONENT;
+}
+
 struct Task {
   int64_t group, first_row, last_row, first, last;  // rows of the group, columns of its matrix
 };
@@ -160,57 +116,98 @@ struct Operands {
   int64_t bytes_of_matrix() const { return num_k * width / (format == Format::MXFP4 ? 2 : 1); }
   int64_t k_scales() const { return scale.dimensions()[transposed ? 2 : 1]; }
   int64_t n_scales() const { return scale.dimensions()[transposed ? 1 : 2]; }
+  int64_t block_k() const { return num_k / k_scales(); }
 
   // The columns of a task, with its scales as they are.
   QuantizedPart part_of(const Task& task) const {
-    const auto type = scale.element_type();
-    const int64_t bytes = type == ffi::F32 ? 4 : type == ffi::BF16 ? 2 : 1, group = scale.dimensions()[0] == 1 ? 0 : task.group;
+    const ScaleType type = type_of(scale);
+    const int64_t bytes = type == ScaleType::FLOAT32 ? 4 : type == ScaleType::BFLOAT16 ? 2 : 1;
+    const int64_t group = scale.dimensions()[0] == 1 ? 0 : task.group;
     const char* scales = static_cast<const char*>(scale.untyped_data()) + group * k_scales() * n_scales() * bytes;
     return {format, transposed, static_cast<const uint8_t*>(values.untyped_data()) + task.group * bytes_of_matrix(),
             num_k, width, task.first, task.last, num_k / k_scales(), width / n_scales(),
-            transposed ? 1 : n_scales(), transposed ? k_scales() : 1, Scales{scales, type}, true};
+            transposed ? k_scales() : n_scales(), Scales{scales, type}, true};
   }
 };
+
+int64_t whole_steps(int64_t size) { return (size + quantized_pairs::STEP - 1) / quantized_pairs::STEP * quantized_pairs::STEP; }
 
 // Rows by what is decoded in registers, a few at a time.
 template <class T, class Out>
 void multiply_few(const Operands<T, Out>& operands, const Task& task) {
   const int64_t num_k = operands.num_k, num_cols = task.last - task.first, k_scales = operands.k_scales();
   QuantizedPart part = operands.part_of(task);
-  // One scale for all columns is applied to the rows.
-  const bool folded = operands.n_scales() == 1;
-  if (folded) part.scaled = false, part.block_k = num_k;
-  float* rows = scratch.rows.at_least(QUANTIZED_ROWS * num_k);
-  float* sums = scratch.sums.at_least(QUANTIZED_ROWS * num_cols);
-  float* column_scales = scratch.scales.at_least(num_cols);
+  const bool in_pairs = multiplies_pairs<T>() && quantized_pairs::takes(part);
+  // One scale for all columns is applied to the rows, if they are wide.
+  const bool folded = !in_pairs && operands.n_scales() == 1;
+  float* scales = scratch.scales.at_least(std::max(num_cols, MAX_DOT_COLS * k_scales));
+  const float* row_scales = nullptr;
+  if (folded) {
+    float* numbers = scratch.decoded.at_least(k_scales);
+    part.scales.read(0, k_scales, numbers);
+    row_scales = numbers;
+    part.scaled = false, part.block_k = num_k;
+  }
+  const int64_t row = in_pairs ? whole_steps(num_k) : num_k;
+  float* rows = scratch.rows.at_least(QUANTIZED_ROWS * row);
+  float* sums = scratch.sums.at_least(QUANTIZED_ROWS * whole_steps(num_cols));
   float* products = scratch.out.at_least(QUANTIZED_ROWS * num_cols);
   for (int64_t first = task.first_row; first < task.last_row; first += QUANTIZED_ROWS) {
     const int64_t some = std::min<int64_t>(QUANTIZED_ROWS, task.last_row - first);
     for (int64_t m = 0; m < some; ++m) {
-      kernels<T>().widen(operands.lhs + (first + m) * num_k, rows + m * num_k, num_k);
-      for (int64_t block = 0, k = 0; folded && block < k_scales; ++block) {
-        const float one = part.scales.at(block);
-        for (; k < (block + 1) * (num_k / k_scales); ++k) rows[m * num_k + k] *= one;
+      const T* from = operands.lhs + (first + m) * num_k;
+      if (in_pairs) {
+        T* to = reinterpret_cast<T*>(rows) + m * row;
+        std::memcpy(static_cast<void*>(to), from, num_k * sizeof(T));
+        std::memset(static_cast<void*>(to + num_k), 0, (row - num_k) * sizeof(T));
+        continue;
       }
+      float* to = rows + m * num_k;
+      kernels<T>().widen(from, to, num_k);
+      for (int64_t block = 0, k = 0; folded && block < k_scales; ++block)
+        for (; k < (block + 1) * (num_k / k_scales); ++k) to[k] *= row_scales[block];
     }
-    quantized_kernels().multiply(some, part, rows, products, num_cols, sums, column_scales);
+    if (in_pairs)
+      quantized_pairs::multiply(some, part, reinterpret_cast<const BFloat16*>(rows), row, products, num_cols, sums, scales);
+    else
+      quantized_kernels().multiply(some, part, rows, products, num_cols, sums, scales);
     for (int64_t m = 0; m < some; ++m)
       kernels<Out>().narrow(products + m * num_cols, operands.out + (first + m) * operands.width + task.first, num_cols);
+  }
+}
+
+// Calls body(first, last) for tiles of a task's rows.
+template <class Body>
+void for_each_tile(const Task& task, Body body) {
+  const int64_t num_rows = task.last_row - task.first_row, tiles = (num_rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+  for (int64_t tile = 0; tile < tiles; ++tile)
+    body(task.first_row + num_rows * tile / tiles, task.first_row + num_rows * (tile + 1) / tiles);
+}
+
+// Where a tile's float32 results are computed, and then written to the result.
+template <class T, class Out, class Body>
+void write_tile(const Operands<T, Out>& operands, const Task& task, int64_t first, int64_t last, Body body) {
+  const int64_t num_cols = task.last - task.first;
+  Out* to = operands.out + first * operands.width + task.first;
+  if constexpr (std::is_same_v<Out, float>) {
+    body(to, operands.width);
+  } else {
+    float* sums = scratch.out.at_least((last - first) * num_cols);
+    body(sums, num_cols);
+    for (int64_t m = 0; m < last - first; ++m)
+      kernels<Out>().narrow(sums + m * num_cols, to + m * operands.width, num_cols);
   }
 }
 
 // Tiles of rows by what is decoded into memory.
 template <class T, class Out>
 void multiply_many(const Operands<T, Out>& operands, const Task& task) {
-  const int64_t num_k = operands.num_k, num_cols = task.last - task.first, num_rows = task.last_row - task.first_row;
+  const int64_t num_k = operands.num_k, num_cols = task.last - task.first;
   float* decoded = scratch.decoded.at_least(num_k * num_cols);
   quantized_kernels().decode(operands.part_of(task), decoded, scratch.scales.at_least(std::max(num_k, num_cols)));
   const View<float> matrix = operands.transposed ? View<float>{decoded, 1, num_k} : View<float>{decoded, num_cols, 1};
-  const int64_t tiles = (num_rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
-  for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int64_t first = task.first_row + num_rows * tile / tiles, last = task.first_row + num_rows * (tile + 1) / tiles;
+  for_each_tile(task, [&](int64_t first, int64_t last) {
     const T* from = operands.lhs + first * num_k;
-    Out* to = operands.out + first * operands.width + task.first;
     const float* rows;
     if constexpr (std::is_same_v<T, float>) {
       rows = from;
@@ -220,15 +217,41 @@ void multiply_many(const Operands<T, Out>& operands, const Task& task) {
       rows = wide;
     }
     const Product<float> product{View<float>{rows, num_k, 1}, matrix, num_k};
-    if constexpr (std::is_same_v<Out, float>) {
-      kernels<float>().multiply(&product, 1, last - first, num_cols, to, operands.width, scratch.tile);
-    } else {
-      float* sums = scratch.out.at_least((last - first) * num_cols);
-      kernels<float>().multiply(&product, 1, last - first, num_cols, sums, num_cols, scratch.tile);
-      for (int64_t m = 0; m < last - first; ++m)
-        kernels<Out>().narrow(sums + m * num_cols, to + m * operands.width, num_cols);
-    }
+    write_tile(operands, task, first, last, [&](float* to, int64_t row) {
+      kernels<float>().multiply(&product, 1, last - first, num_cols, to, row, scratch.tile);
+    });
+  });
+}
+
+// The same where the CPU multiplies pairs of bfloat16: the values are decoded, and each block's products scaled.
+template <class Out>
+void multiply_many_pairs(const Operands<BFloat16, Out>& operands, const Task& task) {
+  const int64_t num_k = operands.num_k, num_cols = task.last - task.first;
+  const QuantizedPart part = operands.part_of(task);
+  BFloat16* decoded = reinterpret_cast<BFloat16*>(scratch.decoded.at_least((num_k * num_cols + 1) / 2));
+  quantized_pairs::decode(part, decoded);
+  float* scales = scratch.scales.at_least(part.num_blocks() * num_cols);  // of a line for each block
+  for (int64_t block = 0; block < part.num_blocks(); ++block)
+    if (!part.transposed) part.scales_of_columns(block, scales + block * num_cols);
+  float* of_column = scratch.rows.at_least(part.num_blocks());
+  for (int64_t n = 0; part.transposed && n < num_cols; ++n) {
+    if (n == 0 || (task.first + n) % part.block_n == 0) part.scales_of_blocks((task.first + n) / part.block_n, of_column);
+    for (int64_t block = 0; block < part.num_blocks(); ++block) scales[block * num_cols + n] = of_column[block];
   }
+  for_each_tile(task, [&](int64_t first, int64_t last) {
+    float* products = scratch.sums.at_least((last - first) * num_cols);
+    write_tile(operands, task, first, last, [&](float* to, int64_t row) {
+      for (int64_t k = 0, block = 0; k < num_k; k += part.block_k, ++block) {
+        const View<BFloat16> matrix = operands.transposed ? View<BFloat16>{decoded + k, 1, num_k}
+                                                          : View<BFloat16>{decoded + k * num_cols, num_cols, 1};
+        const Product<BFloat16> product{View<BFloat16>{operands.lhs + first * num_k + k, num_k, 1}, matrix,
+                                        std::min(part.block_k, num_k - k)};
+        kernels<BFloat16>().multiply_wide(&product, 1, last - first, num_cols, products, num_cols, scratch.tile);
+        for (int64_t m = 0; m < last - first; ++m)
+          quantized_pairs::scale_columns(products + m * num_cols, scales + block * num_cols, num_cols, block > 0, to + m * row);
+      }
+    });
+  });
 }
 
 template <class T, class Out>
@@ -257,10 +280,11 @@ void quantized(ffi::ThreadPool& pool, const ffi::AnyBuffer& lhs, const ffi::AnyB
   }
   parallel_for(pool, tasks.size(), [&](int64_t i) {
     const Task& task = tasks[i];
-    if (task.last_row - task.first_row >= MANY_ROWS)
-      multiply_many(operands, task);
-    else
-      multiply_few(operands, task);
+    if (task.last_row - task.first_row < MANY_ROWS) return multiply_few(operands, task);
+    if constexpr (std::is_same_v<T, BFloat16>)
+      if (multiplies_pairs<T>() && operands.block_k() >= std::min(WIDE_BLOCK, num_k))
+        return multiply_many_pairs(operands, task);
+    multiply_many(operands, task);
   });
 }
 

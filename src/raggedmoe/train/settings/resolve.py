@@ -169,10 +169,7 @@ def make_model(config: TrainConfig, hardware: Hardware) -> ModelConfig:
     auto = "float32" if hardware.platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(auto if overrides.dtype == "auto" else overrides.dtype)
     router = _make_router(config, model.moe.router)
-    ours_typed = config.is_typed("aux_loss") or config.is_typed("aux_loss_weight")  # before what a file has
-    if overrides.load_balance_loss_weight is not None and not (
-        ours_typed and not config.is_typed("load_balance_loss_weight")
-    ):
+    if overrides.load_balance_loss_weight is not None:
         router = _with_load_balance_loss(config, model, router)
     lora = _make_lora(config, model.lora)
     model = replace(

@@ -43,6 +43,12 @@ class _Reading:
         if word.is_typed:
             self.typed.add(name)
 
+    def leave_out_balance_of_file(self) -> None:
+        """Leave out a file's balance loss in MaxText's words where ours was typed, which says another."""
+        theirs = "load_balance_loss_weight"
+        if self.typed & {"aux_loss", "aux_loss_weight"} and theirs in self.values and theirs not in self.typed:
+            del self.values[theirs], self.words[theirs]
+
     def take(self, meaning: maxtext.Translation, word: Word) -> None:
         for name, text in meaning.settings.items():
             self.set(name, text, word)
@@ -85,6 +91,7 @@ def _read_all(typed: list[Word], stored: list[Word], notes: list[str]) -> TrainC
         raise ValueError("\n  ".join([f"{len(reading.refused)} settings cannot be taken:", *reading.refused]))
     if reading.refused:
         raise ValueError(reading.refused[0])
+    reading.leave_out_balance_of_file()
     source = Source(
         words=reading.words,
         typed=frozenset(reading.typed),
