@@ -32,7 +32,7 @@ config = TrainConfig(
     model=arguments.folder,
     data=DataConfig(
         dataset_type="text",
-        dataset_path=(arguments.texts,),
+        dataset_path=arguments.texts,
         max_target_length=arguments.length,
         per_device_batch_size=arguments.batch,
     ),

@@ -36,7 +36,7 @@ config = TrainConfig(
     overrides=ModelOverrides(lora_rank=arguments.rank),
     data=DataConfig(
         dataset_type="chat",
-        dataset_path=(arguments.talks,),
+        dataset_path=arguments.talks,
         max_target_length=arguments.length,
         per_device_batch_size=arguments.batch,
     ),

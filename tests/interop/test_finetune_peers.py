@@ -81,18 +81,29 @@ def trained_tokenizer():
     return made
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def original(request, tmp_path_factory):
-    """A folder as `transformers` writes it."""
-    folder = tmp_path_factory.mktemp("original") / request.param
-    tokenizer, (name, sizes) = trained_tokenizer(), MODELS[request.param]
+def made_by_transformers(name, folder, initializer_range):
+    """A folder as `transformers` writes it: a random model and the tokenizer that was trained for it."""
+    tokenizer, (config_class, sizes) = trained_tokenizer(), MODELS[name]
     torch.manual_seed(3)
-    config = getattr(transformers, name)(
-        **sizes, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=None
+    special = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": None}
+    config = getattr(transformers, config_class)(
+        **sizes, **special, vocab_size=len(tokenizer), initializer_range=initializer_range
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def original(request, tmp_path_factory):
+    return made_by_transformers(request.param, tmp_path_factory.mktemp("original") / request.param, 0.02)
+
+
+# A head that stays as it was drawn has to be able to say what the adapters learn.
+@pytest.fixture(scope="module", params=[("qwen3_moe", 0.02), ("deepseek_v3", 0.2)], ids=lambda param: param[0])
+def to_adapt(request, tmp_path_factory):
+    name, initializer_range = request.param
+    return made_by_transformers(name, tmp_path_factory.mktemp("to_adapt") / name, initializer_range)
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +120,16 @@ def talks(tmp_path_factory):
     return path
 
 
-def finetune(folder, talks, out, *words):
+def finetune(folder, talks, out, learning_rate, *words):
     """Train on the conversations until they are known by heart; the run's folder."""
     data = ("dataset_type=chat", f"dataset_path={talks}", "held_out=0", "max_target_length=96")
-    run = ("per_device_batch_size=8", "steps=150", "learning_rate=1e-2", "enable_checkpointing=false", "dtype=float32")
+    run = (
+        "per_device_batch_size=8",
+        "steps=150",
+        f"learning_rate={learning_rate}",
+        "enable_checkpointing=false",
+        "dtype=float32",
+    )
     assert train((str(folder), *data, *run, f"base_output_directory={out}", "run_name=run", *words)) == 0
     return out / "run"
 
@@ -156,7 +173,29 @@ def check_goes_back(folder, ours, original, capsys):
 
 def test_a_model_that_is_fine_tuned_whole_goes_back(original, talks, tmp_path, capsys):
     assert import_(str(original), str(tmp_path / "ours")) == 0
-    run = finetune(tmp_path / "ours", talks, tmp_path)
+    run = finetune(tmp_path / "ours", talks, tmp_path, 1e-2)
     assert export(str(run), str(tmp_path / "out")) == 0
     ours = interop.load(tmp_path / "out", param_dtype=jnp.float32)
     check_goes_back(tmp_path / "out", ours, original, capsys)
+
+
+FROZEN = ("embedding", "head", "norm", "router")
+
+
+@pytest.mark.filterwarnings("default")  # PEFT warns of its own pattern for joined experts
+def test_adapters_go_back_merged_and_by_themselves(to_adapt, talks, tmp_path, capsys):
+    """Only matrices that have an adapter change; PEFT computes from the adapters alone what the merged model does."""
+    peft = pytest.importorskip("peft", reason=REASON)
+    run = finetune(to_adapt, talks, tmp_path, 2e-2, "lora_rank=8")
+    assert export(str(run), str(tmp_path / "out"), merge=True) == 0
+    ours, before = (interop.load(path, param_dtype=jnp.float32) for path in (tmp_path / "out", to_adapt))
+    changed = {name for name in before.params if (ours.params[name] != before.params[name]).any()}
+    assert changed == {name for name in before.params if not any(word in name for word in FROZEN)}
+    check_goes_back(tmp_path / "out", ours, to_adapt, capsys)
+
+    assert export(str(run), str(tmp_path / "adapters"), adapters=True) == 0
+    model, _ = loaded_by_transformers(to_adapt)
+    with_adapters = peft.PeftModel.from_pretrained(model, tmp_path / "adapters").eval()
+    ids = np.random.default_rng(0).integers(0, ours.config.vocab_size, (2, 40))
+    np.testing.assert_allclose(their_logits(with_adapters, ids), our_logits(ours, ids), rtol=0, atol=TOLERANCE)
+    assert answers_of(with_adapters, transformers.AutoTokenizer.from_pretrained(tmp_path / "adapters")) == ANSWERS

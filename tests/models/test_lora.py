@@ -116,7 +116,7 @@ def test_what_no_model_has_is_refused_by_name():
     with pytest.raises(ValueError, match="targets"):
         LoraConfig(rank=2, targets=())
     with pytest.raises(ValueError, match="alpha"):
-        LoraConfig(rank=2, alpha=0)
+        LoraConfig(rank=2, alpha=0.0)
     with pytest.raises(ValueError, match="use another backend"):
         Decoder(
             adapted("mixtral-tiny"), params=params, execution=ModelExecution(moe=MoEExecution(moe_backend="expert_ffn"))
@@ -129,7 +129,7 @@ def test_new_adapters_change_no_bit():
     params, ids = drawn_params(plain), drawn_ids(config, 2, LENGTH)
     new = {name: spec for name, spec in param_specs(config).items() if is_adapter(name)}
     params = {**params, **init_params(new, jax.random.key(0))}
-    execution = ModelExecution(moe=MoEExecution(kernels=KernelChoice(grouped_matmul="cpu_native")))  # so none is fused
+    execution = ModelExecution(moe=MoEExecution(kernels=KernelChoice(grouped_matmul="cpu")))  # so none is fused
     found = quick_jit(lambda params: decode(params, ids, config, execution).hidden)(params)
     expected = quick_jit(
         lambda params: decode({n: params[n] for n in param_specs(plain)}, ids, plain, execution).hidden

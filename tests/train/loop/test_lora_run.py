@@ -110,6 +110,18 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(words, whole, monkeypat
         assert np.asarray(resumed.model.params[name]).tobytes() == np.asarray(value).tobytes(), name
 
 
+@pytest.mark.slow
+def test_a_mesh_trains_the_adapters_of_one_device_beside_the_same_base(words, whole):
+    kept = [word for word in words if not word.startswith("per_device_batch_size")]
+    outcome = run_training((*kept, "fsdp_parallelism=2", "per_device_batch_size=1", "run_name=mesh"))
+    assert outcome.code == 0, outcome.text
+    assert outcome.model.companions.base == whole.model.companions.base
+    losses, expected = (run.metrics.series("loss").values for run in (outcome, whole))
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    resumed = run_training((*words, "run_name=mesh"))  # on one device, all steps done
+    assert resumed.code == 0, resumed.text
+
+
 def test_a_base_that_changed_is_refused(words, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(begin, "fingerprint", lambda params: "that of others")
     shutil.copytree(whole.folder, tmp_path / "run")
