@@ -12,6 +12,7 @@ import jax
 from raggedmoe.storage import AnyPath
 from raggedmoe.storage.appended import read_appended
 from raggedmoe.train.loop import loop, run, speed
+from raggedmoe.train.loop.log import RunLog
 from raggedmoe.train.step.programs import compile_programs
 
 MAIN = "from raggedmoe.cli.main import main; main()"
@@ -72,3 +73,15 @@ def share_programs(monkeypatch):
     for module in (loop, run):  # a run with more room compiles anew
         monkeypatch.setattr(module, "compile_programs", compiled)
     monkeypatch.setattr(speed, "measure_peak_flops", once_measured)
+
+
+def disturb(monkeypatch, at, act):
+    """Call something when the report of a step is about to be written."""
+    plain = RunLog.step
+
+    def logged(log, step, report):
+        if step == at:
+            act()
+        plain(log, step, report)
+
+    monkeypatch.setattr(RunLog, "step", logged)

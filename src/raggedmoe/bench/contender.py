@@ -44,6 +44,7 @@ class Contender:
     needs: tuple[str, ...] = ()  # packages, without which it is left out
     environment: Mapping[str, str] = field(default_factory=dict)
     why_not: Callable[[Case], str | None] = can_run  # why it cannot, or should not, run a case
+    weights: str | None = None  # the format of its weights; None: the type of the case
 
     @property
     def address(self) -> tuple[str, str, str]:

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from raggedmoe.bench.case import BOTH, Case
+from raggedmoe.bench.case import BOTH, FORWARD, Case
 from raggedmoe.bench.contender import OURS, Prepared, contender
 from raggedmoe.bench.problem import read_array, routing_of, touch
 from raggedmoe.interop.arrays import to_device
 from raggedmoe.kernels.grouped_matmul.api import grouped_matmul
+from raggedmoe.kernels.quantize import quantize
 from raggedmoe.kernels.registry import Choice, KernelChoice, implementations, record_selections
 from raggedmoe.kernels.value_and_gradients import gradients, value_and_gradients
 from raggedmoe.moe.config import MoEConfig
@@ -27,6 +28,18 @@ def device_array(case: Case, name: str) -> jax.Array:
     array = read_array(case.place, name, case.dtype)
     touch(array)
     return to_device(array)
+
+
+def expert_array(case: Case, name: str, qtype: str | None) -> Any:
+    """Map the experts' matrices of the problem, or quantise them, one after the other."""
+    array = device_array(case, name)
+    if qtype is None:
+        return array
+    experts, hidden, width = array.shape
+    return _quantize(array, qtype, (experts, 1, width) if name == "wo" else (experts, hidden, 1))
+
+
+_quantize = jax.jit(quantize, static_argnums=(1, 2))
 
 
 def prepare_jax(function: Callable[..., Any], arguments: tuple[Any, ...], names: Callable[[Any], Any]) -> Prepared:
@@ -79,10 +92,13 @@ def matmul_kernels(case: Case, choice: Choice) -> set[tuple[str, str, str]]:
 SAME_AS_AUTO = "it is what raggedmoe auto takes here"
 
 
-def prepare_layer(case: Case, execution: MoEExecution) -> Prepared:
-    """Prepare the layer from the router to the combined output; backward all its gradients, the router's too."""
+def prepare_layer(case: Case, execution: MoEExecution, weights: str | None = None) -> Prepared:
+    """Prepare the layer from the router to the combined output; backward all its gradients, the router's too.
+
+    ``weights`` is a format of 8 bits in which its experts are, with a scale for each output channel.
+    """
     config = layer_config(case)
-    params = {name: device_array(case, name) for name in ("wi_0", "wi_1", "wo")}
+    params = {name: expert_array(case, name, weights) for name in ("wi_0", "wi_1", "wo")}
     params["router_kernel"] = device_array(case, "router").astype(jnp.float32)
     arrays = {"x": device_array(case, "x"), **params}
 
@@ -146,6 +162,23 @@ def _fused_is_auto(case: Case) -> str | None:
 def layer_expert_ffn(case: Case) -> Prepared:
     """Prepare the layer with its experts as one fused operation, by its name."""
     return prepare_layer(case, FUSED)
+
+
+def why_not_8_bits(case: Case) -> str | None:
+    """Leave experts of 8 bits to the cases whose limit is to read them."""
+    return None if case.reads and case.direction == FORWARD else "experts of 8 bits: where reading them is the limit"
+
+
+@contender("raggedmoe int8 experts", "layer", role=OURS, weights="int8", why_not=why_not_8_bits)
+def layer_int8(case: Case) -> Prepared:
+    """Prepare the layer with experts in int8."""
+    return prepare_layer(case, MoEExecution(), "int8")
+
+
+@contender("raggedmoe fp8 experts", "layer", role=OURS, weights="float8_e4m3fn", why_not=why_not_8_bits)
+def layer_fp8(case: Case) -> Prepared:
+    """Prepare the layer with experts in float8."""
+    return prepare_layer(case, MoEExecution(), "float8_e4m3fn")
 
 
 @contender("raggedmoe auto", "grouped_matmul", role=OURS, process="raggedmoe auto")

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raggedmoe.bench.case import Case
+import jax.numpy as jnp
+
+from raggedmoe.bench.case import FORMAT_ERRORS, Case
 from raggedmoe.bench.child import write_case
 from raggedmoe.bench.children import ChildError, Children
 from raggedmoe.bench.compare import Digests, difference
@@ -98,7 +100,8 @@ def measure(
     for contender in contenders:
         if contender.role not in (OURS, PEER) or contender.name not in prepared:
             continue
-        wrong = _difference(case, prepared[contender.name], expected or _digests_of_a_peer(contenders, prepared))
+        of_peer = expected or _digests_of_a_peer(contenders, prepared)
+        wrong = _difference(case, prepared[contender.name], of_peer, contender.weights)
         if wrong is not None:
             reasons[contender.name] = (f"wrong result: {wrong}", True)
     fit = [c for c in contenders if c.name in prepared and c.name not in reasons]
@@ -121,13 +124,17 @@ def _digests(first: dict[str, Any]) -> dict[str, Digests]:
     return {name: Digests.from_lists(lists) for name, lists in first["digests"].items()}
 
 
-def _difference(case: Case, first: dict[str, Any], expected: Mapping[str, Digests] | None) -> str | None:
+def _difference(
+    case: Case, first: dict[str, Any], expected: Mapping[str, Digests] | None, weights: str | None
+) -> str | None:
     if expected is None:
         return None
     if case.shape is None:
         return difference(_digests(first), expected, case.dtype, inner=1, roundings=MODEL_ROUNDINGS)
     inner = max(case.shape.model_dim, case.shape.expert_dim, case.shape.rows)
-    return difference(_digests(first), expected, case.dtype, inner)
+    # Of weights in 8 bits, as many halves of an eps as the format's error is.
+    roundings = None if weights is None else math.ceil(2 * FORMAT_ERRORS[weights] / float(jnp.finfo(case.dtype).eps))
+    return difference(_digests(first), expected, case.dtype, inner, roundings)
 
 
 def _ask(children: Children, contender: Contender, do: str, **question: Any) -> dict[str, Any]:
@@ -180,12 +187,13 @@ def _result(
     if reason is not None:
         return Result(**named, reason=reason[0], failed=reason[1])
     seconds = min(turns)
+    read_bytes = case.read_bytes // (1 if contender.weights is None else jnp.dtype(case.dtype).itemsize)
     return Result(
         **named,
         seconds=seconds,
         turns=len(turns),
         gflops=case.flops / seconds / 1e9 if case.flops else None,
-        gigabytes=case.read_bytes / seconds / 1e9 if case.reads else None,
+        gigabytes=read_bytes / seconds / 1e9 if case.reads else None,
         tokens=case.tokens / seconds if case.tokens else None,
         peak=prepared[contender.name]["peak"],
     )

@@ -121,7 +121,13 @@ class RoutedRows:
 
 
 def draw_routed_rows(
-    rng: np.random.Generator, tokens: int, experts: int, per_token: int, start: int | None, end: int | None
+    rng: np.random.Generator,
+    *,
+    tokens: int,
+    experts: int,
+    per_token: int,
+    start: int | None = None,
+    end: int | None = None,
 ) -> RoutedRows:
     """Draw experts for each token by `routing`, and sort the slots by them."""
     slots = np.argsort(routing(rng, tokens, experts, per_token).reshape(-1), kind="stable")

@@ -245,3 +245,10 @@ def clamp_bounds(start: jax.Array, end: jax.Array, num_rows: int) -> jax.Array:
     """Clamp ``start <= end`` to the rows, in the first two of as many words as a vector may have."""
     start = jnp.clip(start, 0, num_rows)
     return jnp.zeros(16, jnp.int32).at[:2].set(jnp.stack([start, jnp.clip(end, start, num_rows)]))
+
+
+def read_bounds(subcore: Any, bounds: Any, buffer: Any) -> tuple[Any, Any]:
+    """Read the ``start`` and ``end`` that `clamp_bounds` wrote, by way of a buffer of one vector."""
+    subcore.read(bounds, 0, 16, buffer)
+    vector = subcore.load(buffer, 0)
+    return subcore.lane_of(vector, 0), subcore.lane_of(vector, 1)

@@ -20,11 +20,10 @@ from raggedmoe.cli.train import train
 from raggedmoe.launch import stop_signals
 from raggedmoe.models.generate import generate
 from raggedmoe.train.loop import loop
-from raggedmoe.train.loop.log import RunLog
 from raggedmoe.train.loop.run import Run
 from raggedmoe.train.loop.run_folder import lock_folder
 from raggedmoe.train.report.build import write_report
-from tests.train.runs import TINY, curve, lines, share_programs
+from tests.train.runs import TINY, curve, disturb, lines, share_programs
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 STEPS = 12
@@ -57,18 +56,6 @@ def whole(tmp_path_factory):
         share_programs(patch)
         assert train((*WORDS, f"base_output_directory={folder}", "run_name=run")) == 0
     return folder / "run"
-
-
-def disturb(monkeypatch, at, act):
-    """Call something when the report of a step is about to be written."""
-    plain = RunLog.step
-
-    def logged(log, step, report):
-        if step == at:
-            act()
-        plain(log, step, report)
-
-    monkeypatch.setattr(RunLog, "step", logged)
 
 
 def test_a_run_leaves_its_curve_description_and_model(whole):

@@ -22,9 +22,8 @@ from raggedmoe.storage.lease import Lease
 from raggedmoe.storage.trees import download, list_files, remove, upload
 from raggedmoe.train.data.tokenizer import byte_tokenizer_json
 from raggedmoe.train.loop import loop
-from raggedmoe.train.loop.log import RunLog
 from raggedmoe.train.settings.words import read_words
-from tests.train.runs import TINY, curve, lines, share_programs
+from tests.train.runs import TINY, curve, disturb, lines, share_programs
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 FILES = Path(asyncio.__file__).parent
@@ -57,18 +56,6 @@ def run(bucket):
 def with_words(*words):
     """The words, with those that are given in place of those that set the same."""
     return (WORDS[0], *{word.partition("=")[0]: word for word in (*WORDS[1:], *words)}.values())
-
-
-def disturb(monkeypatch, at, act):
-    """Call something when the report of a step is about to be written."""
-    plain = RunLog.step
-
-    def logged(log, step, report):
-        if step == at:
-            act()
-        plain(log, step, report)
-
-    monkeypatch.setattr(RunLog, "step", logged)
 
 
 def check_is(folder, whole):

@@ -21,6 +21,7 @@ from raggedmoe.train.settings.sections import OptimizerConfig
 from raggedmoe.train.step.muon import batch_partition, orthogonalize, scale_by_muon, takes_muon
 from raggedmoe.train.step.optimizer import make_optimizer
 from tests.aot.hlo_collectives import collectives
+from tests.train.step.test_optimizer import run_steps
 
 EPS = float(jnp.finfo(jnp.float32).eps)
 RATE, DECAY = 0.02, 0.3
@@ -97,12 +98,7 @@ def plain_muon(config, params, gradients):
 def test_five_steps_are_those_of_a_plain_loop_over_all_matrices(rms, decay):
     config = dataclasses.replace(CONFIG, muon_consistent_rms=rms, muon_weight_decay=decay)
     gradients = [drawn(seed) for seed in range(1, 6)]
-    optimizer = make_optimizer(config, SPECS)
-    params = {name: jnp.asarray(value, jnp.float32) for name, value in drawn(0).items()}
-    state, update = optimizer.init(params), jax.jit(optimizer.update)
-    for gradient in gradients:
-        updates, state = update({name: jnp.asarray(g, jnp.float32) for name, g in gradient.items()}, state, params)
-        params = optax.apply_updates(params, updates)
+    params = run_steps(make_optimizer(config, SPECS), drawn(0), gradients)
     for name, expected in plain_muon(config, drawn(0), gradients).items():
         # Of roundings the iteration makes at most 3.4445⁵ = 485 times as much, of numbers of about 1, times the rate.
         bound = 5 * RATE * 485 * EPS + 5 * 4 * EPS

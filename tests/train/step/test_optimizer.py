@@ -125,6 +125,16 @@ def plain_adamw(config, params, gradients):
     return params
 
 
+def run_steps(optimizer, params, gradients):
+    """Return the parameters after a step with each of the gradients, all in float32."""
+    params = {name: jnp.asarray(value, jnp.float32) for name, value in params.items()}
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for gradient in gradients:
+        updates, state = update({name: jnp.asarray(g, jnp.float32) for name, g in gradient.items()}, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
 @pytest.mark.parametrize(("largest", "of", "root"), [(0.0, "matrices", 0.0), (1.0, "all", 1e-3)])
 def test_five_steps_are_those_of_a_plain_loop(largest, of, root):
     config = OptimizerConfig(
@@ -139,12 +149,7 @@ def test_five_steps_are_those_of_a_plain_loop(largest, of, root):
     )
     # Longer and shorter than the limit in turn, so that a clipping that always scales is seen.
     gradients = [drawn(seed, 0.02 if seed % 2 else 3.0) for seed in range(1, 6)]
-    optimizer = make_optimizer(config, SPECS)
-    params = {name: jnp.asarray(value, jnp.float32) for name, value in drawn(0).items()}
-    state, update = optimizer.init(params), jax.jit(optimizer.update)
-    for gradient in gradients:
-        updates, state = update({name: jnp.asarray(g, jnp.float32) for name, g in gradient.items()}, state, params)
-        params = optax.apply_updates(params, updates)
+    params = run_steps(make_optimizer(config, SPECS), drawn(0), gradients)
     for name, expected in plain_adamw(config, drawn(0), gradients).items():
         # A few roundings of numbers of about 1 in each step.
         np.testing.assert_allclose(params[name], expected, atol=5 * 4 * 1.2e-7, rtol=0, err_msg=name)

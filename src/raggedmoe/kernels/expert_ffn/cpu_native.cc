@@ -209,8 +209,8 @@ void ffn_gradients(ffi::ThreadPool& pool, const Sizes& sizes, const T* rows, con
     tile.multiply_wide(&product, 1, num_rows, cols, dhidden, cols, scratch.tile);
     for (int64_t m = 0; m < num_rows; ++m) {
       const int64_t at = (block.first - first_row + m) * F + first;
-      tile.differentiate(activation, gate + m * row, up ? up + m * row : nullptr, dhidden + m * cols, 1.0f,
-                         hidden.value + at, hidden.dgate + at, hidden.dup + at, cols);
+      tile.differentiate(activation, gate + m * row, up ? up + m * row : nullptr, dhidden + m * cols, hidden.value + at,
+                         hidden.dgate + at, hidden.dup + at, cols);
     }
   };
   const auto drows = [&](const Block& block, const Hidden& hidden, int64_t first_row, int64_t first, int64_t last) {

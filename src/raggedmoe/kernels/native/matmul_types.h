@@ -92,10 +92,9 @@ struct Kernels {
                         int64_t out_row, Scratch&);
   // hidden = activation(gate, up) of a row. up is null for ungated experts.
   void (*activate)(Activation, const float* gate, const float* up, T* hidden, int64_t length);
-  // From the arguments of an activation and its result's cotangent: the result again, and both arguments' cotangents,
-  // these multiplied by `weight`. Returns the sum of hidden times dhidden.
-  float (*differentiate)(Activation, const float* gate, const float* up, const float* dhidden, float weight, T* hidden,
-                         T* dgate, T* dup, int64_t length);
+  // From the arguments of an activation and its result's cotangent: the result again, and both arguments' cotangents.
+  void (*differentiate)(Activation, const float* gate, const float* up, const float* dhidden, T* hidden, T* dgate,
+                        T* dup, int64_t length);
   // Writes exp(scale * score - peak), zero where a slot does not count, and returns the sum. Raises the peak before.
   float (*softmax)(const SoftmaxRow&, const float* scores, T* weights, float* peak);
   // From scores and the cotangents of weights: the weights, and the cotangents of scores before they were scaled.

@@ -1,11 +1,13 @@
 """`ragged_gather` for CPUs in C++ (cpu_native.cc): rows are copied on all threads, and only the valid ones are read."""
 
+import functools
+
 import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.native.library import native_call, native_implementation, native_why_not
 from raggedmoe.kernels.ragged_gather import xla
-from raggedmoe.kernels.registry import BACKWARD, Call
+from raggedmoe.kernels.registry import Call
 
 
 def forward(x, indices, start, end, weights):
@@ -31,23 +33,18 @@ def optional_weights(weights):
     return jnp.zeros(0) if weights is None else weights.astype(jnp.float32)
 
 
-def why_not(call: Call, hardware: Hardware) -> str | None:
-    """Say why it cannot run."""
-    rows, weights = call.arrays["x" if "x" in call.arrays else "rows"], call.arrays.get("weights")
+def why_not(call: Call, hardware: Hardware, rows: str) -> str | None:
+    """Say why it cannot run; ``rows`` is the operation's name for the array whose rows it reads."""
+    weights = call.arrays.get("weights")
     if weights is not None and weights.dtype == jnp.float64:
         return "it multiplies by weights in float32, not in float64"
-    return native_why_not(call, hardware, rows.dtype)
-
-
-def note(call: Call, hardware: Hardware) -> str | None:
-    """Cost caveat shown by `explain`."""
-    return xla.note(call, hardware) if call.direction == BACKWARD and "inverse" not in call.arrays else None
+    return native_why_not(call, hardware, call.arrays[rows].dtype)
 
 
 IMPLEMENTATION = native_implementation(
     "ragged_gather",
     forward=forward,
     backward=backward,
-    why_not=why_not,
-    note=note,
+    why_not=functools.partial(why_not, rows="x"),
+    note=xla.scatter_add_note,
 )

@@ -16,6 +16,7 @@ from raggedmoe.kernels.sparsecore_kernel import (
     LOW_HALF,
     Scratch,
     clamp_bounds,
+    read_bounds,
     run_on_subcores,
     word_table,
 )
@@ -72,9 +73,7 @@ def gather_program(subcore, *buffers, layout: RowLayout, num_tokens: int, num_ti
         buffers[3 + weighted :],
     )
     table, bounds, indices = operands[:3]
-    subcore.read(bounds, 0, 16, bounds_buffer)
-    bounds_vector = subcore.load(bounds_buffer, 0)
-    start, end = subcore.lane_of(bounds_vector, 0), subcore.lane_of(bounds_vector, 1)
+    start, end = read_bounds(subcore, bounds, bounds_buffer)
     first_tile = start // TILE_ROWS
     last_tile = subcore.where(start < end, (end + TILE_ROWS - 1) // TILE_ROWS, first_tile)
 

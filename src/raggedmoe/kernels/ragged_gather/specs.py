@@ -9,22 +9,12 @@ from raggedmoe.kernels.example import Example, draw_routed_rows, integers, make_
 
 
 def _make(
-    rng: np.random.Generator,
-    dtype: Any,
-    *,
-    tokens: int,
-    experts: int,
-    per_token: int,
-    width: int,
-    start: int | None = None,
-    end: int | None = None,
-    weights: bool = False,
-    inverse: bool = True,
+    rng: np.random.Generator, dtype: Any, *, width: int, weights: bool = False, inverse: bool = True, **routing: Any
 ) -> Example:
-    routed = draw_routed_rows(rng, tokens, experts, per_token, start, end)
+    routed = draw_routed_rows(rng, **routing)
     arrays: dict[str, Any] = {
-        "x": normal(rng, (tokens, width), dtype),
-        "indices": integers(routed.slots // per_token),
+        "x": normal(rng, (len(routed.rows), width), dtype),
+        "indices": integers(routed.slots // routed.rows.shape[1]),
         **routed.range,
     }
     if weights:

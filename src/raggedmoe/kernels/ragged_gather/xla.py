@@ -45,9 +45,14 @@ def backward(x, indices, start, end, weights, inverse, cotangent):
 
 def note(call: Call, hardware: Hardware) -> str | None:
     """Return the cost caveat that `explain` shows."""
+    return scatter_add_note(call, hardware) or "cost grows with the buffer, not with its valid rows"
+
+
+def scatter_add_note(call: Call, hardware: Hardware) -> str | None:
+    """Say that the gradient is a scatter-add, where it is; `ragged_gather_reduce` has the same condition."""
     if call.direction == BACKWARD and "inverse" not in call.arrays:
         return "no inverse given: the gradient is a scatter-add"
-    return "cost grows with the buffer, not with its valid rows"
+    return None
 
 
 IMPLEMENTATION = Implementation(

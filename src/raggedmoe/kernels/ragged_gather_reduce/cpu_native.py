@@ -1,12 +1,13 @@
 """`ragged_gather_reduce` for CPUs in C++ (cpu_native.cc): a token's rows are summed in float32 on all threads."""
 
+import functools
+
 import jax.numpy as jnp
 
-from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.native.library import native_call, native_implementation
 from raggedmoe.kernels.ragged_gather import cpu_native as ragged_gather
+from raggedmoe.kernels.ragged_gather.xla import scatter_add_note
 from raggedmoe.kernels.ragged_gather_reduce import xla
-from raggedmoe.kernels.registry import BACKWARD, Call
 
 
 def forward(rows, indices, start, end, weights):
@@ -33,15 +34,10 @@ def backward(rows, indices, start, end, weights, inverse, cotangent):
     return ragged_gather.forward(cotangent, inverse // num_slots, start, end, row_weights), dweights
 
 
-def note(call: Call, hardware: Hardware) -> str | None:
-    """Cost caveat shown by `explain`."""
-    return xla.note(call, hardware) if call.direction == BACKWARD and "inverse" not in call.arrays else None
-
-
 IMPLEMENTATION = native_implementation(
     "ragged_gather_reduce",
     forward=forward,
     backward=backward,
-    why_not=ragged_gather.why_not,
-    note=note,
+    why_not=functools.partial(ragged_gather.why_not, rows="rows"),
+    note=scatter_add_note,
 )

@@ -12,7 +12,14 @@ import jax.numpy as jnp
 
 from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.sparsecore import TILE_ROWS, RowLayout, num_subcores, row_layout
-from raggedmoe.kernels.sparsecore_kernel import HIGH_HALF, Scratch, clamp_bounds, run_on_subcores, word_table
+from raggedmoe.kernels.sparsecore_kernel import (
+    HIGH_HALF,
+    Scratch,
+    clamp_bounds,
+    read_bounds,
+    run_on_subcores,
+    word_table,
+)
 
 PAIRS_IN_FLIGHT = 4
 MOST_BLOCK_TILES = 8  # tiles whose slots are listed at once
@@ -92,9 +99,7 @@ def reduce_program(subcore, *buffers, layout: RowLayout, zero_row: int, sizes, s
     )
     table, bounds, indices = operands[:3]
     begins, pair_end, any_pushed, *weight_buffers = lists
-    subcore.read(bounds, 0, 16, bounds_buffer)
-    bounds_vector = subcore.load(bounds_buffer, 0)
-    start, end = subcore.lane_of(bounds_vector, 0), subcore.lane_of(bounds_vector, 1)
+    start, end = read_bounds(subcore, bounds, bounds_buffer)
 
     def list_token(part, token, position):
         """Write the token's valid slots from ``position`` on: each is written, and kept by going past it."""

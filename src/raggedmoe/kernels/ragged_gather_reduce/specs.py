@@ -9,27 +9,17 @@ from raggedmoe.kernels.example import Example, draw_routed_rows, integers, make_
 
 
 def _make(
-    rng: np.random.Generator,
-    dtype: Any,
-    *,
-    tokens: int,
-    experts: int,
-    per_token: int,
-    width: int,
-    start: int | None = None,
-    end: int | None = None,
-    weights: bool = True,
-    inverse: bool = True,
+    rng: np.random.Generator, dtype: Any, *, width: int, weights: bool = True, inverse: bool = True, **routing: Any
 ) -> Example:
-    routed = draw_routed_rows(rng, tokens, experts, per_token, start, end)
+    routed = draw_routed_rows(rng, **routing)
     rows = poison_rows(normal(rng, (routed.slots.size, width), dtype), routed.valid)
     arrays: dict[str, Any] = {"rows": rows, "indices": integers(routed.rows), **routed.range}
     if weights:
-        arrays["weights"] = normal(rng, (tokens, per_token), np.float32)
+        arrays["weights"] = normal(rng, routed.rows.shape, np.float32)
     if inverse:
         arrays["inverse"] = integers(routed.slots)
     flops = 2 * int(routed.valid.sum()) * width
-    return Example(arrays=arrays, options={}, cotangent=normal(rng, (tokens, width), dtype), flops=flops)
+    return Example(arrays=arrays, options={}, cotangent=normal(rng, (len(routed.rows), width), dtype), flops=flops)
 
 
 _spec = functools.partial(make_spec, _make)
