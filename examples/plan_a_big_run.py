@@ -8,7 +8,7 @@
 import argparse
 
 from raggedmoe import MeshSettings, TrainConfig
-from raggedmoe.aot.collectives import Step, layer_collectives
+from raggedmoe.aot.collectives import StepSizes, layer_collectives
 from raggedmoe.hardware import hardware_by_name
 from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.step.fit import state_bytes
@@ -35,7 +35,9 @@ for expert in arguments.expert:
         continue
     state = state_bytes(run.step.model, run.plan, run.step.optimizer).total
     sequences = run.micro_batch_size // run.plan.num_token_shards
-    step = Step(num_tokens=sequences * run.data.sequence_length, num_sequences=sequences, dtype="bfloat16", ragged=True)
+    step = StepSizes(
+        num_tokens=sequences * run.data.sequence_length, num_sequences=sequences, dtype="bfloat16", ragged=True
+    )
     sent = sum(
         each.sent_bytes for each in layer_collectives(run.step.model.moe, run.step.execution.moe, run.plan, step)
     )

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from raggedmoe import Decoder, KernelChoice, ModelExecution, MoE, MoEExecution, Plan, interop
+from raggedmoe.kernels.quant_config import QUANTIZATIONS
 from raggedmoe.kernels.registry import record_selections
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.moe.execution import ACROSS_RANKS
@@ -23,6 +24,7 @@ MOE_CHANGES = {
     "width_chunks": {"width_chunks": 2},
     "tensor_split": {"tensor_split": "model_dim"},
     "recompute_dispatch": {"recompute_dispatch": True},
+    "quantization": {"quantization": QUANTIZATIONS["fp8"]},
     "hardware": {"hardware": "v6e"},
 }
 CHANGES = {

@@ -73,9 +73,9 @@ class RouteMetadata:
     row_of_slot: Int[Array, "T K"] | None  # the row of each slot; out of range: none here
     weights: Float[Array, "T K"] | Float[Array, " R"]  # of the slots, or of the rows where there are no slots
     group_sizes: Int[Array, " G"]  # rows of each expert held here, in order; R/G each if `used` says which count
-    num_rows: Int[Array, "1"]  # valid rows, at the front of the buffer
+    num_rows: Int[Array, " _"]  # valid rows, at the front of the buffer: one number for each device
     used: Bool[Array, " R"] | None  # the rows that stand for a token's choice; None: all valid ones do
-    dropped: Int[Array, "1"]  # routed slots (expert choice: tokens that count) that have no row anywhere
+    dropped: Int[Array, " _"]  # routed slots (expert choice: tokens that count) without a row, for each device
     exchange: Exchange | None = None  # the rows above are sent to other ranks, whose groups they are in
 
 

@@ -35,6 +35,7 @@ class Rows(Protocol):
     def batch(self, rows: Sequence[int]) -> Batch: ...
 
 
+@runtime_checkable
 class Spans(Protocol):
     """Where each of many rows begins in an array of tokens, and how many it has."""
 
