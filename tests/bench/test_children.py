@@ -1,5 +1,7 @@
 """Processes of contenders: what they are started with, and what becomes of one that dies or hangs."""
 
+import signal
+
 import pytest
 
 from raggedmoe.bench.child import write_case
@@ -33,6 +35,7 @@ def test_a_hanging_process_is_ended_and_an_unknown_call_is_an_error(problem):
     child = Child({})
     with pytest.raises(ChildError, match="KeyError: 'nothing'"):
         child.ask({"do": "go", "key": "nothing"})
+    child.process.send_signal(signal.SIGSTOP)
     with pytest.raises(ChildError, match="no answer within 0 s"):
         child.ask({"do": "go", "key": "nothing"}, seconds=0)
     assert not child.is_alive

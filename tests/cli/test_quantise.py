@@ -3,6 +3,7 @@
 import json
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -58,7 +59,7 @@ def test_the_loss_of_a_text_is_that_of_its_tokens(spoken):
     total = 0.0
     for start in range(0, len(tokens) - 1, 32):
         row = tokens[start : start + 33]
-        logits = np.asarray(model(row[None, :-1]), np.float64)[0]
+        logits = np.asarray(model(jnp.asarray(row[None, :-1])), np.float64)[0]
         total += float((np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(row) - 1), row[1:]]).sum())
     assert found.num_targets == len(tokens) - 1
     assert found.loss == pytest.approx(total / (len(tokens) - 1), rel=1e-5)

@@ -153,8 +153,9 @@ def test_rounding_by_chance_is_right_in_the_mean_and_the_same_for_a_key(name):
         assert of_mean < 1.5 / np.sqrt(len(keys)) * of_one
     with pytest.raises(ValueError, match="stochastic_rounding=True needs a random key, got None"):
         run(*arrays, config, True, "cpu")
+    lhs, weights = jax.tree.map(jnp.asarray, (arrays[0], tuple(arrays[1])))
     values = quantized_matmuls(
-        *(arrays[0], tuple(arrays[1])), jnp.asarray(SIZES), config=config, transpose_rhs=True, implementation="cpu"
+        lhs, weights, jnp.asarray(SIZES), config=config, transpose_rhs=True, implementation="cpu"
     )
     np.testing.assert_array_equal(values[0], nearest["value0"])  # as in evaluation, which has no gradient
 

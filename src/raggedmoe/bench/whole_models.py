@@ -12,7 +12,7 @@ from raggedmoe.bench.contender import OURS, Prepared, contender
 from raggedmoe.bench.peers_transformers import NEEDS
 
 EXPERTS, ATTENTION = ("eager", "grouped_mm", "batched_mm"), ("sdpa", "eager")
-ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}  # as the demo's first step has them
+ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}  # as the demo has them
 CLIP_NORM = 1.0
 
 
@@ -99,6 +99,8 @@ def train_transformers(case: Case, experts: str, attention: str) -> Prepared:
     """Prepare forward, backward, clipping and fused AdamW; in bfloat16 by autocast, with float32 weights as ours."""
     import torch
 
+    from raggedmoe.bench.model_cases import LEARNING_RATE
+
     model = load_transformers(case, experts, attention).train()
     ids = torch.from_numpy(np.load(case.place / "ids.npy").astype(np.int64))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -106,7 +108,7 @@ def train_transformers(case: Case, experts: str, attention: str) -> Prepared:
         {"params": [p for p in trained if p.ndim >= 2]},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, **ADAMW, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, **ADAMW, fused=True)
 
     def step() -> Any:
         with torch.autocast("cpu", torch.bfloat16, enabled=case.dtype == "bfloat16"):

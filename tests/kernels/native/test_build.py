@@ -100,6 +100,7 @@ def test_no_compiler_is_asked_for_if_the_environment_says_so(monkeypatch):
 WIDE = {
     "avx512_bf16::": r"\Z.",
     "avx512::": r"\Z.",
+    "quantized_pairs::": r"\Z.",
     "avx2::": r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])",
     "": r"%zmm|%ymm|\tv[a-z]",
 }
