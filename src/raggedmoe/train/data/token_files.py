@@ -25,6 +25,7 @@ from raggedmoe.models.companions import Companions
 from raggedmoe.storage import AnyPath
 from raggedmoe.train.data import hf_files
 from raggedmoe.train.data.corpus import find_local_files
+from raggedmoe.train.data.token_copy import copy_tokens
 from raggedmoe.train.data.tokenizer import (
     BYTES_THAT_END,
     CALL_CHARACTERS,
@@ -145,8 +146,6 @@ def write_tokens(
 
 def open_tokens(folder: AnyPath, vocab_size: int) -> TokenFolder:
     """Map the files of a folder of tokens into memory, for a model with that vocabulary."""
-    if not isinstance(folder, Path):
-        raise ValueError(f"{folder}: expected a folder on this machine, to map into memory; copy it here")
     path = folder / DESCRIPTION
     if not path.is_file():
         raise ValueError(f"{folder}: expected a folder that `raggedmoe tokenize` wrote, found no {DESCRIPTION} there")
@@ -159,6 +158,8 @@ def open_tokens(folder: AnyPath, vocab_size: int) -> TokenFolder:
             f"{folder}: expected tokens below the model's vocabulary of {vocab_size}, got a tokenizer with "
             f"{needed}; use vocab_size={needed} for a model with new parameters, or tokenize with its own tokenizer"
         )
+    if not isinstance(folder, Path):
+        folder = copy_tokens(folder, description)
     dtype = np.dtype(description["type"])
     parts = {name: _open_part(folder, name, description[name], dtype) for name in (TRAIN, HELD_OUT)}
     train = parts[TRAIN]

@@ -127,11 +127,6 @@ def _check_places(config: TrainConfig) -> None:
             path = _path_of(name, place)
             if name == "load_parameters_path" and isinstance(path, Path) and not path.is_dir():
                 raise ValueError(f"load_parameters_path: expected a folder, found none at {place}")
-            if name == "dataset_path" and config.data.dataset == "tokens" and not isinstance(path, Path):
-                raise ValueError(
-                    f"dataset_path: expected a folder on the machines that train, which dataset_type=tokens maps into "
-                    f"their memory, got {place}; copy it there"
-                )
 
 
 def _path_of(name: str, place: str) -> AnyPath:
