@@ -84,6 +84,15 @@ def test_files_without_a_split_are_all_read_and_what_was_computed_from_them_is_n
     assert len(texts_in(opened(tmp_path))) == 3
 
 
+def test_a_file_that_is_found_by_two_paths_or_a_link_is_read_once(tmp_path):
+    write_parquet(tmp_path / "data" / "a.parquet", {"text": TEXTS})
+    (tmp_path / "data" / "b.parquet").symlink_to(tmp_path / "data" / "a.parquet")
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    paths = (str(tmp_path / "data"), str(tmp_path / "link"), str(tmp_path / "link" / "a.parquet"))
+    config = DataConfig(dataset_type="hf", dataset_path=paths, max_target_length=16, held_out=0.0, add_eos=False)
+    assert texts_in(open_data(config, 512, 1)) == sorted(TEXTS)
+
+
 def test_splits_of_which_none_is_to_train_on_have_to_be_named(tmp_path):
     for split in ("train_sft", "test_sft"):
         write_parquet(tmp_path / f"{split}-00000-of-00001.parquet", {"text": [split]})

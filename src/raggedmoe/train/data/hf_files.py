@@ -4,6 +4,7 @@ A dataset that `datasets` saved (`save_to_disk`) has arrow files, in a folder fo
 was downloaded has parquet files, whose names or folders say of which split they are.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,7 +36,11 @@ def read_dataset(
     """Yield the rows of datasets with their names and places: the files of a split, and those that are named."""
     roots = [as_path(path) for path in paths]
     found = [file for root in roots for file in select_tables(root, list_files_below(root, SUFFIXES), split)]
-    for path, name in {path: name for name, path in reversed(found)}.items():  # each once, however often it is named
+    # Each once, by whatever paths and links it is named: a row that is read twice could be trained on and held out.
+    files = {
+        os.path.realpath(path) if isinstance(path, Path) else str(path): (name, path) for name, path in reversed(found)
+    }
+    for name, path in files.values():
         for number, row in enumerate(read_rows(path, column), 1):
             yield f"{name}:{number}", path, row
 
