@@ -93,6 +93,22 @@ def test_a_file_that_is_found_by_two_paths_or_a_link_is_read_once(tmp_path):
     assert texts_in(open_data(config, 512, 1)) == sorted(TEXTS)
 
 
+def test_the_split_to_train_on_is_not_that_of_sets_to_evaluate_on(tmp_path):
+    for split, text in (("train_sft", "a"), ("test_sft", "b")):
+        write_parquet(tmp_path / f"{split}-00000-of-00001.parquet", {"text": [text * 20]})
+    write_parquet(tmp_path / "other" / "test-00000-of-00001.parquet", {"text": ["c" * 20]})
+    sets = (f"same={tmp_path / 'test_sft-00000-of-00001.parquet'}", f"other={tmp_path / 'other'}")
+    data = opened(tmp_path, dataset_split="train_sft", eval_paths=sets)
+    assert texts_in(data) == ["a" * 20]
+    assert {name: bytes(rows.tokens) for name, rows in data.evaluated.items()} == {
+        "same": b"b" * 20,
+        "other": b"c" * 20,
+    }
+    trained = tmp_path / "train_sft-00000-of-00001.parquet"
+    with pytest.raises(ValueError, match=r"eval_paths=it=.*: expected files that are not trained on, got .*train_sft"):
+        opened(tmp_path, dataset_split="train_sft", eval_paths=(f"it={trained}",))
+
+
 def test_splits_of_which_none_is_to_train_on_have_to_be_named(tmp_path):
     for split in ("train_sft", "test_sft"):
         write_parquet(tmp_path / f"{split}-00000-of-00001.parquet", {"text": [split]})

@@ -34,15 +34,21 @@ def read_dataset(
     paths: Sequence[str], split: str | None, column: str | None
 ) -> Iterator[tuple[str, AnyPath, dict[str, Any]]]:
     """Yield the rows of datasets with their names and places: the files of a split, and those that are named."""
-    roots = [as_path(path) for path in paths]
-    found = [file for root in roots for file in select_tables(root, list_files_below(root, SUFFIXES), split)]
-    # Each once, by whatever paths and links it is named: a row that is read twice could be trained on and held out.
-    files = {
-        os.path.realpath(path) if isinstance(path, Path) else str(path): (name, path) for name, path in reversed(found)
-    }
-    for name, path in files.values():
+    for name, path in find_tables(paths, split).values():
         for number, row in enumerate(read_rows(path, column), 1):
             yield f"{name}:{number}", path, row
+
+
+def find_tables(paths: Sequence[str], split: str | None) -> dict[str, tuple[str, AnyPath]]:
+    """Find the files of datasets, by their real places, with their names.
+
+    Each is found once, by whatever paths and links: a row that is read twice could be trained on and held out.
+    """
+    roots = [as_path(path) for path in paths]
+    found = [file for root in roots for file in select_tables(root, list_files_below(root, SUFFIXES), split)]
+    return {
+        os.path.realpath(path) if isinstance(path, Path) else str(path): (name, path) for name, path in reversed(found)
+    }
 
 
 def read_hf_files(config: DataConfig, paths: Sequence[str], tokenizer: TextTokenizer) -> Corpus:
