@@ -64,6 +64,20 @@ def test_a_cluster_that_jax_does_not_find_is_named_with_what_to_set():
     assert "set it to host:port of process 0, with RAGGEDMOE_NUM_PROCESSES and RAGGEDMOE_PROCESS_ID" in done.stderr
 
 
+def test_a_process_that_could_not_join_does_not_go_on_alone(monkeypatch):
+    monkeypatch.setattr(processes, "_has_looked", False)
+    for name, value in {**GIVEN, "RAGGEDMOE_PROCESS_ID": "4"}.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="expected 0 <= RAGGEDMOE_PROCESS_ID < RAGGEDMOE_NUM_PROCESSES, got 4, 4"):
+            processes.join_processes()
+    for name in GIVEN:
+        monkeypatch.delenv(name)
+    processes.join_processes()
+    monkeypatch.setenv("RAGGEDMOE_COORDINATOR", "nowhere")
+    processes.join_processes()  # it is alone, and has begun as such
+
+
 @pytest.mark.ci
 def test_scripts_join_by_one_call_and_end_together():
     with socket.create_server(("127.0.0.1", 0)) as server:
