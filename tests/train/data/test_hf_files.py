@@ -14,7 +14,7 @@ from raggedmoe.train.data.batches import open_data
 from raggedmoe.train.data.token_files import open_tokens
 from raggedmoe.train.settings.sections import DataConfig
 from raggedmoe.train.settings.words import read_words
-from tests.train.data.test_chat import LONG, SHORT, folder, rows_of, texts_of
+from tests.train.data.test_chat import LONG, PLAIN, SHORT, folder, rows_of, texts_of
 
 __all__ = ["folder"]  # the fixture: a tokenizer with a chat template
 TEXTS = [f"text {number}\n" * (number + 1) for number in range(30)]
@@ -141,6 +141,18 @@ def test_conversations_are_those_of_the_same_lines_of_jsonl(folder, tmp_path):
     assert texts_of(chat_of(folder, tmp_path / "pairs.parquet")) == [("2 + 2 = 4<|im_end|>", " 4<|im_end|>")]
     texts = chat_of(folder, tmp_path / "pairs.parquet", dataset_column="text", max_target_length=9)
     assert texts_of(texts)[0][0] == "not read<|im_end|>"
+
+
+def test_tools_are_read_beside_a_column_of_messages_that_is_named(folder, tmp_path):
+    tools = [[{"name": "add"}], None]
+    (folder / "chat_template.jinja").write_text("{% for tool in tools or [] %}{{ tool['name'] }}{% endfor %}" + PLAIN)
+    for name in ("talk", "messages"):
+        write_parquet(tmp_path / name / "a.parquet", {name: [SHORT, LONG], "tools": tools, "body": ["x", None]})
+    found = texts_of(chat_of(folder, tmp_path / "talk", dataset_column="talk"))
+    assert found == texts_of(chat_of(folder, tmp_path / "messages"))
+    assert [text.startswith("add") for text, _ in found].count(True) == 1
+    rows = hf_files.read_rows(tmp_path / "talk" / "a.parquet", "body")
+    assert list(rows) == [{"text": "x"}, {"text": None}]
 
 
 def test_what_is_wrong_is_named(folder, tmp_path):

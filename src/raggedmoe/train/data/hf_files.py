@@ -129,6 +129,8 @@ def read_rows(path: AnyPath, column: str | None) -> Iterator[dict[str, Any]]:
             row = {kind: values[name] for kind, name in columns.items()}
             if TEXT in row and isinstance(row[TEXT], list):
                 row[MESSAGES] = row.pop(TEXT)
+            elif TEXT in row:
+                row.pop(TOOLS, None)  # which are of conversations
             if TEXT in row and not isinstance(row[TEXT], str | None):
                 raise ValueError(f"{path}, row {number}: expected text, or a list of messages, got {row[TEXT]!r:.80}")
             yield row
@@ -139,7 +141,7 @@ def _columns(path: AnyPath, names: Sequence[str], column: str | None) -> dict[st
     if column is not None:
         if column not in names:
             raise ValueError(f"{path}: expected a column {column}, got {', '.join(names)}; see dataset_column")
-        return {TEXT: column}
+        return {TEXT: column, TOOLS: TOOLS} if TOOLS in names and column != TOOLS else {TEXT: column}
     for kinds in ((MESSAGES,), (PROMPT, COMPLETION), (TEXT,)):
         if all(kind in names for kind in kinds):
             read = kinds if TEXT in kinds or TOOLS not in names else (*kinds, TOOLS)
