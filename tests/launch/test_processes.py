@@ -1,9 +1,11 @@
 """What the environment says of a process, what a process alone does, and in which order one leaves its run."""
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,8 @@ import pytest
 from raggedmoe.launch import processes
 from raggedmoe.launch.peers import FAILED_GRACE_SECONDS
 from raggedmoe.launch.processes import ProcessInfo, read_process_info
+from raggedmoe.train.loop import loop
+from raggedmoe.train.settings.config import TrainConfig
 
 GIVEN = {
     "RAGGEDMOE_COORDINATOR": "10.0.0.1:1234",
@@ -151,3 +155,36 @@ def test_failed_it_waits_some_seconds_and_exits(said):
     waits = [("all ended", FAILED_GRACE_SECONDS + 1), ("all gone", FAILED_GRACE_SECONDS)]
     assert said == [("end", 1, True), *waits, ("exit", 1)]
     assert processes._membership.failed is True
+
+
+@pytest.mark.parametrize(("code", "exits_with"), [(0, 1), (processes.CANNOT_WRITE, processes.CANNOT_WRITE)])
+def test_a_script_whose_last_training_failed_says_so_at_its_end(said, monkeypatch, code, exits_with):
+    monkeypatch.setattr(processes, "_failure_code", 0)
+    processes.note_end(code, failed=True)
+    processes._leave_at_exit()
+    waits = [("all ended", FAILED_GRACE_SECONDS + 1), ("all gone", FAILED_GRACE_SECONDS)]
+    assert said == [("end", exits_with, True), *waits, ("exit", exits_with)]
+
+
+def test_a_script_that_trained_again_after_a_failure_ends_in_order(said, monkeypatch):
+    monkeypatch.setattr(processes, "_failure_code", 0)
+    processes.note_end(1, failed=True)
+    processes.note_end(3, failed=False)
+    processes._leave_at_exit()
+    assert said == [("end", 0, False), ("all ended", None), ("close",)]
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [(ValueError("mine"), 1), (SystemExit(0), 1), (processes.CANNOT_WRITE, 74), (3, 0), (0, 0)]
+)
+def test_training_notes_how_it_ended(monkeypatch, end, code):
+    def check_and_train(*values):
+        if isinstance(end, BaseException):
+            raise end
+        return loop.RunOutcome(code=end, text="", folder=Path())
+
+    monkeypatch.setattr(processes, "_failure_code", 0)
+    monkeypatch.setattr(loop, "_check_and_train", check_and_train)
+    with pytest.raises(type(end)) if isinstance(end, BaseException) else contextlib.nullcontext():
+        loop.train(TrainConfig())
+    assert processes._failure_code == code

@@ -156,7 +156,24 @@ def join_processes() -> None:
             return
         join()
         if _membership is not None:
-            atexit.register(leave, 0)
+            atexit.register(_leave_at_exit)
+
+
+_failure_code = 0  # that of the last training here, if it failed
+
+
+def note_end(code: int, *, failed: bool) -> None:
+    """Remember how a training ended, for the end of a script, which goes on after it."""
+    global _failure_code
+    _failure_code = (code or 1) if failed else 0
+
+
+def _leave_at_exit() -> None:
+    """End a script together with the other processes: in order, unless its last training failed.
+
+    Those may wait in a collective for a process whose training failed, whatever the script has made of the error.
+    """
+    leave(_failure_code, failed=_failure_code != 0)
 
 
 @contextlib.contextmanager
