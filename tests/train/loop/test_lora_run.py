@@ -219,3 +219,26 @@ def test_adapters_are_trained_on_from_their_own_folder(words, whole):
     assert outcome.code == 0, outcome.text
     assert outcome.model.config.lora == whole.model.config.lora
     assert dataclasses.replace(outcome.model.companions.base) == whole.model.companions.base
+
+
+def _with_word(words, word):
+    """Give a setting another value."""
+    name = word.partition("=")[0]
+    return (*(other for other in words if not other.startswith(f"{name}=")), word)
+
+
+@pytest.mark.parametrize("word", ["lora_alpha=64", "lora_rank=3", "lora_targets=attention", "lora_router=frozen"])
+def test_adapters_of_a_folder_that_are_not_those_of_the_settings_are_refused(words, whole, base, word):
+    """With another factor, they would compute something else."""
+    words = (f"model_name={base}", *words[1:], f"load_parameters_path={whole.folder / 'model'}")
+    with pytest.raises(
+        ValueError, match=r"lora_rank=2 lora_alpha=32.0 .*model itself \(model_name\) without lora_rank"
+    ):
+        run_training((*_with_word(words, word), "run_name=other"))
+
+
+@pytest.mark.parametrize("word", ["lora_alpha=64", "lora_rank=3", "lora_router=frozen"])
+def test_a_branch_with_other_adapters_than_its_parents_is_refused(words, whole, base, word):
+    words = (f"model_name={base}", *words[1:])
+    with pytest.raises(ValueError, match=f"init_from=.*{word}.*, got one of lora_rank=2 lora_alpha=32.0 "):
+        run_training((*_with_word(words, word), f"init_from={whole.folder}", "run_name=other"))
