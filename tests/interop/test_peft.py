@@ -134,6 +134,8 @@ def test_what_cannot_be_read_is_refused_by_name(base, tmp_path):
     for change, message in (
         ({"use_dora": True}, "use_dora"),
         ({"peft_type": "IA3"}, "peft_type"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights .*got 'pissa_niter_4'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights .*got 'olora'"),
         ({"base_model_name_or_path": "some/hub-name"}, "base_model_name_or_path"),
     ):
         changed(tmp_path / "peft", **change)
@@ -151,7 +153,9 @@ def test_what_cannot_be_read_is_refused_by_name(base, tmp_path):
         with pytest.raises(ValueError, match=message):
             interop.load(tmp_path / "peft")
     path.write_bytes(whole)
-    interop.load(tmp_path / "peft")
+    for beginning in (None, True, False, "gaussian", "eva", "orthogonal"):
+        changed(tmp_path / "peft", init_lora_weights=beginning)
+        interop.load(tmp_path / "peft")
 
 
 def test_what_peft_has_no_form_for_is_refused(base, tmp_path):

@@ -49,6 +49,8 @@ PLAIN = {
     "layer_replication": (None,),
     "arrow_config": (None,),
 }
+# How adapters begin beside the base as it is. Other ways, such as PiSSA, change the base's own weights first.
+BESIDE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 def save_peft(
@@ -283,6 +285,12 @@ def _check_plain(description: Mapping[str, Any], path: AnyPath) -> None:
     for name, plain in PLAIN.items():
         if description.get(name) not in plain:
             raise ValueError(f"{path}: {name}={description[name]!r} is not built; expected {plain[-1]!r}")
+    if (how := description.get("init_lora_weights")) not in BESIDE_BASE:
+        raise ValueError(
+            f"{path}: expected init_lora_weights to be one of {BESIDE_BASE}, got {how!r}, which changes the base's own "
+            "weights, so that the adapters are beside others; write them with PEFT's "
+            "save_pretrained(path_initial_model_for_weight_conversion=…), or merge them there"
+        )
 
 
 class _Scales:
