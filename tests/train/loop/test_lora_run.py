@@ -213,6 +213,12 @@ def test_adapters_without_parameters_to_stand_beside_are_refused(words):
         run_training((*words, "lora_targets=attention.nothing", "run_name=none"))
 
 
+def test_a_folder_with_adapters_is_not_begun_from_scratch(words, whole):
+    kept = [word for word in words[1:] if not word.startswith("lora_")]
+    with pytest.raises(ValueError, match="from_scratch=true: expected a model of weights alone"):
+        run_training((*kept, f"model_name={whole.folder / 'model'}", "from_scratch=true", "run_name=none"))
+
+
 def test_adapters_are_trained_on_from_their_own_folder(words, whole):
     kept = [word for word in words[1:] if not word.startswith("lora_")]
     outcome = run_training((*kept, f"load_parameters_path={whole.folder / 'model'}", "run_name=more"))
