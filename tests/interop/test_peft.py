@@ -167,6 +167,15 @@ def test_what_peft_has_no_form_for_is_refused(base, tmp_path):
     gpt_oss = adapted(saved_base(tmp_path / "gpt-oss", "gpt-oss-tiny"), dataclasses.replace(LORA, router="frozen"))
     with pytest.raises(ValueError, match="lora_targets=attention"):
         interop.save_peft(gpt_oss, tmp_path / "peft")
+    for matrix in ("moe.wi_0", "moe.wi_1"):
+        one = adapted(tmp_path / "gpt-oss", LoraConfig(rank=2, targets=("attention", matrix)))
+        with pytest.raises(ValueError, match="lora_targets=attention"):
+            interop.save_peft(one, tmp_path / "peft")
+    for name in ("gpt-oss", "mixtral"):
+        folder = tmp_path / name if name == "gpt-oss" else saved_base(tmp_path / name, "mixtral-tiny")
+        routed = adapted(folder, dataclasses.replace(LORA, targets=("attention",)))
+        with pytest.raises(ValueError, match="expected lora_router=frozen, got trained"):
+            interop.save_peft(routed, tmp_path / "peft")
 
 
 # --- PEFT itself
