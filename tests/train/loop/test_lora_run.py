@@ -248,3 +248,14 @@ def test_a_branch_with_other_adapters_than_its_parents_is_refused(words, whole, 
     words = (f"model_name={base}", *words[1:])
     with pytest.raises(ValueError, match=f"init_from=.*{word}.*, got one of lora_rank=2 lora_alpha=32.0 "):
         run_training((*_with_word(words, word), f"init_from={whole.folder}", "run_name=other"))
+
+
+def test_what_frozen_routers_do_not_read_is_said(base):
+    said = ("bias_update_rate=0.5", "opt_type=muon", "muon_beta=0.9")
+    frozen, trained = (
+        resolve(read_words((str(base), "lora_rank=2", f"lora_router={router}", *said)), hardware_by_name("cpu")).notes
+        for router in ("frozen", "trained")
+    )
+    for word in said:
+        assert any(note.startswith(f"{word}: changes nothing: ") for note in frozen), word
+        assert not any(note.startswith(f"{word}: changes nothing: ") for note in trained), word
