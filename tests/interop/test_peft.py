@@ -134,6 +134,8 @@ def test_what_cannot_be_read_is_refused_by_name(base, tmp_path):
     for change, message in (
         ({"use_dora": True}, "use_dora"),
         ({"peft_type": "IA3"}, "peft_type"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights .*got 'pissa_niter_4'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights .*got 'olora'"),
         ({"base_model_name_or_path": "some/hub-name"}, "base_model_name_or_path"),
     ):
         changed(tmp_path / "peft", **change)
@@ -151,7 +153,9 @@ def test_what_cannot_be_read_is_refused_by_name(base, tmp_path):
         with pytest.raises(ValueError, match=message):
             interop.load(tmp_path / "peft")
     path.write_bytes(whole)
-    interop.load(tmp_path / "peft")
+    for beginning in (None, True, False, "gaussian", "eva", "orthogonal"):
+        changed(tmp_path / "peft", init_lora_weights=beginning)
+        interop.load(tmp_path / "peft")
 
 
 def test_what_peft_has_no_form_for_is_refused(base, tmp_path):
@@ -163,6 +167,15 @@ def test_what_peft_has_no_form_for_is_refused(base, tmp_path):
     gpt_oss = adapted(saved_base(tmp_path / "gpt-oss", "gpt-oss-tiny"), dataclasses.replace(LORA, router="frozen"))
     with pytest.raises(ValueError, match="lora_targets=attention"):
         interop.save_peft(gpt_oss, tmp_path / "peft")
+    for matrix in ("moe.wi_0", "moe.wi_1"):
+        one = adapted(tmp_path / "gpt-oss", LoraConfig(rank=2, targets=("attention", matrix)))
+        with pytest.raises(ValueError, match="lora_targets=attention"):
+            interop.save_peft(one, tmp_path / "peft")
+    for name in ("gpt-oss", "mixtral"):
+        folder = tmp_path / name if name == "gpt-oss" else saved_base(tmp_path / name, "mixtral-tiny")
+        routed = adapted(folder, dataclasses.replace(LORA, targets=("attention",)))
+        with pytest.raises(ValueError, match="expected lora_router=frozen, got trained"):
+            interop.save_peft(routed, tmp_path / "peft")
 
 
 # --- PEFT itself

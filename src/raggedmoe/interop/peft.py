@@ -36,6 +36,7 @@ from raggedmoe.storage import AnyPath, as_path
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+EXPERT_MATRICES = ("moe.wi_0", "moe.wi_1", "moe.wo")
 EXPERTS = ".moe.w"  # in the names of what PEFT has joined on transformers 5
 # Settings of PEFT that change what an adapter computes, and the values with which they do not.
 PLAIN = {
@@ -49,6 +50,8 @@ PLAIN = {
     "layer_replication": (None,),
     "arrow_config": (None,),
 }
+# How adapters begin beside the base as it is. Other ways, such as PiSSA, change the base's own weights first.
+BESIDE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 def save_peft(
@@ -66,16 +69,16 @@ def save_peft(
     if lora is None:
         raise ValueError("expected a model with adapters, got one of weights alone; write it with interop.save")
     family = family_by_model_type(config.family, "the model")
-    if "per_expert" not in family.experts and lora.has_target("moe.wo"):
+    if "per_expert" not in family.experts and any(map(lora.has_target, EXPERT_MATRICES)):
         raise ValueError(
             f"{config.family}: PEFT's form of adapters on its experts is not known here; merge them (raggedmoe "
             "export --merge), or train with lora_targets=attention"
         )
     is_trained_router = lora.router == "trained"
-    if is_trained_router and family.model_type == "mixtral":
+    if is_trained_router and family.model_type in ("mixtral", "gpt_oss"):  # another name in each version; no mlp.gate
         raise ValueError(
-            "mixtral: PEFT looks for a trained router under another name in each version of transformers; merge the "
-            "adapters (raggedmoe export --merge), or train with lora_router=frozen"
+            f"{config.family}: expected lora_router=frozen, got trained, whose name in PEFT's form is not that of the "
+            "other families; merge the adapters (raggedmoe export --merge), or train with lora_router=frozen"
         )
     every = param_specs(replace(config, lora=replace(lora, targets=tuple(GROUPS))))
     known = None if model.companions is None else model.companions.base
@@ -283,6 +286,12 @@ def _check_plain(description: Mapping[str, Any], path: AnyPath) -> None:
     for name, plain in PLAIN.items():
         if description.get(name) not in plain:
             raise ValueError(f"{path}: {name}={description[name]!r} is not built; expected {plain[-1]!r}")
+    if (how := description.get("init_lora_weights")) not in BESIDE_BASE:
+        raise ValueError(
+            f"{path}: expected init_lora_weights to be one of {BESIDE_BASE}, got {how!r}, which changes the base's own "
+            "weights, so that the adapters are beside others; write them with PEFT's "
+            "save_pretrained(path_initial_model_for_weight_conversion=…), or merge them there"
+        )
 
 
 class _Scales:

@@ -213,9 +213,49 @@ def test_adapters_without_parameters_to_stand_beside_are_refused(words):
         run_training((*words, "lora_targets=attention.nothing", "run_name=none"))
 
 
+def test_a_folder_with_adapters_is_not_begun_from_scratch(words, whole):
+    kept = [word for word in words[1:] if not word.startswith("lora_")]
+    with pytest.raises(ValueError, match="from_scratch=true: expected a model of weights alone"):
+        run_training((*kept, f"model_name={whole.folder / 'model'}", "from_scratch=true", "run_name=none"))
+
+
 def test_adapters_are_trained_on_from_their_own_folder(words, whole):
     kept = [word for word in words[1:] if not word.startswith("lora_")]
     outcome = run_training((*kept, f"load_parameters_path={whole.folder / 'model'}", "run_name=more"))
     assert outcome.code == 0, outcome.text
     assert outcome.model.config.lora == whole.model.config.lora
     assert dataclasses.replace(outcome.model.companions.base) == whole.model.companions.base
+
+
+def _with_word(words, word):
+    """Give a setting another value."""
+    name = word.partition("=")[0]
+    return (*(other for other in words if not other.startswith(f"{name}=")), word)
+
+
+@pytest.mark.parametrize("word", ["lora_alpha=64", "lora_rank=3", "lora_targets=attention", "lora_router=frozen"])
+def test_adapters_of_a_folder_that_are_not_those_of_the_settings_are_refused(words, whole, base, word):
+    """With another factor, they would compute something else."""
+    words = (f"model_name={base}", *words[1:], f"load_parameters_path={whole.folder / 'model'}")
+    with pytest.raises(
+        ValueError, match=r"lora_rank=2 lora_alpha=32.0 .*model itself \(model_name\) without lora_rank"
+    ):
+        run_training((*_with_word(words, word), "run_name=other"))
+
+
+@pytest.mark.parametrize("word", ["lora_alpha=64", "lora_rank=3", "lora_router=frozen"])
+def test_a_branch_with_other_adapters_than_its_parents_is_refused(words, whole, base, word):
+    words = (f"model_name={base}", *words[1:])
+    with pytest.raises(ValueError, match=f"init_from=.*{word}.*, got one of lora_rank=2 lora_alpha=32.0 "):
+        run_training((*_with_word(words, word), f"init_from={whole.folder}", "run_name=other"))
+
+
+def test_what_frozen_routers_do_not_read_is_said(base):
+    said = ("bias_update_rate=0.5", "opt_type=muon", "muon_beta=0.9")
+    frozen, trained = (
+        resolve(read_words((str(base), "lora_rank=2", f"lora_router={router}", *said)), hardware_by_name("cpu")).notes
+        for router in ("frozen", "trained")
+    )
+    for word in said:
+        assert any(note.startswith(f"{word}: changes nothing: ") for note in frozen), word
+        assert not any(note.startswith(f"{word}: changes nothing: ") for note in trained), word

@@ -100,7 +100,13 @@ def test_a_refusal_names_the_most_layers_and_the_models_that_fit(text):
 def test_a_model_that_does_not_fit_whole_fits_with_adapters():
     """16 billion parameters on one chip of 80 GB: 251 GB to train them, 36 GB with adapters beside them."""
     model, memory = model_preset("deepseek2-16b"), HARDWARE["h100"].hbm_bytes
-    assert "lora_rank=16 beside the weights of a checkpoint in bfloat16" in refusal("deepseek2-16b", memory)
+    model = dataclasses.replace(model, dtype=jnp.bfloat16)
+    # Frozen weights have at least the activations' type.
+    offer = "lora_rank=16 beside the weights of a checkpoint in"
+    for dtype, available, word in ((jnp.bfloat16, memory, "bfloat16"), (jnp.float32, 2 * memory, "float32")):
+        with pytest.raises(ValueError, match=f"{offer} {word}"):
+            check_fit("deepseek2-16b", dataclasses.replace(model, dtype=dtype), 0, available)
+    assert "lora_rank" not in refusal("deepseek2-16b", memory)
     assert "lora_rank" not in refusal("deepseek2-16b", 24 * GB)
     beside = dataclasses.replace(model, lora=LoraConfig(rank=16), param_dtype=jnp.bfloat16)
     check_fit("deepseek2-16b", beside, 0, memory)

@@ -27,7 +27,7 @@ from raggedmoe.train.data.batches import Data
 from raggedmoe.train.loop import run_folder
 from raggedmoe.train.loop.metrics import MetricsWriter, NoMetrics
 from raggedmoe.train.loop.screen import Screen
-from raggedmoe.train.loop.start import Base, Start, branched_start, resumed_start
+from raggedmoe.train.loop.start import Base, Start, branched_start, lora_settings, resumed_start
 from raggedmoe.train.settings.config import TrainConfig, list_changes
 from raggedmoe.train.settings.resolve import ResolvedConfig, run_folder_of
 from raggedmoe.train.settings.words import read_values
@@ -202,6 +202,12 @@ def load_base(config: ResolvedConfig, sharding: TrainSharding) -> Base | None:
             f"{config.asked.model_name}, of which there are none; name the folder of a checkpoint"
         )
     loaded = interop.load(folder, dtype=model.dtype, param_dtype=model.param_dtype, progress=True)
+    if loaded.config.lora not in (None, model.lora):
+        raise ValueError(
+            f"load_parameters_path={folder}: expected no adapters, or those of {lora_settings(model.lora)}, got a "
+            f"folder with adapters of {lora_settings(loaded.config.lora)}; name the folder as the model itself "
+            "(model_name) without lora_rank, lora_alpha, lora_targets and lora_router, or give these its values"
+        )
     specs = param_specs(model)
     new = {name for name in specs if is_adapter(name) and name not in loaded.params}
     _check_params(config, loaded.params, {name: spec for name, spec in specs.items() if name not in new}, folder)

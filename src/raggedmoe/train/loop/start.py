@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from raggedmoe.lora import LoraConfig
 from raggedmoe.models.companions import AdapterBase
 from raggedmoe.params import Params
 from raggedmoe.sharding.training import TrainSharding
@@ -12,7 +13,7 @@ from raggedmoe.train.checkpoint.checkpoints import RestoredCheckpoint
 from raggedmoe.train.checkpoint.stored import StoredCheckpoint
 from raggedmoe.train.data.batches import Data
 from raggedmoe.train.loop.record import RUN
-from raggedmoe.train.loop.saved_run import RUN_FORMS, SavedRun, find_run
+from raggedmoe.train.loop.saved_run import RUN_FORMS, SavedRun, find_run, stored_model
 from raggedmoe.train.settings.config import TrainConfig
 from raggedmoe.train.settings.resolve import ResolvedConfig
 from raggedmoe.train.settings.words import read_values
@@ -142,11 +143,28 @@ def _check_adapters(config: ResolvedConfig, stored: StoredCheckpoint, base: Base
             f"{named}: expected a run of adapters beside {base.origin.folder}, got one of whole weights; to train "
             f"adapters beside those, use load_parameters_path={stored.path.parent.parent / 'model'} without init_from"
         )
+    if base is not None and theirs is not None:
+        ours, lora = config.step.model.lora, stored_model(stored.manifest.extra, str(stored.path)).lora
+        assert ours is not None
+        assert lora is not None
+        if replace(ours, targets=lora.targets) != lora:  # other targets have other arrays, which are compared
+            raise ValueError(
+                f"{named}: expected a run of adapters of {lora_settings(ours)}, got one of {lora_settings(lora)}, "
+                "which learned with another factor, size or router; give lora_rank, lora_alpha and lora_router its "
+                "values"
+            )
     if base is not None and theirs is not None and theirs["fingerprint"] != base.origin.fingerprint:
         raise ValueError(
             f"{named}: expected a run of adapters beside {base.origin.folder}, got one beside other weights, those of "
             f"{theirs['folder']}"
         )
+
+
+def lora_settings(lora: LoraConfig) -> str:
+    """Say what adapters are, in the words of the settings."""
+    return (
+        f"lora_rank={lora.rank} lora_alpha={lora.alpha} lora_targets={','.join(lora.targets)} lora_router={lora.router}"
+    )
 
 
 def _with_weights(

@@ -64,7 +64,16 @@ def _decays_at_the_end(config: TrainConfig, step: ResolvedStep) -> bool:
 
 
 def _has_muon(config: TrainConfig, step: ResolvedStep) -> bool:
-    return config.optimizer.opt_type == "muon"
+    return config.optimizer.opt_type == "muon" and _trains_routers(step)  # adapters are AdamW's
+
+
+def _trains_routers(step: ResolvedStep) -> bool:
+    """Tell whether routers are trained; beside adapters they are the only weights that may be."""
+    return step.model.lora is None or step.model.lora.router == "trained"
+
+
+def _has_bias(config: TrainConfig, step: ResolvedStep) -> bool:
+    return step.model.moe.router.selection_bias and _trains_routers(step)
 
 
 def _traces(config: TrainConfig, step: ResolvedStep) -> bool:
@@ -101,9 +110,10 @@ MUON_SETTINGS = ("muon_beta", "muon_consistent_rms", "muon_weight_decay")
 LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets", "lora_router")
 # Settings that are read only if something else is so: the condition, and what to say.
 READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
-    "bias_update_rate": (
-        lambda config, step: step.model.moe.router.selection_bias,
-        "its routers have no selection bias",
+    "bias_update_rate": (_has_bias, "its routers have no selection bias, or are frozen"),
+    "opt_type": (
+        lambda config, step: config.optimizer.opt_type != "muon" or _trains_routers(step),
+        "AdamW trains adapters, and nothing else learns",
     ),
     "mtp_loss_weight": (lambda config, step: step.model.mtp_layers > 0, "it has no multi-token prediction"),
     "dataset_suffixes": (
@@ -138,7 +148,7 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
         LORA_SETTINGS[1:],
         (lambda config, step: config.overrides.lora_rank is not None, "there are no adapters: it belongs to lora_rank"),
     ),
-    **dict.fromkeys(MUON_SETTINGS, (_has_muon, "it belongs to opt_type=muon")),
+    **dict.fromkeys(MUON_SETTINGS, (_has_muon, "it belongs to opt_type=muon, which trains no adapter")),
     "weight_decay_of": (lambda config, step: config.optimizer.weight_decay > 0, "nothing decays"),
     "final_fraction": (
         lambda config, step: config.optimizer.schedule != "constant",
@@ -212,10 +222,6 @@ def _has_padding(config: TrainConfig, step: ResolvedStep) -> bool:
 
 def _accumulates(config: TrainConfig, step: ResolvedStep) -> bool:
     return step.micro_batches > 1
-
-
-def _has_bias(config: TrainConfig, step: ResolvedStep) -> bool:
-    return step.model.moe.router.selection_bias
 
 
 # Where a setting that MaxText has too gives another number than there: the setting, the condition, and what to say.

@@ -190,6 +190,11 @@ def _make_lora(config: TrainConfig, of_folder: LoraConfig | None) -> LoraConfig 
     """Make what is to be adapted; None: the weights themselves are trained. A folder with adapters says it itself."""
     overrides = config.overrides
     if of_folder is not None:
+        if config.run.from_scratch:
+            raise ValueError(
+                f"from_scratch=true: expected a model of weights alone, got {config.model_name}, which has adapters: "
+                "what they are beside does not learn; leave it out, or name the model that they are for"
+            )
         named = [name for name in LORA_SETTINGS if config.is_given(name)]
         if named:
             raise ValueError(

@@ -161,9 +161,10 @@ def _fitting_alternatives(config: ModelConfig, available: int, plan: Plan, optim
     if most and first_layers(config, most).moe_layers:
         alternatives.append(f"num_layers={most} of its {config.num_layers}")
     if config.lora is None:
-        beside = replace(config, lora=LoraConfig(rank=ADAPTER_RANK), param_dtype=jnp.bfloat16)
+        frozen = jnp.promote_types(jnp.bfloat16, config.dtype)  # the wider of stored and activation type
+        beside = replace(config, lora=LoraConfig(rank=ADAPTER_RANK), param_dtype=frozen)
         if state_bytes(beside, plan, optimizer).total <= 0.75 * available:
-            alternatives.append(f"lora_rank={ADAPTER_RANK} beside the weights of a checkpoint in bfloat16")
+            alternatives.append(f"lora_rank={ADAPTER_RANK} beside the weights of a checkpoint in {frozen.name}")
     smaller = [
         name
         for name, other in PRESETS.items()
