@@ -47,8 +47,8 @@ CASES = {
     "ring-alone": ("ring", E5M2, {"expert": 8}, 8, "output", {"token_chunks": 2}),
     "all_to_all-tensor": ("all_to_all", INT8, {"fsdp": 2, "expert": 2, "tensor": 2}, 32, "output", {}),
 }
-MARKS = dict.fromkeys(CASES, pytest.mark.ci) | dict.fromkeys(("ring-alone", "all_to_all-tensor"), pytest.mark.slow)
-QUICK = ("all_to_all", "ring")
+MARKS = {**dict.fromkeys(CASES, pytest.mark.ci), "ring": (), "ring-alone": pytest.mark.slow}
+MARKS["all_to_all-tensor"] = pytest.mark.slow
 
 
 def config_of(weigh):
@@ -120,9 +120,7 @@ def planned(config, execution, plan, num_tokens, *, forward_alone=False):
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else MARKS[name]) for name in CASES], ids=str
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in CASES])
 def test_the_layer_is_that_of_quantised_tokens_and_sends_what_the_plan_says(name):
     strategy, qtype, degrees, num_tokens, weigh, chunks = CASES[name]
     execution = MoEExecution(strategy=strategy, kernels=KERNELS, dispatch_dtype=qtype, **chunks)
@@ -143,7 +141,7 @@ def test_the_layer_is_that_of_quantised_tokens_and_sends_what_the_plan_says(name
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", ["all_to_all", "ring"])
 def test_forward_alone_sends_what_the_plan_says_of_it(name):
     strategy, qtype, degrees, num_tokens, weigh, chunks = CASES[name]
     execution = MoEExecution(strategy=strategy, kernels=KERNELS, dispatch_dtype=qtype, **chunks)
