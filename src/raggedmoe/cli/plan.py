@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raggedmoe.aot.collectives import (
+    TPU_ROW_UNIT,
     Collective,
     StepSizes,
     collectives_across_slices,
@@ -75,6 +76,7 @@ def plan(
         num_sequences=sequences,
         dtype=str(np.dtype(model.dtype)),
         ragged=chip.platform != "cpu",
+        row_unit=TPU_ROW_UNIT if chip.platform == "tpu" else 1,
     )
     collectives = layer_collectives(model.moe_layer, execution.moe, made, step)
     across = collectives_across_slices(config.step, made, step)

@@ -67,8 +67,9 @@ class MoEExecution:
     def __post_init__(self) -> None:
         check_sizes(self, "token_chunks", "width_chunks")
         check_known("tensor_split", self.tensor_split, SPLITS)
-        if self.strategy is not None:
-            check_known("strategy", self.strategy, STRATEGIES)
+        for name, known in (("strategy", STRATEGIES), ("dispatch_dtype", LHS_FORMATS)):
+            if getattr(self, name) is not None:
+                check_known(name, getattr(self, name), known)
         for operation, choice in vars(self.kernels or KernelChoice()).items():
             named = getattr(self.backend.kernels, operation)
             if "auto" not in (choice, named) and choice != named:
@@ -102,8 +103,6 @@ class MoEExecution:
                 )
         if self.ragged_buffer_factor is not None and not 0 < self.ragged_buffer_factor < math.inf:
             raise ValueError(f"expected ragged_buffer_factor > 0, or None, got {self.ragged_buffer_factor}")
-        if self.dispatch_dtype is not None:
-            check_known("dispatch_dtype", self.dispatch_dtype, LHS_FORMATS)
 
     @property
     def backend(self) -> Backend:
