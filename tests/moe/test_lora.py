@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from raggedmoe import ExpertConfig, KernelChoice, MoEExecution, Plan
+from raggedmoe import ExpertConfig, KernelChoice, MoE, MoEExecution, Plan
 from raggedmoe.kernels.native.library import takes
 from raggedmoe.kernels.quantize import quantize
 from raggedmoe.lora import LoraConfig, is_adapter
@@ -202,3 +203,12 @@ def test_what_is_sent_for_adapters_is_what_the_plan_says():
     assert {kind: num for kind, num in found.items() if kind[0] == "all-gather"} == {
         kind: num for kind, num in expected.items() if kind[0] == "all-gather"
     }
+
+
+def test_a_layer_none_of_whose_matrices_is_a_target_is_refused():
+    """Every weight would be frozen, and nothing would learn."""
+    for targets in (("attention",), ("moe.nothing",)):
+        config = dataclasses.replace(CONFIG, lora=LoraConfig(rank=RANK, targets=targets))
+        with pytest.raises(ValueError, match=f"lora: expected targets that this layer has.*got {targets[0]}"):
+            MoE(config, rngs=nnx.Rngs(0))
+    assert MoE(CONFIG, rngs=nnx.Rngs(0)).wo_lora_a.shape == (4, RANK, 4)

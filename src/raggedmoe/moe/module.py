@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Integer
 
 from raggedmoe.kernels.qarray import Quantized, check_operand
+from raggedmoe.lora import check_adapted
 from raggedmoe.moe.config import MoEConfig, check_execution, strategy_name
 from raggedmoe.moe.dispatch import check_has_mesh
 from raggedmoe.moe.execution import MoEExecution
@@ -70,7 +71,7 @@ class MoE(nnx.Module):
         check_execution(config, execution)
         check_has_mesh(strategy_name(config, execution), mesh)
         self.config, self.execution, self.mesh = config, execution, logical_mesh(mesh, mesh_axes)
-        specs = config.param_specs()
+        specs = check_adapted(config.param_specs(), config.lora)
         params = make_params(specs, params, rngs, self.mesh, execution.tensor_split)
         for name, spec in specs.items():
             param, kind = params[name], KINDS[spec.updated_by]
@@ -95,12 +96,11 @@ class MoE(nnx.Module):
     @property
     def params(self) -> Params:
         """The weights as the functional core takes them, their axes and shapes checked."""
-        params = {}
-        for name, spec in self.config.param_specs().items():
-            variable = getattr(self, name)
-            params[name] = variable.get_value()
-            check_param(name, spec, params[name], tuple(variable.get_metadata().get("axes", spec.axes)))
-        return params
+        specs = self.config.param_specs()
+        variables = {name: getattr(self, name) for name in specs}
+        for name, held in variables.items():
+            check_param(name, specs[name], held.get_value(), tuple(held.get_metadata().get("axes", specs[name].axes)))
+        return {name: held.get_value() for name, held in variables.items()}
 
     def __call__(
         self,
