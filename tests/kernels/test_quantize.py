@@ -93,3 +93,13 @@ def test_a_scale_that_does_not_divide_and_an_unknown_format_are_refused():
         absmax_scale(jnp.ones((6, 8)), "int8", (4, 1))
     with pytest.raises(ValueError, match=r"'int4'.*expected one of float8_e4m3fn"):
         quantize(jnp.ones((6, 8)), "int4", (6, 1))
+
+
+@pytest.mark.parametrize("qtype", FORMATS)
+def test_chance_makes_no_more_of_the_largest_value(qtype, monkeypatch):
+    """A number just below one, added to it, would be rounded to one more, which float8 has as inf or NaN."""
+    just_below = np.nextafter(np.float32(1), np.float32(0))
+    monkeypatch.setattr(jax.random, "uniform", lambda key, shape, dtype: jnp.full(shape, just_below, dtype))
+    largest = LARGEST[qtype] * np.asarray([1, -1], np.float32)
+    found = encode(jnp.asarray(largest), jnp.ones(1), qtype, jax.random.key(0))
+    np.testing.assert_array_equal(np.asarray(found).astype(np.float32), largest)

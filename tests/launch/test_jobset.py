@@ -303,15 +303,19 @@ def test_a_folder_in_an_object_store_needs_no_claim_but_credentials(monkeypatch,
 
 def test_what_pods_would_not_find_is_said(monkeypatch, capsys):
     words = (*DEEPSEEK, "dataset_type=text", "dataset_path=s3://bucket/text,/data/text", "tokenizer_path=/runs/t.json")
+    words = (*words, "eval_paths=news=/data/news,old=s3://bucket/old,mine=/runs/mine")
     code, _, error = raggedmoe(monkeypatch, capsys, *RENDER, *words, "base_output_directory=s3://bucket/runs")
     assert code == 0
-    for word in ("dataset_path=/data/text", "tokenizer_path=/runs/t.json"):
+    for word in ("dataset_path=/data/text", "tokenizer_path=/runs/t.json", "eval_paths=/data/news"):
         assert f"{word}: there is no --claim: pods find it only if the image has it" in error
     assert "s3://bucket/text:" not in error
+    assert "s3://bucket/old:" not in error
     claimed = (*RENDER, "--claim", "runs:/runs", *words, "base_output_directory=/runs")
     code, _, error = raggedmoe(monkeypatch, capsys, *claimed)
     assert code == 0
     assert "dataset_path=/data/text: it is not in /runs, where --claim is mounted" in error
+    assert "eval_paths=/data/news: it is not in /runs, where --claim is mounted" in error
+    assert "eval_paths=/runs/mine" not in error
     assert "tokenizer_path" not in error
 
 

@@ -1,9 +1,11 @@
 """What the environment says of a process, what a process alone does, and in which order one leaves its run."""
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,8 @@ import pytest
 from raggedmoe.launch import processes
 from raggedmoe.launch.peers import FAILED_GRACE_SECONDS
 from raggedmoe.launch.processes import ProcessInfo, read_process_info
+from raggedmoe.train.loop import loop
+from raggedmoe.train.settings.config import TrainConfig
 
 GIVEN = {
     "RAGGEDMOE_COORDINATOR": "10.0.0.1:1234",
@@ -62,6 +66,20 @@ def test_a_cluster_that_jax_does_not_find_is_named_with_what_to_set():
     assert done.returncode == 1
     assert "RAGGEDMOE_COORDINATOR=auto: expected a cluster that JAX knows" in done.stderr
     assert "set it to host:port of process 0, with RAGGEDMOE_NUM_PROCESSES and RAGGEDMOE_PROCESS_ID" in done.stderr
+
+
+def test_a_process_that_could_not_join_does_not_go_on_alone(monkeypatch):
+    monkeypatch.setattr(processes, "_has_looked", False)
+    for name, value in {**GIVEN, "RAGGEDMOE_PROCESS_ID": "4"}.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="expected 0 <= RAGGEDMOE_PROCESS_ID < RAGGEDMOE_NUM_PROCESSES, got 4, 4"):
+            processes.join_processes()
+    for name in GIVEN:
+        monkeypatch.delenv(name)
+    processes.join_processes()
+    monkeypatch.setenv("RAGGEDMOE_COORDINATOR", "nowhere")
+    processes.join_processes()  # it is alone, and has begun as such
 
 
 @pytest.mark.ci
@@ -137,3 +155,36 @@ def test_failed_it_waits_some_seconds_and_exits(said):
     waits = [("all ended", FAILED_GRACE_SECONDS + 1), ("all gone", FAILED_GRACE_SECONDS)]
     assert said == [("end", 1, True), *waits, ("exit", 1)]
     assert processes._membership.failed is True
+
+
+@pytest.mark.parametrize(("code", "exits_with"), [(0, 1), (processes.CANNOT_WRITE, processes.CANNOT_WRITE)])
+def test_a_script_whose_last_training_failed_says_so_at_its_end(said, monkeypatch, code, exits_with):
+    monkeypatch.setattr(processes, "_failure_code", 0)
+    processes.note_end(code, failed=True)
+    processes._leave_at_exit()
+    waits = [("all ended", FAILED_GRACE_SECONDS + 1), ("all gone", FAILED_GRACE_SECONDS)]
+    assert said == [("end", exits_with, True), *waits, ("exit", exits_with)]
+
+
+def test_a_script_that_trained_again_after_a_failure_ends_in_order(said, monkeypatch):
+    monkeypatch.setattr(processes, "_failure_code", 0)
+    processes.note_end(1, failed=True)
+    processes.note_end(3, failed=False)
+    processes._leave_at_exit()
+    assert said == [("end", 0, False), ("all ended", None), ("close",)]
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [(ValueError("mine"), 1), (SystemExit(0), 1), (processes.CANNOT_WRITE, 74), (3, 0), (0, 0)]
+)
+def test_training_notes_how_it_ended(monkeypatch, end, code):
+    def check_and_train(*values):
+        if isinstance(end, BaseException):
+            raise end
+        return loop.RunOutcome(code=end, text="", folder=Path())
+
+    monkeypatch.setattr(processes, "_failure_code", 0)
+    monkeypatch.setattr(loop, "_check_and_train", check_and_train)
+    with pytest.raises(type(end)) if isinstance(end, BaseException) else contextlib.nullcontext():
+        loop.train(TrainConfig())
+    assert processes._failure_code == code

@@ -167,6 +167,12 @@ def test_what_makes_no_sense_is_refused_when_the_execution_is_made(options, mess
         MoEExecution(quantization=QUANTIZATIONS["fp8"], **options)
 
 
+def test_a_capacity_of_the_layer_is_refused_before_anything_is_traced():
+    x, params, _ = arrays()
+    with pytest.raises(ValueError, match="quantization cannot be used with strategy='capacity': it is one batched"):
+        layer(x, params, replace(CONFIG, capacity_factor=2.0), MoEExecution(quantization=QUANTIZATIONS["int8"]))
+
+
 def test_blocks_that_do_not_divide_the_layer_are_refused():
     x, params, _ = arrays()
     with pytest.raises(ValueError, match=r"expert_dim=16 is not divisible by block=32 \(quantization_block of a run\)"):

@@ -223,6 +223,7 @@ def _outside_the_claim(config: TrainConfig, run: ClusterRun) -> list[str]:
         "load_parameters_path": tuple(filter(None, (config.run.load_parameters_path,))),
         "init_from": tuple(filter(None, (config.run.init_from,))),
         "dataset_path": data.dataset_path,
+        "eval_paths": tuple(path for paths in data.named_eval_paths.values() for path in paths),
         "tokenizer_path": () if tokenizer in (None, BYTES) else (str(tokenizer),),
     }
     where = "there is no --claim" if run.mount is None else f"it is not in {run.mount}, where --claim is mounted"

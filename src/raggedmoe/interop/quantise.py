@@ -104,6 +104,8 @@ def quantise(
         else:
             written.append(_unchanged(target, source))
             ignored += [target.name.removesuffix(".weight")] if len(target.shape) == 2 else []
+    if config.tied_embeddings and "lm_head" not in ignored:
+        ignored.append("lm_head")  # it has no tensor of its own, but is a layer of theirs
     config_json = {**reader.values, "quantization_config": _settings(to, ignored)}
     with new_folder(Path(str(target_path))) as partial:
         write_json(partial / "config.json", config_json)

@@ -27,7 +27,8 @@ class QuantConfig:
     block: int | None = None
     weight_scale: float | None = None  # A constant scale of the weights; None makes them from the largest values.
     row_scale: float | None = None  # The same of the rows,
-    cotangent_scale: float | None = None  # and of the cotangents.
+    # And of the cotangents, times the other operand's scales where those are folded into them: without blocks.
+    cotangent_scale: float | None = None
     # Cotangents are rounded up or down by chance, so that their mean is right; this takes a random key.
     stochastic_rounding: bool = False
 
@@ -84,8 +85,7 @@ def check_layer(
         and "its fused kernel rounds nothing between its matmuls; use moe_backend='auto'",
         f"width_chunks={width_chunks}": width_chunks > 1
         and "a part of a row would have a scale of its own; use width_chunks=1",
-        f"strategy={strategy!r}": strategy in ("dense", "capacity")
-        and "it is one batched matmul of all experts; use a strategy with rows for each expert, as 'local' is",
+        f"strategy={strategy!r}": _why_not_strategy(strategy),
         f"moe_backend={moe_backend!r} and the kernels of grouped_matmul": why_not,
     }
     for wrong, reason in reasons.items():
@@ -93,11 +93,19 @@ def check_layer(
             raise ValueError(f"quantization cannot be used with {wrong}: {reason}, or leave the quantization out")
 
 
-def check_blocks(config: QuantConfig | None, **sizes: int) -> None:
-    """Require that blocks divide the sizes of a layer."""
+def check_sizes_and_strategy(config: QuantConfig | None, strategy: str, **sizes: int) -> None:
+    """Require that blocks divide the sizes of a layer, and that its strategy has rows for each expert."""
+    if config is not None and (reason := _why_not_strategy(strategy)):
+        raise ValueError(f"quantization cannot be used with strategy={strategy!r}: {reason}, or leave it out")
     for name, size in sizes.items():
         if config is not None and config.block is not None and size % config.block:
             raise ValueError(
                 f"quantization: {name}={size} is not divisible by block={config.block} (quantization_block of a run); "
                 "use a divisor of it, or none"
             )
+
+
+def _why_not_strategy(strategy: str) -> str | None:
+    if strategy not in ("dense", "capacity"):
+        return None
+    return "it is one batched matmul of all experts; use a strategy with rows for each expert, as 'local' is"

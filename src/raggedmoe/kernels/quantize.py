@@ -78,7 +78,9 @@ def encode(array: Float[Array, "..."], scale: Float[Array, "..."], qtype: str, k
 def _round(array: Float[Array, "..."], key: jax.Array | None) -> Float[Array, "..."]:
     if key is None:
         return jnp.round(array)
-    return jnp.floor(array + jax.random.uniform(key, array.shape, array.dtype))
+    below = jnp.floor(array)
+    # A comparison, as a sum with a number just below one may be rounded to one more, and past the largest value.
+    return below + (jax.random.uniform(key, array.shape, array.dtype) < array - below)
 
 
 def _steps(array: Float[Array, "..."], mantissa_bits: int, least: int) -> tuple[Float[Array, "..."], Array]:

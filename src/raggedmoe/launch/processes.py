@@ -102,13 +102,21 @@ class _Membership:
 
 
 _membership: _Membership | None = None
-_has_looked = False  # whether this process has looked for a run to join
+_has_looked = False  # whether this process has joined a run, or found that it is alone
+_joining = threading.RLock()
 
 
 def join(process_info: ProcessInfo | None = None, environment: Mapping[str, str] | None = None) -> None:
     """Join the run that ``process_info`` or the environment names, if any. Call this before any device is used."""
-    global _membership, _has_looked
-    _has_looked = True
+    global _has_looked
+    with _joining:
+        _join(process_info, environment)
+        _has_looked = True  # not after an error: whoever calls again would go on alone
+
+
+def _join(process_info: ProcessInfo | None, environment: Mapping[str, str] | None) -> None:
+    """Join a run, if any is named."""
+    global _membership
     environment = os.environ if environment is None else environment
     if LAUNCHER in environment:
         _follow_launcher(int(environment[LAUNCHER]))
@@ -143,11 +151,29 @@ def join_processes() -> None:
     It must be called before JAX uses a device. `raggedmoe.train` calls it, so a script has to call it only if it uses
     JAX before that. A process that is alone, or has joined, goes on. At its end a process waits for the others.
     """
-    if _has_looked:
-        return
-    join()
-    if _membership is not None:
-        atexit.register(leave, 0)
+    with _joining:
+        if _has_looked:
+            return
+        join()
+        if _membership is not None:
+            atexit.register(_leave_at_exit)
+
+
+_failure_code = 0  # that of the last training here, if it failed
+
+
+def note_end(code: int, *, failed: bool) -> None:
+    """Remember how a training ended, for the end of a script, which goes on after it."""
+    global _failure_code
+    _failure_code = (code or 1) if failed else 0
+
+
+def _leave_at_exit() -> None:
+    """End a script together with the other processes: in order, unless its last training failed.
+
+    Those may wait in a collective for a process whose training failed, whatever the script has made of the error.
+    """
+    leave(_failure_code, failed=_failure_code != 0)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from raggedmoe.kernels.expert_ffn.api import check_activation
-from raggedmoe.kernels.quant_config import check_blocks
+from raggedmoe.kernels.quant_config import check_sizes_and_strategy
 from raggedmoe.lora import LoraConfig, with_adapters
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.names import check_known, refuse_keywords_of
@@ -251,7 +251,7 @@ def check_execution(
                 f"the kernel choice for {operation} would never be read with moe_backend={execution.moe_backend!r} and "
                 f"strategy={strategy!r}: {reason}; leave it out"
             )
-    check_blocks(execution.quantization, model_dim=config.model_dim, expert_dim=config.expert_dim)
+    check_sizes_and_strategy(execution.quantization, strategy, model_dim=config.model_dim, expert_dim=config.expert_dim)
     if config.model_dim % execution.width_chunks:
         raise ValueError(f"model_dim={config.model_dim} is not divisible by width_chunks={execution.width_chunks}")
     if execution.token_chunks > 1 and strategy == "capacity":

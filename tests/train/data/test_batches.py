@@ -256,6 +256,23 @@ def test_the_end_of_the_longest_is_held_out_where_no_document_is_small_enough(si
     np.testing.assert_array_equal(np.concatenate([kept.tokens, held_out[0].tokens]), documents[0].tokens)
 
 
+def test_what_is_learned_of_the_longest_is_cut_with_it():
+    learned = np.arange(100) % 3 == 0
+    documents = [Document(name="0", tokens=np.arange(100, dtype=np.uint8), learned=learned)]
+    (kept,), (end,) = split_documents(documents, share=0.1, seed=0)
+    np.testing.assert_array_equal(kept.learned, learned[:90])
+    np.testing.assert_array_equal(end.learned, learned[90:])
+
+
+@pytest.mark.parametrize("answer", [slice(50), slice(95, 100), slice(90, 91)])
+def test_a_conversation_with_nothing_to_learn_on_one_side_is_not_cut(answer):
+    learned = np.zeros(100, bool)
+    learned[answer] = True
+    documents = [Document(name="chat:1", tokens=np.arange(100, dtype=np.uint8), learned=learned)]
+    with pytest.raises(ValueError, match=r"in the last 10 tokens of chat:1, .* got none on one side; set held_out=0"):
+        split_documents(documents, share=0.1, seed=0)
+
+
 def test_the_fingerprint_is_the_same_for_the_same_content_elsewhere(folder, tmp_path):
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

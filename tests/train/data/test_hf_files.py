@@ -14,7 +14,7 @@ from raggedmoe.train.data.batches import open_data
 from raggedmoe.train.data.token_files import open_tokens
 from raggedmoe.train.settings.sections import DataConfig
 from raggedmoe.train.settings.words import read_words
-from tests.train.data.test_chat import LONG, SHORT, folder, rows_of, texts_of
+from tests.train.data.test_chat import LONG, PLAIN, SHORT, folder, rows_of, texts_of
 
 __all__ = ["folder"]  # the fixture: a tokenizer with a chat template
 TEXTS = [f"text {number}\n" * (number + 1) for number in range(30)]
@@ -84,6 +84,31 @@ def test_files_without_a_split_are_all_read_and_what_was_computed_from_them_is_n
     assert len(texts_in(opened(tmp_path))) == 3
 
 
+def test_a_file_that_is_found_by_two_paths_or_a_link_is_read_once(tmp_path):
+    write_parquet(tmp_path / "data" / "a.parquet", {"text": TEXTS})
+    (tmp_path / "data" / "b.parquet").symlink_to(tmp_path / "data" / "a.parquet")
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    paths = (str(tmp_path / "data"), str(tmp_path / "link"), str(tmp_path / "link" / "a.parquet"))
+    config = DataConfig(dataset_type="hf", dataset_path=paths, max_target_length=16, held_out=0.0, add_eos=False)
+    assert texts_in(open_data(config, 512, 1)) == sorted(TEXTS)
+
+
+def test_the_split_to_train_on_is_not_that_of_sets_to_evaluate_on(tmp_path):
+    for split, text in (("train_sft", "a"), ("test_sft", "b")):
+        write_parquet(tmp_path / f"{split}-00000-of-00001.parquet", {"text": [text * 20]})
+    write_parquet(tmp_path / "other" / "test-00000-of-00001.parquet", {"text": ["c" * 20]})
+    sets = (f"same={tmp_path / 'test_sft-00000-of-00001.parquet'}", f"other={tmp_path / 'other'}")
+    data = opened(tmp_path, dataset_split="train_sft", eval_paths=sets)
+    assert texts_in(data) == ["a" * 20]
+    assert {name: bytes(rows.tokens) for name, rows in data.evaluated.items()} == {
+        "same": b"b" * 20,
+        "other": b"c" * 20,
+    }
+    trained = tmp_path / "train_sft-00000-of-00001.parquet"
+    with pytest.raises(ValueError, match=r"eval_paths=it=.*: expected files that are not trained on, got .*train_sft"):
+        opened(tmp_path, dataset_split="train_sft", eval_paths=(f"it={trained}",))
+
+
 def test_splits_of_which_none_is_to_train_on_have_to_be_named(tmp_path):
     for split in ("train_sft", "test_sft"):
         write_parquet(tmp_path / f"{split}-00000-of-00001.parquet", {"text": [split]})
@@ -116,6 +141,18 @@ def test_conversations_are_those_of_the_same_lines_of_jsonl(folder, tmp_path):
     assert texts_of(chat_of(folder, tmp_path / "pairs.parquet")) == [("2 + 2 = 4<|im_end|>", " 4<|im_end|>")]
     texts = chat_of(folder, tmp_path / "pairs.parquet", dataset_column="text", max_target_length=9)
     assert texts_of(texts)[0][0] == "not read<|im_end|>"
+
+
+def test_tools_are_read_beside_a_column_of_messages_that_is_named(folder, tmp_path):
+    tools = [[{"name": "add"}], None]
+    (folder / "chat_template.jinja").write_text("{% for tool in tools or [] %}{{ tool['name'] }}{% endfor %}" + PLAIN)
+    for name in ("talk", "messages"):
+        write_parquet(tmp_path / name / "a.parquet", {name: [SHORT, LONG], "tools": tools, "body": ["x", None]})
+    found = texts_of(chat_of(folder, tmp_path / "talk", dataset_column="talk"))
+    assert found == texts_of(chat_of(folder, tmp_path / "messages"))
+    assert [text.startswith("add") for text, _ in found].count(True) == 1
+    rows = hf_files.read_rows(tmp_path / "talk" / "a.parquet", "body")
+    assert list(rows) == [{"text": "x"}, {"text": None}]
 
 
 def test_what_is_wrong_is_named(folder, tmp_path):

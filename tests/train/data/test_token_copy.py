@@ -1,12 +1,16 @@
 """Folders of tokens in an object store: copied once, checked, and then those that were written."""
 
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from raggedmoe.storage import trees
 from raggedmoe.storage.trees import upload
+from raggedmoe.train.data import token_copy
 from raggedmoe.train.data.batches import open_data
 from raggedmoe.train.data.token_copy import SETTING
 from raggedmoe.train.data.token_files import open_tokens, write_tokens
@@ -22,6 +26,11 @@ def tokens(tmp_path, monkeypatch):
         (tmp_path / f"text/{number}.txt").write_text(f"Text number {number}. " * 9)
     write_tokens([str(tmp_path / "text")], tmp_path / "tokens", BYTES_THAT_END, suffixes=(".txt",), held_out=0.2)
     return tmp_path / "tokens"
+
+
+def copies_in(root):
+    """List the copies, without the files that lock them."""
+    return [path for path in (root / "copies").iterdir() if not path.name.endswith(".lock")]
 
 
 def first_batch(folder):
@@ -40,7 +49,7 @@ def test_a_run_reads_from_a_copy_what_it_would_from_the_folder_and_copies_once(t
     opened, whole = open_tokens(bucket / "tokens", 512), open_tokens(tokens, 512)
     np.testing.assert_array_equal(opened.held_out.tokens, whole.held_out.tokens)
     assert [path for _, path in object_server.requests if ".tokens" in path or ".ends" in path] == []
-    assert len(list((tmp_path / "copies").iterdir())) == 1
+    assert len(copies_in(tmp_path)) == 1
 
 
 def test_a_folder_that_is_another_now_is_copied_anew(tokens, bucket, tmp_path):
@@ -52,6 +61,22 @@ def test_a_folder_that_is_another_now_is_copied_anew(tokens, bucket, tmp_path):
     assert after.fingerprint == open_tokens(tmp_path / "other", 512).fingerprint != before.fingerprint
 
 
+def test_two_that_begin_at_once_copy_once(tokens, bucket, tmp_path, monkeypatch):
+    upload(tokens, bucket / "tokens")
+    downloads = []
+
+    def download(*places):
+        downloads.append(places)
+        time.sleep(0.3)
+        trees.download(*places)
+
+    monkeypatch.setattr(token_copy, "download", download)
+    with ThreadPoolExecutor(3) as threads:
+        opened = [threads.submit(open_tokens, bucket / "tokens", 512) for _ in range(3)]
+        assert len({future.result().fingerprint for future in opened}) == 1
+    assert (len(downloads), len(copies_in(tmp_path))) == (1, 1)
+
+
 def test_a_flipped_byte_is_refused_and_leaves_no_copy(tokens, bucket, tmp_path):
     content = bytearray((tokens / "train.tokens").read_bytes())
     content[100] ^= 1
@@ -59,7 +84,7 @@ def test_a_flipped_byte_is_refused_and_leaves_no_copy(tokens, bucket, tmp_path):
     upload(tokens, bucket / "tokens")
     with pytest.raises(ValueError, match=r"expected the digest [0-9a-f]+ of train, as tokens.json has it, got"):
         open_tokens(bucket / "tokens", 512)
-    assert list((tmp_path / "copies").iterdir()) == []
+    assert copies_in(tmp_path) == []
 
 
 def test_a_disk_without_room_is_named_before_anything_is_copied(tokens, bucket, monkeypatch):

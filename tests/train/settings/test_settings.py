@@ -135,6 +135,10 @@ def test_a_model_of_ones_own_that_no_run_could_train_is_refused():
     slots = dataclasses.replace(preset, moe=dataclasses.replace(preset.moe, capacity_factor=1.0))
     with pytest.raises(ValueError, match=r"without a capacity factor, got 1.0; set it by overrides=ModelOverrides"):
         TrainConfig(model=slots)
+    for name, override in (("dtype", "dtype"), ("param_dtype", "weight_dtype")):
+        message = rf"default {name}=float32, got bfloat16; set it by overrides=ModelOverrides\({override}='bfloat16'\)"
+        with pytest.raises(ValueError, match=message):
+            TrainConfig(model=dataclasses.replace(preset, **{name: "bfloat16"}))
     with pytest.raises(ValueError, match=r"model_name: expected a name, a folder or a ModelConfig, got MoEConfig"):
         TrainConfig(model=preset.moe)
     with pytest.raises(ValueError, match=r"from_scratch=true: model_name=olmoe-custom is no folder"):

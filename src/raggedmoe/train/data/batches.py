@@ -153,10 +153,27 @@ def split_documents(
             f"expected enough to hold out {share:.0%}, got {total} tokens in {len(shuffled)} documents; set "
             "held_out=0 or give more"
         )
-    shortened = Document(name=longest.name, tokens=longest.tokens[:cut])
-    return (
-        [shortened if document is longest else document for document in shuffled],
-        [Document(name=longest.name, tokens=longest.tokens[cut:])],
+    shortened, end = _part(longest, slice(cut)), _part(longest, slice(cut, None))
+    train = [shortened if document is longest else document for document in shuffled]
+    if not _has_targets(train) or not _has_targets([end]):
+        raise ValueError(
+            f"expected something to learn before and in the last {len(end.tokens)} tokens of {longest.name}, to hold "
+            f"out {share:.0%}, got none on one side; set held_out=0 or give more"
+        )
+    return train, [end]
+
+
+def _part(document: Document, where: slice) -> Document:
+    """Cut a part out of a document, with what of it is learned."""
+    learned = None if document.learned is None else document.learned[where]
+    return Document(name=document.name, tokens=document.tokens[where], learned=learned)
+
+
+def _has_targets(documents: Sequence[Document]) -> bool:
+    """Tell whether a document has a token to learn; the first one of each has none before it."""
+    return any(
+        len(document.tokens) > 1 and (document.learned is None or bool(document.learned[1:].any()))
+        for document in documents
     )
 
 

@@ -4,6 +4,7 @@ A dataset that `datasets` saved (`save_to_disk`) has arrow files, in a folder fo
 was downloaded has parquet files, whose names or folders say of which split they are.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,11 +34,21 @@ def read_dataset(
     paths: Sequence[str], split: str | None, column: str | None
 ) -> Iterator[tuple[str, AnyPath, dict[str, Any]]]:
     """Yield the rows of datasets with their names and places: the files of a split, and those that are named."""
-    roots = [as_path(path) for path in paths]
-    found = [file for root in roots for file in select_tables(root, list_files_below(root, SUFFIXES), split)]
-    for path, name in {path: name for name, path in reversed(found)}.items():  # each once, however often it is named
+    for name, path in find_tables(paths, split).values():
         for number, row in enumerate(read_rows(path, column), 1):
             yield f"{name}:{number}", path, row
+
+
+def find_tables(paths: Sequence[str], split: str | None) -> dict[str, tuple[str, AnyPath]]:
+    """Find the files of datasets, by their real places, with their names.
+
+    Each is found once, by whatever paths and links: a row that is read twice could be trained on and held out.
+    """
+    roots = [as_path(path) for path in paths]
+    found = [file for root in roots for file in select_tables(root, list_files_below(root, SUFFIXES), split)]
+    return {
+        os.path.realpath(path) if isinstance(path, Path) else str(path): (name, path) for name, path in reversed(found)
+    }
 
 
 def read_hf_files(config: DataConfig, paths: Sequence[str], tokenizer: TextTokenizer) -> Corpus:
@@ -118,6 +129,8 @@ def read_rows(path: AnyPath, column: str | None) -> Iterator[dict[str, Any]]:
             row = {kind: values[name] for kind, name in columns.items()}
             if TEXT in row and isinstance(row[TEXT], list):
                 row[MESSAGES] = row.pop(TEXT)
+            elif TEXT in row:
+                row.pop(TOOLS, None)  # which are of conversations
             if TEXT in row and not isinstance(row[TEXT], str | None):
                 raise ValueError(f"{path}, row {number}: expected text, or a list of messages, got {row[TEXT]!r:.80}")
             yield row
@@ -128,7 +141,7 @@ def _columns(path: AnyPath, names: Sequence[str], column: str | None) -> dict[st
     if column is not None:
         if column not in names:
             raise ValueError(f"{path}: expected a column {column}, got {', '.join(names)}; see dataset_column")
-        return {TEXT: column}
+        return {TEXT: column, TOOLS: TOOLS} if TOOLS in names and column != TOOLS else {TEXT: column}
     for kinds in ((MESSAGES,), (PROMPT, COMPLETION), (TEXT,)):
         if all(kind in names for kind in kinds):
             read = kinds if TEXT in kinds or TOOLS not in names else (*kinds, TOOLS)

@@ -1,9 +1,10 @@
 """The sets that a run is evaluated on beside what it holds out of its own data: ``eval_paths=code=PATH,news=PATH``."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from raggedmoe.storage import as_path
+from raggedmoe.train.data.hf_files import find_tables
 from raggedmoe.train.data.readers import READERS, digest_of, make_rows, read_texts, update_digest
 from raggedmoe.train.data.rows import Rows, TokenRows, rows_between
 from raggedmoe.train.data.token_files import TokenFile, open_tokens
@@ -23,8 +24,11 @@ def read_named_sets(config: DataConfig, tokenizer: TextTokenizer) -> NamedSets:
     """Read sets of files, which are of the kind of those to train on; beside Python's sources they are texts."""
     reader = read_texts if config.dataset == "stdlib" else READERS[config.dataset]
     rows, digest = {}, digest_of(["evaluated"])
+    # The split that is named is that of the files to train on.
+    of_sets = replace(config, dataset_split=None)
     for name, paths in config.named_eval_paths.items():
-        documents = reader(config, paths, tokenizer).documents
+        _check_apart(config, name, paths)
+        documents = reader(of_sets, paths, tokenizer).documents
         digest.update(digest_of([name]).digest())
         update_digest(digest, documents)
         rows[name] = _checked(name, make_rows(config, documents))
@@ -52,6 +56,19 @@ def rows_of_file(config: DataConfig, part: TokenFile) -> TokenRows:
     """Cut a part of a folder of tokens into rows."""
     length, packing = config.sequence_length, config.packing
     return rows_between(part.tokens, part.bounds, sequence_length=length, packing=packing, release=part.release)
+
+
+def _check_apart(config: DataConfig, name: str, paths: Sequence[str]) -> None:
+    """Refuse a set with a dataset's files that are trained on, as of a folder of which no other split is named."""
+    if config.dataset != "hf":
+        return
+    trained = find_tables(config.dataset_path, config.dataset_split)
+    shared = sorted(find_tables(paths, None).keys() & trained.keys())
+    if shared:
+        raise ValueError(
+            f"eval_paths={name}={','.join(paths)}: expected files that are not trained on, got {shared[0]}, which "
+            "dataset_path reads as well; name the files of another split"
+        )
 
 
 def _checked(name: str, rows: TokenRows) -> TokenRows:

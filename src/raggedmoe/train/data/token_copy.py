@@ -1,10 +1,12 @@
 """Folders of tokens in an object store: copied to this machine once and checked, as files are what can be mapped."""
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +28,32 @@ def copy_tokens(folder: ObjectPath, description: Mapping[str, Any]) -> Path:
     if target.is_dir():  # it got its name when it was whole
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.with_name(f".{name}.lock")):
+        if not target.is_dir():  # otherwise another process of this machine was first
+            _copy(folder, target, description)
+    return target
+
+
+def _copy(folder: ObjectPath, target: Path, description: Mapping[str, Any]) -> None:
+    """Copy a folder, if there is room for it, and check the copy before it gets its name."""
     needed, free = sum(list_files(folder).values()), shutil.disk_usage(target.parent).free
     if needed > free:
         raise ValueError(
             f"{folder}: expected room for a copy of {needed:,} bytes in {target.parent}, got {free:,} free ones; set "
             f"{SETTING} to a folder on a larger disk"
         )
-    try:
-        with new_folder(target) as partial:
-            download(folder, partial)
-            _check_digests(folder, partial, description)
-    except OSError:
-        if not target.is_dir():  # otherwise another process of this machine was first
-            raise
-    return target
+    with new_folder(target) as partial:
+        download(folder, partial)
+        _check_digests(folder, partial, description)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Wait for the lock of a file, and hold it. It ends with its process; some file systems have none."""
+    with path.open("w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def copies_root() -> Path:

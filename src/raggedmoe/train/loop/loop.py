@@ -17,6 +17,7 @@ from raggedmoe.launch.processes import (
     agree_to_stop,
     broadcast_from_first,
     join_processes,
+    note_end,
     process_count,
     wait_for_all,
 )
@@ -77,6 +78,17 @@ def train(config: TrainConfig, *, callbacks: Sequence[Callback] = (), quiet: boo
     A callback is given each line of metrics.jsonl, and stops the run by returning True. ``quiet`` prints nothing.
     """
     join_processes()
+    try:
+        outcome = _check_and_train(config, callbacks, quiet)
+    except BaseException:
+        note_end(1, failed=True)
+        raise
+    note_end(outcome.code, failed=outcome.code == CANNOT_WRITE)
+    return outcome
+
+
+def _check_and_train(config: TrainConfig, callbacks: Sequence[Callback], quiet: bool) -> RunOutcome:
+    """Find the devices, resolve the settings, refuse what cannot be run, and train."""
     num_made = make_cpu_devices(config.mesh.num_devices, process_count())
     hardware = target_hardware()
     config = keep_earlier_defaults(config, settings_to_resume(config))

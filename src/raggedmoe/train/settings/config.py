@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax.numpy as jnp
+
 from raggedmoe.interop.named_model import is_folder, named_model
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.config_json import to_json
@@ -31,6 +33,17 @@ class Source:
     typed: frozenset[str] = frozenset()  # settings that a word on the command line set, and not a file
     translated: frozenset[str] = frozenset()  # settings that a word of another name set, one of MaxText's
     notes: tuple[str, ...] = ()  # words that change nothing here, or something else than in MaxText, and why
+
+
+def _check_dtypes(model: ModelConfig) -> None:
+    """Refuse types of numbers in a model, where a run does not look for them."""
+    for name, override in (("dtype", "dtype"), ("param_dtype", "weight_dtype")):
+        value, default = (jnp.dtype(getattr(of, name)).name for of in (model, ModelConfig))
+        if value != default:
+            raise ValueError(
+                f"model: expected a ModelConfig with the default {name}={default}, got {value}; set it by "
+                f"overrides=ModelOverrides({override}={value!r})"
+            )
 
 
 @section_class
@@ -65,6 +78,8 @@ class TrainConfig(Section):
                 f"model: expected a ModelConfig without a capacity factor, got {self.model.moe.capacity_factor}; set "
                 "it by overrides=ModelOverrides(capacity_factor=…)"
             )
+        if isinstance(self.model, ModelConfig):
+            _check_dtypes(self.model)
         if from_scratch and not self._names_folder:
             raise ValueError(
                 f"from_scratch=true: model_name={self.model_name} is no folder, so it has no parameters to leave out; "
