@@ -215,9 +215,7 @@ def strategy_name(config: MoEConfig, execution: MoEExecution) -> str:
     return "capacity" if config.capacity_factor is not None else execution.strategy or execution.backend.strategy
 
 
-def check_execution(
-    config: MoEConfig, execution: MoEExecution, quantized: Collection[str] = (), mesh: object = None
-) -> None:
+def check_execution(config: MoEConfig, execution: MoEExecution, quantized: Collection[str] = ()) -> None:
     """Require that a layer of this configuration can run so, where these of its parameters are quantised."""
     if not isinstance(execution, MoEExecution):
         raise TypeError(f"expected execution to be a MoEExecution, got {type(execution).__name__}")
@@ -260,13 +258,20 @@ def check_execution(
             f"token_chunks={execution.token_chunks}: use token_chunks=1, or leave capacity_factor out"
         )
     others = sorted(set(quantized) - set(EXPERT_MATRICES))
+    why_not = f"{others} are multiplied as arrays; dequantise them" if others else quantized_why_not(config, execution)
+    if quantized and why_not is not None:
+        raise ValueError(f"expected arrays as {', '.join(quantized)}, got quantised ones: {why_not}")
+
+
+def quantized_why_not(config: MoEConfig, execution: MoEExecution) -> str | None:
+    """Say why the experts of a layer that runs so cannot be stored quantised; None: they can."""
+    strategy = strategy_name(config, execution)
     arrays_only = (
-        (others, f"{others} are multiplied as arrays; dequantise them"),
         (execution.quantization, "the execution's quantization quantises arrays; leave it out"),
-        (mesh, "on a mesh experts are split and gathered as arrays; dequantise them, or run on one device"),
-        (strategy != "local", f"strategy={strategy!r} multiplies by all experts at once; use strategy='local'"),
+        (
+            strategy in ("dense", "capacity"),
+            f"strategy={strategy!r} multiplies by all experts at once; use strategy='local', or on a mesh 'all_to_all'",
+        ),
         (execution.width_chunks > 1, "a part of the width may begin within a block of a scale; use width_chunks=1"),
     )
-    for applies, reason in arrays_only:
-        if quantized and applies:
-            raise ValueError(f"expected arrays as {', '.join(quantized)}, got quantised ones: {reason}")
+    return next((reason for applies, reason in arrays_only if applies), None)

@@ -61,7 +61,7 @@ class MoE(nnx.Module):
           config: what the layer is.
           rngs: whose key new weights are drawn from.
           params: given weights, by the names of ``config.param_specs()``. Those of the experts may be quantised
-            (docs/quantised.md), on one device and for inference.
+            (docs/quantised.md), for inference or frozen beside adapters.
           execution: how it runs, unless a call says otherwise.
           mesh: devices to compute on; the tokens are split over them. `raggedmoe.Plan` makes one.
           mesh_axes: for a mesh with other axes, which of them are "data", "fsdp", "expert" and "tensor", such as

@@ -40,7 +40,9 @@ ONE_DEVICE = train_sharding(Plan())
 
 def state_template(config: ResolvedStep, sharding: TrainSharding = ONE_DEVICE) -> TrainState:
     """Describe the shapes of a run's state, and where each part is."""
-    return sharding.state(jax.eval_shape(_init(config), jax.random.key(0)), param_specs(config.model))
+    template, specs = jax.eval_shape(_init(config), jax.random.key(0)), param_specs(config.model)
+    kept = {name: form.struct(specs[name].shape) for name, form in config.kept.items() if name in specs}
+    return sharding.state(replace(template, frozen={**template.frozen, **kept}), specs)
 
 
 def make_init(config: ResolvedStep, sharding: TrainSharding = ONE_DEVICE) -> Callable[[jax.Array], TrainState]:
