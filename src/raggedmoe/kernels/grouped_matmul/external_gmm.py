@@ -108,11 +108,10 @@ def call_gmm(kernel, lhs, rhs, bounds, transpose_rhs: bool, out_dtype, chip: Har
     """Call a library's ``gmm``, whose type of result and precision are bound, with tiles that fit the chip."""
     num_rows, inner = lhs.shape
     out_dim = rhs.shape[1] if transpose_rhs else rhs.shape[2]
-    values = jax.tree.leaves(lhs)[0]  # of a quantised one too
-    sizes = (values.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
+    sizes = (lhs.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
     tiles = forward_tiles(num_rows, inner, out_dim, rhs.shape[0], sizes, chip)
     out = kernel(
-        jax.tree.map(lambda array: pad_rows(array, tiles.rows), lhs),
+        pad_rows(lhs, tiles.rows),
         rhs,
         shifted_group_sizes(bounds),
         tiling=tuple(tiles),

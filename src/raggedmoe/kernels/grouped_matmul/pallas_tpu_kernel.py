@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from raggedmoe.kernels.arrays import matmul_precision
-from raggedmoe.kernels.grouped_matmul.quantized_kernel import QuantizedBuffers, QuantizedPart, quantized_buffers
+from raggedmoe.kernels.grouped_matmul.quantized_kernel import QuantizedBuffers, QuantizedCode, quantized_buffers
 from raggedmoe.kernels.grouped_matmul.row_steps_kernel import (
     SLOTS,
     Steps,
@@ -149,7 +149,7 @@ def _kernel(
 ):
     out, *scratch = refs[len(scales) :]
     steps, buffers = Steps(*scratch[:7]), _Buffers(*scratch[7:14])
-    quantized = QuantizedPart(
+    quantized = QuantizedCode(
         scales=Scales(**dict(zip(scales, refs))),
         buffers=QuantizedBuffers(**dict(zip(scale_buffers, scratch[14:], strict=True))),
         how=how,
@@ -251,7 +251,7 @@ def _multiply(
     last_turn,
     copies: _Copies,
     buffers: _Buffers,
-    quantized: QuantizedPart,
+    quantized: QuantizedCode,
     tiles: Tiles,
     transpose_rhs,
 ):
@@ -286,7 +286,7 @@ def _straight_code(
     matrix_slot,
     meanwhile,
     buffers: _Buffers,
-    quantized: QuantizedPart,
+    quantized: QuantizedCode,
     tiles: Tiles,
     transpose_rhs,
 ):

@@ -53,7 +53,7 @@ def quantized_buffers(
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizedPart:
+class QuantizedCode:
     """What is quantised of a call of the kernel, while it is traced; of plain arrays it does nothing."""
 
     scales: Scales
