@@ -25,6 +25,7 @@ MOE_CHANGES = {
     "tensor_split": {"tensor_split": "model_dim"},
     "recompute_dispatch": {"recompute_dispatch": True},
     "quantization": {"quantization": QUANTIZATIONS["fp8"]},
+    "dispatch_dtype": {"strategy": "ring", "dispatch_dtype": "int8"},
     "hardware": {"hardware": "v6e"},
 }
 CHANGES = {

@@ -34,7 +34,16 @@ BAD_EXECUTIONS = {
     ),
     "buffer_of_no_ranks": (
         {"ragged_buffer_factor": 1.5},
-        r"ragged_buffer_factor belongs to strategies ring and all_to_all, got 1\.5 with 'local'; leave it out",
+        r"ragged_buffer_factor is of the rows that strategies ring and all_to_all send .* got 1\.5 with 'local'; leave",
+    ),
+    "8_bits_of_rows_that_stay": (
+        {"dispatch_dtype": "int8"},
+        r"dispatch_dtype is of the rows that strategies ring and all_to_all send .* int8 with 'local'; leave it out",
+    ),
+    "8_bits_of_slots": ({"strategy": "capacity", "dispatch_dtype": "int8"}, r"got int8 with 'capacity'; leave it out"),
+    "unknown_8_bits": (
+        {"strategy": "ring", "dispatch_dtype": "float8"},
+        r"unknown dispatch_dtype 'float8': expected one of float8_e4m3fn, float8_e5m2, int8",
     ),
     "negative_buffer": (
         {"strategy": "ring", "ragged_buffer_factor": -1.0},

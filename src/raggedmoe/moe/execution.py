@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 
+from raggedmoe.kernels.qarray import LHS_FORMATS
 from raggedmoe.kernels.quant_config import QuantConfig, check_layer
 from raggedmoe.kernels.registry import KernelChoice
 from raggedmoe.names import check_known
@@ -60,6 +61,7 @@ class MoEExecution:
     # Backward, the rows are gathered from their tokens again rather than kept: K · D numbers fewer for a token.
     recompute_dispatch: bool = False
     quantization: QuantConfig | None = None  # What of the experts' matmuls is multiplied in 8 bits.
+    dispatch_dtype: str | None = None  # Rows are sent to their experts' ranks in this format of 8 bits, with scales.
     hardware: str | None = None  # The chip to choose kernels for; None takes that of the mesh or of the arrays.
 
     def __post_init__(self) -> None:
@@ -92,14 +94,16 @@ class MoEExecution:
                 f"recompute_dispatch=True would send the rows of strategy={self.strategy!r} a second time; leave it "
                 "out, or use strategy='local'"
             )
-        if self.ragged_buffer_factor is not None:
-            if self.strategy not in ACROSS_RANKS:
+        for name in ("ragged_buffer_factor", "dispatch_dtype"):
+            if getattr(self, name) is not None and self.strategy not in ACROSS_RANKS:
                 raise ValueError(
-                    f"ragged_buffer_factor belongs to strategies {' and '.join(ACROSS_RANKS)}, got "
-                    f"{self.ragged_buffer_factor} with {self.strategy or self.backend.strategy!r}; leave it out"
+                    f"{name} is of the rows that strategies {' and '.join(ACROSS_RANKS)} send to experts on other "
+                    f"devices, got {getattr(self, name)} with {strategy!r}; leave it out"
                 )
-            if not 0 < self.ragged_buffer_factor < math.inf:
-                raise ValueError(f"expected ragged_buffer_factor > 0, or None, got {self.ragged_buffer_factor}")
+        if self.ragged_buffer_factor is not None and not 0 < self.ragged_buffer_factor < math.inf:
+            raise ValueError(f"expected ragged_buffer_factor > 0, or None, got {self.ragged_buffer_factor}")
+        if self.dispatch_dtype is not None:
+            check_known("dispatch_dtype", self.dispatch_dtype, LHS_FORMATS)
 
     @property
     def backend(self) -> Backend:

@@ -255,6 +255,7 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
             ["quantization=int8", "moe_backend=dense"],
             "quantization=int8 and moe_backend=dense .* contradict each other",
         ),
+        (["dispatch_dtype=fp8"], "dispatch_dtype: expected one of float8_e4m3fn, float8_e5m2, int8, got 'fp8'"),
         (["quantization=int8", "capacity_factor=1"], "quantization=int8 and capacity_factor=1 contradict each other"),
         (
             ["quantization=fp8", "quantization_block=7"],
@@ -526,10 +527,10 @@ def test_a_word_whose_number_is_not_maxtexts_says_so(words, note):
 
 def test_slots_of_a_capacity_factor_can_be_on_several_devices():
     words = ["deepseek-v3-tiny", "expert_parallelism=2", "capacity_factor=1.5", "ragged_buffer_factor=2"]
-    config = resolve(read_words([*words, "expert_strategy=ring"]), CPU, 2)
+    config = resolve(read_words([*words, "expert_strategy=ring", "dispatch_dtype=int8"]), CPU, 2)
     assert (strategy_of(config), config.step.model.moe.capacity_factor) == ("capacity", 1.5)
     assert config.step.execution.moe.ragged_buffer_factor is None
-    for word in ("ragged_buffer_factor=2", "expert_strategy=ring"):
+    for word in ("ragged_buffer_factor=2", "expert_strategy=ring", "dispatch_dtype=int8"):
         assert any(note.startswith(f"{word}: changes nothing") for note in config.notes)
 
 
@@ -571,6 +572,8 @@ def test_experts_on_several_devices_have_a_strategy_and_a_buffer(words, strategy
     moe = config.step.execution.moe
     assert (strategy_of(config), moe.ragged_buffer_factor, moe.token_chunks) == (strategy, 1.5, 2)
     assert not any("ragged_buffer_factor" in note for note in config.notes)
+    sent = resolve(read_words([*words, "dispatch_dtype=int8"]), CPU, 4)
+    assert sent.step.execution.moe == dataclasses.replace(moe, dispatch_dtype="int8")
     worst = resolve(read_words([*words[:2], "ragged_buffer_factor=-1"]), CPU, 4).step.execution.moe
     assert worst.ragged_buffer_factor is None
 
@@ -599,6 +602,10 @@ def test_without_a_sparse_matmul_every_expert_computes_every_token_on_a_mesh_too
         (
             ["recompute_dispatch=true", "expert_parallelism=2"],
             "^recompute_dispatch=true: the rows that come from other devices .* use expert_parallelism=1",
+        ),
+        (
+            ["dispatch_dtype=int8", "expert_parallelism=2", "tensor_parallelism=2", "tensor_split=model_dim"],
+            "^dispatch_dtype=int8 cannot be used with tensor_split=model_dim and tensor_parallelism=2: each rank's",
         ),
         (["fsdp_parallelism=-1", "expert_parallelism=-1"], "expected one degree of -1 at most"),
         (["fsdp_parallelism=4", "data_parallelism=4"], "= 16 devices, but there are 8"),

@@ -8,13 +8,21 @@ is sent is K rows a token, less those whose expert is here.
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.ragged_gather.api import ragged_gather
 from raggedmoe.moe.dispatch import local
 from raggedmoe.moe.dispatch.exchange import exchange_rows, reverse_moves
-from raggedmoe.moe.dispatch.strategy import combine_rows, gather_rows, most_rows, num_held, receive_rows
+from raggedmoe.moe.dispatch.strategy import (
+    combine_rows,
+    gather_rows,
+    most_rows,
+    num_held,
+    receive_rows,
+    send_rows,
+    weighs_input,
+)
 from raggedmoe.moe.records import Exchange, Moves, RouteMetadata, RouteOutput, StageSettings
 from raggedmoe.sharding.axes import EXPERT
 
@@ -79,8 +87,13 @@ def dispatch(
     exchange = metadata.exchange
     assert exchange is not None
     assert routing.experts is not None
+    if weighs_input(settings):  # the weights multiply what 8 bits hold, as in `ring`
+        x = send_rows(lambda x, _: x, x, None, settings)
     rows, buffer = gather_rows(x, metadata, settings), receive_rows(settings, *routing.experts.shape)
-    received = _exchange(rows, exchange.moves, buffer, routing.experts, settings)
+    shape = routing.experts.shape
+    received = send_rows(
+        lambda rows, moves: _exchange(rows, moves, buffer, shape, settings), rows, exchange.moves, settings
+    )
     return _reorder(received, exchange.grouped, exchange.ungrouped, exchange.moves, settings)
 
 
@@ -92,18 +105,17 @@ def unpermute(
     assert exchange is not None
     assert routing.experts is not None
     rows = _reorder(rows, exchange.ungrouped, exchange.grouped, exchange.moves, settings)
-    back = _exchange(rows, reverse_moves(exchange.moves), routing.experts.size, routing.experts, settings)
+    shape = routing.experts.shape
+    back = _exchange(rows, reverse_moves(exchange.moves), shape[0] * shape[1], shape, settings)
     return combine_rows(back, metadata, settings)
 
 
 def _exchange(
-    rows: Float[Array, "R D"], moves: Moves, num_rows: int, experts: Int[Array, "T K"], settings: StageSettings
-) -> Float[Array, "N D"]:
-    """Send the rows to other ranks, and return those that this rank receives, in a buffer of ``num_rows``."""
+    rows: Num[Array, "R D"], moves: Moves, num_rows: int, shape: tuple[int, ...], settings: StageSettings
+) -> Num[Array, "N D"]:
+    """Send the rows of ``shape`` T and K to other ranks, and return those received, in a buffer of ``num_rows``."""
     ragged = target_hardware(settings.execution.hardware).platform != "cpu"  # XLA has no ragged all-to-all there
-    return exchange_rows(
-        rows, moves, num_rows, most_rows(settings, *experts.shape), settings.on_mesh.axes(EXPERT), ragged
-    )
+    return exchange_rows(rows, moves, num_rows, most_rows(settings, *shape), settings.on_mesh.axes(EXPERT), ragged)
 
 
 def _reorder(

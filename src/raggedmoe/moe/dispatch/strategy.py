@@ -5,11 +5,14 @@ part of the tokens, in `shard_map` where there are several, and any columns of i
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from raggedmoe.kernels.arrays import pvary_like
+from raggedmoe.kernels.quantized_move import move_quantized
 from raggedmoe.kernels.ragged_gather.api import ragged_gather
 from raggedmoe.kernels.ragged_gather_reduce.api import ragged_gather_reduce
 from raggedmoe.moe.records import RouteMetadata, StageSettings
@@ -76,6 +79,14 @@ def gather_rows(x: Float[Array, "T D"], metadata: RouteMetadata, settings: Stage
         implementation=settings.execution.kernel_choice.ragged_gather,
         hardware=settings.execution.hardware,
     )
+
+
+def send_rows(
+    move: Callable[[Array, Any], Array], rows: Float[Array, "R D"], places: Any, settings: StageSettings
+) -> Float[Array, "N D"]:
+    """Send rows to their experts' ranks by ``move(rows, places)``, in 8 bits if the execution says so."""
+    qtype = settings.execution.dispatch_dtype
+    return move(rows, places) if qtype is None else move_quantized(move, qtype, rows, places)
 
 
 def combine_rows(rows: Float[Array, "R D"], metadata: RouteMetadata, settings: StageSettings) -> Float[Array, "T D"]:

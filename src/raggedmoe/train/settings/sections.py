@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import date
 from typing import Any
 
+from raggedmoe.kernels.qarray import LHS_FORMATS
 from raggedmoe.kernels.quant_config import QUANTIZATIONS, QuantConfig
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, Ordered
 from raggedmoe.lora import GROUPS, ROUTERS
@@ -247,6 +248,12 @@ class ExecutionSettings(Section):
         "none: room for all that can come",
         may_change=True,
         above=0,
+    )
+    dispatch_dtype: str | None = setting(
+        default=None,
+        help="Send rows to experts on other devices in 8 bits, a scale beside each; none: in the activations' type",
+        choices=LHS_FORMATS,
+        may_change=True,
     )
     rerun_on_overflow: bool = setting(
         default=False, help="Rerun a step that drops rows, with twice the buffer", may_change=True

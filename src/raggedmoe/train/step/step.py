@@ -10,8 +10,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.decoder import ExpertReport, decode, mtp_forward, mtp_mask
+from raggedmoe.models.decoder import ExpertReport, decode
 from raggedmoe.models.execution import ModelExecution
+from raggedmoe.models.mtp import mtp_forward, mtp_mask
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.balance import load_entropy, max_violation, update_selection_bias
 from raggedmoe.params import Params
