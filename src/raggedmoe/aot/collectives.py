@@ -15,9 +15,8 @@ from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.config import MoEConfig, is_expert_choice, strategy_name
 from raggedmoe.moe.dispatch.strategy import buffer_rows
 from raggedmoe.moe.execution import MoEExecution
-from raggedmoe.moe.layer import even_parts
 from raggedmoe.params import ParamSpec
-from raggedmoe.sharding.axes import DATA, EXPERT, FSDP, TENSOR, TOKEN_AXES, axes_of
+from raggedmoe.sharding.axes import DATA, EXPERT, FSDP, TENSOR, TOKEN_AXES, axes_of, even_parts
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.rules import is_routed
 from raggedmoe.train.settings.step import ResolvedStep

@@ -339,7 +339,7 @@ class MeshSettings(Section):
     @property
     def num_devices(self) -> int:
         """The devices that the degrees ask for, at least: those that are left over count as one."""
-        return self.plan.least_devices
+        return self.plan.least.num_devices
 
 
 BYTE_LENGTH, TOKENS_PER_DEVICE = 256, 4096  # of a sequence of bytes, and of a micro-batch
