@@ -6,7 +6,7 @@ from raggedmoe.kernels.registry import quantizes_why_not
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.parameters import param_specs
-from raggedmoe.moe.config import quantized_why_not
+from raggedmoe.moe.config import EXPERT_MATRICES, check_execution
 from raggedmoe.params import Specs
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.train.settings.config import TrainConfig
@@ -46,9 +46,9 @@ def _why_not(
 ) -> str | None:
     """Say why the experts of a run cannot stay quantised; None: they can."""
     try:
+        check_execution(model.moe_layer, execution.moe, EXPERT_MATRICES)
         for name, form in forms.items():
             plan.quantized_parts(name, specs[name], form)
-    except ValueError as error:  # a block of a scale, or a byte of two values, would be cut
+    except ValueError as error:  # of these a block of a scale, or a byte of two values, would be cut
         return str(error)
-    kernels = execution.moe.kernel_choice.grouped_matmul
-    return quantized_why_not(model.moe_layer, execution.moe) or quantizes_why_not("grouped_matmul", kernels)
+    return quantizes_why_not("grouped_matmul", execution.moe.kernel_choice.grouped_matmul)
