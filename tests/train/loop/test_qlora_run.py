@@ -214,7 +214,7 @@ def test_what_cannot_stay_quantised_is_refused_where_that_is_asked_for(bases):
 def test_it_is_dequantised_and_said_where_nothing_is_asked_for(bases):
     for words, reason in (
         (("moe_backend=dense",), "multiplies by all experts"),
-        (("width_chunks=2",), "width_chunks=1"),
+        (("width_chunks=2",), "width_chunks=2: a part of the width"),
     ):
         resolved = resolve(read_words((str(bases["fp8"]), *SETTINGS, *words)), hardware_by_name("cpu"))
         assert not resolved.step.kept
