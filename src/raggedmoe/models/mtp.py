@@ -67,7 +67,7 @@ def _mtp_states(
     *,
     config: ModelConfig,
     execution: ModelExecution,
-    mesh: LogicalMesh | None,
+    mesh: LogicalMesh,
 ) -> tuple[list[Float[Array, "B S D"]], list[ExpertReport]]:
     if positions is None:
         positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
