@@ -149,9 +149,7 @@ def batch_gradients(
     depend on the cut. The batch-wise auxiliary loss is not additive: its mean over the micro-batches is taken.
     """
     parts = config.micro_batches
-    micro = batch
-    if batch.ids.ndim == 2:
-        micro = jax.tree.map(lambda array: array.reshape(in_micro_batches(array.shape, parts)), batch)
+    micro = batch if batch.ids.ndim == 3 else in_micro_batches(batch, parts)
     weights = micro_batch_weights(micro, config)
     take = jax.value_and_grad(objective, has_aux=True)
 
