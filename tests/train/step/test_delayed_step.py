@@ -1,0 +1,126 @@
+"""Training steps whose experts' scales are made of histories in the train state."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from raggedmoe.kernels.quant_config import QUANTIZATIONS
+from raggedmoe.sharding.plan import Plan
+from raggedmoe.sharding.training import train_sharding
+from raggedmoe.train.checkpoint.checkpoints import Checkpoints
+from raggedmoe.train.settings.sections import CheckpointConfig
+from raggedmoe.train.step.programs import ONE_DEVICE, compile_programs, state_template
+from tests.train.step.small_step import BATCH, assert_same_bits, first_state, step_of, with_losses
+from tests.train.step.test_quantized_step import config_of
+
+LENGTH = 3
+FP8 = dataclasses.replace(QUANTIZATIONS["fp8"], history=LENGTH)
+CONFIG = config_of(FP8)
+
+
+def start_of(config, sharding=ONE_DEVICE):
+    empty = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in state_template(config).amax_history.items()}
+    state = dataclasses.replace(jax.tree.map(jnp.copy, first_state(config)), amax_history=empty)
+    if sharding.mesh is None:
+        return state
+    return jax.tree.map(lambda a, t: jax.device_put(a, t.sharding), state, state_template(config, sharding))
+
+
+def after_steps(config, num_steps, state=None):
+    state = start_of(config) if state is None else state
+    for _ in range(num_steps):
+        state, report = step_of(config)(state, BATCH)
+    return state, report
+
+
+def restored(folder, state, config):
+    with Checkpoints(folder, CheckpointConfig(async_checkpointing=False)) as checkpoints:
+        checkpoints.save(int(state.step), state, {})
+        return checkpoints.restore(state_template(config)).state
+
+
+def test_the_state_has_a_history_for_each_operand_of_each_layer_with_experts():
+    template = state_template(CONFIG).amax_history
+    assert {leaf.shape[-1] for leaf in template.values()} == {LENGTH}
+    layers = {name.rpartition(".moe.")[0] for name in template}
+    assert "mtp.0" in layers
+    assert len(template) == 8 * len(layers)
+    assert state_template(config_of(QUANTIZATIONS["fp8"])).amax_history == {}
+    untrained = with_losses(CONFIG, mtp_loss_weight=0.0)
+    assert not any(name.startswith("mtp.") for name in state_template(untrained).amax_history)
+
+
+@pytest.mark.ci
+def test_steps_learn_go_on_from_a_checkpoint_bit_for_bit_and_keep_histories_where_they_are_skipped(tmp_path):
+    state, first = after_steps(CONFIG, 1)
+    for name, history in state.amax_history.items():
+        assert (np.asarray(history)[..., 0] > 0).all(), name
+        assert not np.asarray(history)[..., 1:].any(), name
+    weights = np.abs(np.asarray(start_of(CONFIG).params["stacks.1.0.moe.wo"])).max((1, 2, 3))
+    np.testing.assert_array_equal(state.amax_history["stacks.1.0.moe.amax_wo"][:, 0], weights)
+    whole, last = after_steps(CONFIG, 5, jax.tree.map(jnp.copy, state))
+    assert bool(last.finite)
+    assert float(last.losses.loss) < float(first.losses.loss) - 0.02
+    resumed, _ = after_steps(CONFIG, 5, restored(tmp_path, state, CONFIG))
+    assert_same_bits(resumed, whole)
+    spoilt = dataclasses.replace(whole, params={**whole.params, "final_norm": whole.params["final_norm"] * jnp.nan})
+    after, report = after_steps(CONFIG, 1, spoilt)
+    assert not bool(report.finite)
+    assert_same_bits(after.amax_history, whole.amax_history)
+
+
+def test_other_histories_than_those_of_a_checkpoint_begin_empty(tmp_path):
+    state = start_of(CONFIG)
+    state = dataclasses.replace(state, amax_history=jax.tree.map(lambda a: a + 1, state.amax_history))
+    longer = config_of(dataclasses.replace(FP8, history=LENGTH + 1))
+    none = config_of(QUANTIZATIONS["fp8"])
+    assert_same_bits(restored(tmp_path / "same", state, CONFIG), state)
+    found = restored(tmp_path / "longer", state, longer)
+    assert jax.tree.map(jnp.shape, found.amax_history) == jax.tree.map(jnp.shape, state_template(longer).amax_history)
+    assert not any(np.asarray(history).any() for history in found.amax_history.values())
+    assert_same_bits(found.params, state.params)
+    assert restored(tmp_path / "none", state, none).amax_history == {}
+    without = dataclasses.replace(state, amax_history={})
+    begun = restored(tmp_path / "begun", without, CONFIG)
+    assert_same_bits(begun.amax_history, start_of(CONFIG).amax_history)
+
+
+@pytest.mark.ci
+def test_the_largest_of_all_micro_batches_enters_a_history():
+    whole, _ = after_steps(CONFIG, 2)
+    cut, _ = after_steps(with_losses(CONFIG, gradient_accumulation_steps=2), 2)
+    for name, history in whole.amax_history.items():
+        # The first step's scales are made of each micro-batch, so what depends on rounded values differs by roundings.
+        tolerance = 1e-6 if name.endswith(("amax_wi_0", "amax_wi_1", "amax_wo")) else 0.05
+        np.testing.assert_allclose(cut.amax_history[name], history, rtol=tolerance, err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_step_is_the_same_with_layers_scanned_over_or_not_and_with_remat():
+    state, report = after_steps(CONFIG, 2)
+    for options in ({"scan_layers": False}, {"remat": "full"}):
+        again, other = after_steps(config_of(FP8, **options), 2)
+        np.testing.assert_allclose(other.losses.loss, report.losses.loss, rtol=1e-5)
+        np.testing.assert_allclose(other.grad_norm, report.grad_norm, rtol=1e-3)
+        for name, history in state.amax_history.items():
+            np.testing.assert_allclose(again.amax_history[name], history, rtol=1e-3, err_msg=name)
+
+
+@pytest.mark.ci
+def test_eight_devices_take_the_steps_of_one_and_evaluation_reads_the_histories():
+    sharding = train_sharding(Plan(fsdp=4, data=2))
+    programs = compile_programs(CONFIG, BATCH, BATCH, sharding)
+    on_mesh, state = start_of(CONFIG, sharding), start_of(CONFIG)
+    for _ in range(2):
+        on_mesh, _ = programs.step(on_mesh, BATCH)
+        state, _ = step_of(CONFIG)(state, BATCH)
+    for name, history in jax.device_get(on_mesh.amax_history).items():
+        np.testing.assert_allclose(history, state.amax_history[name], rtol=0.01, err_msg=name)
+    known = programs.held_out(on_mesh.layer_inputs, BATCH)
+    tiny = {name: jnp.full_like(history, 1e-3) for name, history in on_mesh.amax_history.items()}
+    clipped = programs.held_out({**on_mesh.layer_inputs, **tiny}, BATCH)
+    assert np.isfinite(clipped[0])
+    assert abs(float(clipped[0]) - float(known[0])) > 1e-3 * float(known[0])
