@@ -85,4 +85,4 @@ def beyond_rounding(name: str, example: Example, found: dict[str, jax.Array]) ->
 
 def example_of(name: str, spec_name: str, dtype: str = "float32") -> Example:
     """The example of the operation's spec that has this name."""
-    return next(spec for spec in operation(name).specs if spec.name == spec_name).example(dtype)
+    return next(spec for spec in operation(name).all_specs if spec.name == spec_name).example(dtype)

@@ -37,8 +37,8 @@ def library_at(tmp_path, monkeypatch):
         cached.cache_clear()
 
 
-def chosen(name):
-    example = example_of(name, operation(name).specs[0].name)
+def chosen(name, spec=None):
+    example = example_of(name, spec or operation(name).specs[0].name)
     with record_selections() as selections:
         jax.eval_shape(lambda arrays: operation(name).function(**arrays, **example.options), dict(example.arrays))
     return {selection.chosen.name for selection in selections}
@@ -49,6 +49,13 @@ def test_without_the_library_the_next_kernel_computes(name, library_at):
     assert "cpu_native" not in chosen(name)
     example = example_of(name, operation(name).specs[0].name)
     assert beyond_rounding(name, example, run(name, example, "auto")) == {}
+
+
+@pytest.mark.skipif(library.why_absent() is not None, reason="there is no C++ library here")
+@pytest.mark.parametrize("name", ["grouped_matmul", "expert_ffn"])
+def test_quantised_operands_are_multiplied_by_it(name):
+    specs = [spec.name for spec in operation(name).quantized_specs if not spec.large]
+    assert {spec: chosen(name, spec) for spec in specs} == {spec: {"cpu_native"} for spec in specs}
 
 
 def test_its_absence_is_said_once_for_all_operations(library_at, caplog):

@@ -17,6 +17,7 @@ from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.native import build as building
 from raggedmoe.kernels.placement import placement_why_not, pvary_alike
 from raggedmoe.kernels.proof import Level, Proof
+from raggedmoe.kernels.qarray import FORMATS
 from raggedmoe.kernels.registry import Call, Implementation
 from raggedmoe.names import unknown
 
@@ -139,7 +140,7 @@ def native_why_not(call: Call, hardware: Hardware, *dtypes: Any) -> str | None:
 
 def native_implementation(operation: str, **functions: Any) -> Implementation:
     """Describe an operation's implementation in C++, the first that `auto` takes on a CPU."""
-    proofs = (Proof(level=Level.RUN, platforms=("cpu",), shown_by="make test"),)
+    proofs = (Proof(level=Level.RUN, platforms=("cpu",), formats=FORMATS, shown_by="make test"),)
     return Implementation(
         operation=operation, name="cpu_native", rank={"cpu": 5}, proofs=proofs, why_absent=why_absent, **functions
     )
