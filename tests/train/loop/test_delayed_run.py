@@ -43,7 +43,6 @@ def test_it_stops_and_goes_on_exactly_and_its_model_has_no_histories(tmp_path, m
     assert not model.amax_history
     # Other scales are taken up where the run is: its histories begin empty, or end.
     assert train((*WORDS, place, "run_name=whole", "steps=8", "quantization_history=3")) == 0
-    assert [line["step"] for line in lines(tmp_path / "whole" / "metrics.jsonl") if line.get("what") == "resumed"] == [
-        6
-    ]
+    events = lines(tmp_path / "whole" / "metrics.jsonl")
+    assert [line["step"] for line in events if line.get("what") == "resumed"] == [6]
     assert "resumed after step 6" in capsys.readouterr().out
