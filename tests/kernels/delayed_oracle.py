@@ -27,9 +27,9 @@ def one_step(config, histories, lhs, weights, sizes, cotangents, *, transpose):
     """The products, and the gradients of the rows and of each weight: a value and a bound for each, by name."""
     ends, live = np.cumsum(sizes), int(np.sum(sizes))
     results = {"dlhs": [np.zeros(lhs.shape), np.zeros(lhs.shape)]}
-    rows = quantized(config.rows, histories, "rows", lhs[:live])
+    rows = quantized(config.rows, histories, "rows", lhs[:live], config.row_scale)
     for number, (weight, cotangent) in enumerate(zip(weights, cotangents)):
-        matrices = quantized(config.weights, histories, f"weight{number}", weight)
+        matrices = quantized(config.weights, histories, f"weight{number}", weight, config.weight_scale)
         given = quantized(config.cotangents, histories, f"cotangent{number}", cotangent[:live])
         value = [np.zeros((lhs.shape[0], cotangent.shape[1])) for _ in range(2)]
         dweight = [np.zeros(weight.shape) for _ in range(2)]
@@ -48,8 +48,10 @@ def one_step(config, histories, lhs, weights, sizes, cotangents, *, transpose):
     return results
 
 
-def quantized(qtype, histories, name, array):
-    return exact(array) if qtype is None else round_to(array, qtype, histories.scale(name, array, qtype), ideal=False)
+def quantized(qtype, histories, name, array, constant=None):
+    if qtype is None:
+        return exact(array)
+    return round_to(array, qtype, constant or histories.scale(name, array, qtype), ideal=False)
 
 
 def part(array: Rounded, index) -> Rounded:

@@ -1,6 +1,7 @@
 """Training steps whose experts' scales are made of histories in the train state."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from raggedmoe.sharding.training import train_sharding
 from raggedmoe.train.checkpoint.checkpoints import Checkpoints
 from raggedmoe.train.settings.sections import CheckpointConfig
 from raggedmoe.train.step.programs import ONE_DEVICE, compile_programs, state_template
+from raggedmoe.train.step.step import held_out_loss
 from tests.train.step.small_step import BATCH, assert_same_bits, first_state, step_of, with_losses
 from tests.train.step.test_quantized_step import config_of
 
@@ -59,8 +61,10 @@ def test_steps_learn_go_on_from_a_checkpoint_bit_for_bit_and_keep_histories_wher
     for name, history in state.amax_history.items():
         assert (np.asarray(history)[..., 0] > 0).all(), name
         assert not np.asarray(history)[..., 1:].any(), name
-    weights = np.abs(np.asarray(start_of(CONFIG).params["stacks.1.0.moe.wo"])).max((1, 2, 3))
-    np.testing.assert_array_equal(state.amax_history["stacks.1.0.moe.amax_wo"][:, 0], weights)
+    for name, weights in start_of(CONFIG).params.items():
+        if name.endswith(".moe.wo"):
+            largest = np.abs(np.asarray(weights)).max((-3, -2, -1))
+            np.testing.assert_array_equal(state.amax_history[name.replace(".wo", ".amax_wo")][..., 0], largest)
     whole, last = after_steps(CONFIG, 5, jax.tree.map(jnp.copy, state))
     assert bool(last.finite)
     assert float(last.losses.loss) < float(first.losses.loss) - 0.02
@@ -90,12 +94,12 @@ def test_other_histories_than_those_of_a_checkpoint_begin_empty(tmp_path):
 
 @pytest.mark.ci
 def test_the_largest_of_all_micro_batches_enters_a_history():
-    whole, _ = after_steps(CONFIG, 2)
-    cut, _ = after_steps(with_losses(CONFIG, gradient_accumulation_steps=2), 2)
+    state, _ = after_steps(CONFIG, 1)  # whose histories make the same scales for the whole and its parts
+    whole, _ = after_steps(CONFIG, 1, state)
+    cut, _ = after_steps(with_losses(CONFIG, gradient_accumulation_steps=2), 1, state)
     for name, history in whole.amax_history.items():
-        # The first step's scales are made of each micro-batch, so what depends on rounded values differs by roundings.
-        tolerance = 1e-6 if name.endswith(("amax_wi_0", "amax_wi_1", "amax_wo")) else 0.05
-        np.testing.assert_allclose(cut.amax_history[name], history, rtol=tolerance, err_msg=name)
+        assert (np.asarray(history)[..., :2] > 0).all()
+        np.testing.assert_allclose(cut.amax_history[name], history, rtol=1e-3, err_msg=name)
 
 
 @pytest.mark.slow
@@ -109,18 +113,23 @@ def test_a_step_is_the_same_with_layers_scanned_over_or_not_and_with_remat():
             np.testing.assert_allclose(again.amax_history[name], history, rtol=1e-3, err_msg=name)
 
 
-@pytest.mark.ci
-def test_eight_devices_take_the_steps_of_one_and_evaluation_reads_the_histories():
+@pytest.mark.slow
+def test_eight_devices_take_the_steps_of_one():
     sharding = train_sharding(Plan(fsdp=4, data=2))
-    programs = compile_programs(CONFIG, BATCH, BATCH, sharding)
+    programs = compile_programs(CONFIG, BATCH, None, sharding)
     on_mesh, state = start_of(CONFIG, sharding), start_of(CONFIG)
     for _ in range(2):
         on_mesh, _ = programs.step(on_mesh, BATCH)
         state, _ = step_of(CONFIG)(state, BATCH)
     for name, history in jax.device_get(on_mesh.amax_history).items():
         np.testing.assert_allclose(history, state.amax_history[name], rtol=0.01, err_msg=name)
-    known = programs.held_out(on_mesh.layer_inputs, BATCH)
-    tiny = {name: jnp.full_like(history, 1e-3) for name, history in on_mesh.amax_history.items()}
-    clipped = programs.held_out({**on_mesh.layer_inputs, **tiny}, BATCH)
-    assert np.isfinite(clipped[0])
-    assert abs(float(clipped[0]) - float(known[0])) > 1e-3 * float(known[0])
+
+
+@pytest.mark.ci
+def test_evaluation_reads_the_histories():
+    state = start_of(CONFIG)
+    evaluate = jax.jit(functools.partial(held_out_loss, config=CONFIG.model, execution=CONFIG.execution))
+    small = {name: jnp.full_like(history, 1e-3) for name, history in state.amax_history.items()}
+    known, clipped = (evaluate({**state.layer_inputs, **histories}, BATCH)[0] for histories in ({}, small))
+    assert np.isfinite(clipped)
+    assert abs(float(clipped) - float(known)) > 1e-3 * float(known)
