@@ -222,7 +222,7 @@ def _delayed(static: _StaticPart, operand: str, before: Any, array: Any) -> tupl
     return current, delayed_scale(before, current, qtype, accumulator(static.dtype), static.axes)
 
 
-def _compute_gradients(static: _StaticPart, residuals: Any, cotangents: Any) -> tuple[Any, Any]:
+def _compute_gradients(static: _StaticPart, residuals: Any, cotangents: Any) -> tuple[Any, Any, Amax]:
     operands, bounds, key, amax = residuals
     rows, matrices, config = operands.rows, operands.matrices, static.config
     if static.config.stochastic_rounding and key is None:  # forward nothing is left to chance
