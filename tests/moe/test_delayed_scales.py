@@ -101,9 +101,15 @@ def test_rows_that_are_gathered_again_or_come_in_chunks_have_the_same_scales(opt
         np.testing.assert_allclose(found[operand], want[operand], rtol=1e-6, err_msg=operand)
 
 
+EIGHT = [
+    ("fp8", {"expert": 4, "fsdp": 2}),
+    pytest.param("int8", {"data": 4, "fsdp": 2}, marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.ci
 @pytest.mark.both_ends
-@pytest.mark.parametrize(("name", "degrees"), [("fp8", {"expert": 4, "fsdp": 2}), ("int8", {"data": 4, "fsdp": 2})])
+@pytest.mark.parametrize(("name", "degrees"), EIGHT)
 def test_eight_devices_keep_the_histories_of_one(name, degrees):
     x, params, cotangent = arrays()
     plan, strategies = plan_of(**degrees), {"strategy": "all_to_all"} if "expert" in degrees else {}

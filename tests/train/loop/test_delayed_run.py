@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -36,7 +37,7 @@ def test_it_stops_and_goes_on_exactly_and_its_model_has_no_histories(tmp_path, m
     histories = {name: leaf["shape"] for name, leaf in leaves.items() if name.startswith("amax_history/")}
     assert len(histories) == 8
     assert {shape[-1] for shape in histories.values()} == {2}
-    assert np.isfinite(np.asarray(find_model(tmp_path / "halves").load()(np.asarray([[1, 2, 3]])))).all()
+    assert np.isfinite(np.asarray(find_model(tmp_path / "halves").load()(jnp.asarray([[1, 2, 3]])))).all()
     assert train((*WORDS, place, "run_name=halves")) == 0
     assert curve(tmp_path / "halves") == curve(tmp_path / "whole")
     model = interop.load(tmp_path / "halves" / "model")
