@@ -48,8 +48,11 @@ def use_compilation_cache(environment: MutableMapping[str, str]) -> Path | None:
 def cache_root(environment: Mapping[str, str]) -> Path:
     """Return the folder in which the programs of all machines are, which may share a home."""
     folder = environment.get(SETTING)
-    if folder:
-        return Path(folder).absolute()
+    return Path(folder).absolute() if folder else user_cache_folder(environment)
+
+
+def user_cache_folder(environment: Mapping[str, str]) -> Path:
+    """Return raggedmoe's folder in the user's cache folder; `raggedmoe` keeps more there than programs."""
     return Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "raggedmoe"
 
 

@@ -37,8 +37,11 @@ CALLS = {
     "ragged_gather_reduce": ("one-token", "no-weights-plain", "range", "width-2880"),
     "attention": ("sinks", "B=1,S=256,N=4,M=2,H=64", "positions", "odd-sizes", "one-query"),
 }
-# With quantised weights, which the kernels for TPUs refuse, as the registry knows: no `why_not` to confront.
-QUANTIZED = {"grouped_matmul": ("int8-channel", "fp8-block", "mxfp4"), "expert_ffn": ("fp8-block", "int8-channel")}
+# With quantised operands: those that take some are asked for one on each chip, another on the next.
+QUANTIZED = {
+    "grouped_matmul": ("int8-channel", "fp8-block", "mxfp4", "int8-rows", "fp8-rows"),
+    "expert_ffn": ("fp8-block", "int8-channel"),
+}
 
 # And a production model's sizes, in bfloat16: of kernels, one of them on each of two chips. Most time goes there: on
 # three chips, 6 such calls were 58 % of the seconds of the 56 of expert_ffn/pallas_tpu, and 73 % of gmm_v2's.
@@ -136,9 +139,8 @@ def entries(only: Iterable[str] = ()) -> Iterator[Entry]:
         if wanted and implementation.full_name not in wanted:
             continue
         calls = _kernel_calls if is_kernel(implementation) else _plain_calls
-        for (call, dtype), direction in itertools.product(
-            calls(implementation.operation, turn, chip), (FORWARD, BACKWARD)
-        ):
+        asked = [*calls(implementation.operation, turn, chip), *_quantized_calls(implementation, turn)]
+        for (call, dtype), direction in itertools.product(asked, (FORWARD, BACKWARD)):
             yield Entry(
                 operation=implementation.operation,
                 implementation=implementation.name,
@@ -160,10 +162,18 @@ def _kernel_calls(operation: str, turn: int, chip: str) -> list[tuple[str, str]]
 
 
 def _plain_calls(operation: str, turn: int, chip: str) -> list[tuple[str, str]]:
-    """Take one of the first two calls of a plain XLA program, the other on the next chip, and one with QArrays."""
-    calls = [(CALLS[operation][turn % 2], dtype) for dtype in DTYPES]
-    quantized = QUANTIZED.get(operation, ())
-    return [*calls, (quantized[turn % len(quantized)], "bfloat16")] if quantized else calls
+    """Take one of the first two calls of a plain XLA program, the other on the next chip."""
+    return [(CALLS[operation][turn % 2], dtype) for dtype in DTYPES]
+
+
+def _quantized_calls(implementation: Implementation, turn: int) -> list[tuple[str, str]]:
+    """Take a call with quantised operands of those that take some; all of them of a kernel."""
+    calls = QUANTIZED.get(implementation.operation, ())
+    if implementation.quantized is None or not calls:
+        return []
+    if is_kernel(implementation):
+        return [(call, "bfloat16") for call in calls]
+    return [(calls[turn % len(calls)], "bfloat16")]
 
 
 def short_entries(chip: str) -> list[Entry]:

@@ -19,7 +19,9 @@ from raggedmoe.aot.compiled import Compiled, Cost, Memory, _out_of_hbm
 from raggedmoe.aot.subjects import MoELayerOnMesh, OperationCall, TrainingStep
 from raggedmoe.aot.tuning import TiledCall
 from raggedmoe.aot.worker import first_error
+from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.chosen import ChosenKernel
+from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.settings.words import read_words
 from tests.aot.programs import Matmul
 
@@ -55,6 +57,24 @@ def test_an_outcome_survives_json():
 def test_a_case_survives_json_with_its_subject(subject):
     case = dataclasses.replace(CASE, subject=subject)
     assert case_from_json(json.loads(json.dumps(case_to_json(case)))) == case
+
+
+TYPED = ("olmoe-tiny", "ici_expert_parallelism=3", "packing=true", "megablox=false", "sparse_matmul=true")
+
+
+def test_a_case_knows_in_a_worker_what_was_typed():
+    config = read_words(TYPED)
+    subject = MoELayerOnMesh(config=config, tokens=64, topology=None)
+    case = dataclasses.replace(CASE, subject=subject)
+    again = case_from_json(json.loads(json.dumps(case_to_json(case)))).subject.config
+    assert again.source == config.source
+    assert again.is_given("packing")
+    messages = []
+    for made in (config, again):
+        with pytest.raises(ValueError, match=r"^ici_expert_parallelism=3 does not divide") as raised:
+            resolve(made, target_hardware(), 3)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
 
 
 def test_memory_counts_an_aliased_output_once():

@@ -74,17 +74,20 @@ BY_FSDP, BY_TENSOR = {"expert": 2, "fsdp": 2}, {"expert": 2, "tensor": 2}
 @NEEDS_LIBTPU[0]
 @NEEDS_LIBTPU[1]
 @pytest.mark.parametrize(
-    ("strategy", "degrees"),
+    ("strategy", "degrees", "dispatch_dtype"),
     [
-        ("all_to_all", BY_FSDP),
-        ("ring", BY_TENSOR),
-        pytest.param("all_to_all", BY_TENSOR, marks=pytest.mark.slow),
-        pytest.param("ring", BY_FSDP, marks=pytest.mark.slow),
+        ("all_to_all", BY_FSDP, None),
+        ("ring", BY_TENSOR, None),
+        pytest.param("all_to_all", BY_TENSOR, None, marks=pytest.mark.slow),
+        pytest.param("ring", BY_FSDP, None, marks=pytest.mark.slow),
+        pytest.param("all_to_all", BY_FSDP, "float8_e4m3fn", marks=pytest.mark.slow),
+        pytest.param("ring", BY_TENSOR, "int8", marks=pytest.mark.slow),
     ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
-def test_a_tpu_sends_what_the_plan_says(strategy, degrees):
-    execution, plan = MoEExecution(strategy=strategy, kernels=KERNELS), Plan(**degrees)
+def test_a_tpu_sends_what_the_plan_says(strategy, degrees, dispatch_dtype):
+    execution = MoEExecution(strategy=strategy, kernels=KERNELS, dispatch_dtype=dispatch_dtype)
+    plan = Plan(**degrees)
     found = collectives(compiled(CONFIG, execution, plan, find_topology("v6e:2x2")))
     assert found == planned(CONFIG, execution, plan)
 
@@ -109,14 +112,18 @@ def test_a_tpu_sends_to_another_slice_what_the_plan_says(degrees):
     assert traffic["all-reduce across slices"].num_bytes == planned
 
 
-@pytest.mark.parametrize("strategy", ["all_to_all", "ring", "capacity"])
-def test_the_least_that_a_device_sends_by_hand(strategy):
+@pytest.mark.parametrize(
+    ("strategy", "dispatch_dtype"),
+    [("all_to_all", None), ("ring", None), ("capacity", None), ("all_to_all", "int8"), ("ring", "float8_e5m2")],
+)
+def test_the_least_that_a_device_sends_by_hand(strategy, dispatch_dtype):
     """Four ways (rows there and back, and both gradients), for 64 tokens of 2 sequences on each of 4 ranks."""
     factor = {"capacity_factor": 1.5} if strategy == "capacity" else {}
     config = MoEConfig(num_experts=8, experts_per_token=2, model_dim=16, expert_dim=4, **factor)
-    execution = MoEExecution(strategy=strategy)
+    execution = MoEExecution(strategy=strategy, dispatch_dtype=dispatch_dtype)
     step = StepSizes(num_tokens=64, num_sequences=2, dtype="bfloat16", ragged=True)
     row = 16 * 2
     slots = 8 * 2 * int(32 * 2 / 8 * 1.5)  # of each expert in each sequence
     expected = {"all_to_all": 64 * 2 * row * 3 / 4, "ring": 64 * row * 3, "capacity": slots * row * 3 / 4}
-    assert least_sent(config, execution, Plan(expert=4), step) == 4 * expected[strategy]
+    there = expected[strategy] if dispatch_dtype is None else expected[strategy] / row * (16 + 4)
+    assert least_sent(config, execution, Plan(expert=4), step) == there + 3 * expected[strategy]

@@ -76,6 +76,7 @@ def test_every_kernel_is_asked_for_every_call_on_some_chip_and_the_first_two_on_
         calls = {(entry.call, entry.chip) for entry in asked if entry.full_name == kernel.full_name}
         assert calls >= set(itertools.product(matrix.CALLS[kernel.operation][:2], matrix.TOPOLOGIES))
         known = {*matrix.CALLS[kernel.operation], *matrix.PRODUCTION[kernel.operation]}
+        known |= set(matrix.QUANTIZED[kernel.operation] if kernel.quantized else ())
         assert {call for call, _ in calls} == known
 
 

@@ -50,14 +50,21 @@ def test_explain_chooses_the_cpu_kernels_on_a_cpu(capsys):
     assert "24" in printed
 
 
-@pytest.mark.parametrize(("qtype", "scale"), [("int8", "rhs_scale[8,64,1]"), ("mxfp4", "rhs_scale[8,64,1]")])
-def test_explain_says_what_becomes_of_quantised_experts(qtype, scale, capsys):
+@pytest.mark.parametrize(
+    ("qtype", "taken", "said_of_ours"),
+    [
+        ("int8", "● pallas_tpu", "emulated: 8 bits are read from memory, and widened in VMEM to "),
+        ("mxfp4", "● xla", "it takes int8, float8_e4m3fn, float8_e5m2, and rhs is mxfp4, two values in a byte"),
+    ],
+)
+def test_explain_says_what_becomes_of_quantised_experts(qtype, taken, said_of_ours, capsys):
     assert explain(shape="T=16,D=32,F=64,E=8,K=2", hardware="tpu7x", experts=qtype) == 0
     said = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert f"rhs:{qtype}[8,64,32] {scale}" in said
-    assert "● xla" in said
+    assert f"rhs:{qtype}[8,64,32] rhs_scale[8,64,1]" in said
+    assert taken in said
+    assert said_of_ours in said
     assert "widened: a dequantised copy" in said
-    assert f"pallas_tpu it takes no quantised operands, such as rhs ({qtype})" in said
+    assert f"megablox it takes no quantised operands, such as rhs ({qtype})" in said
 
 
 @pytest.mark.parametrize(
@@ -80,7 +87,5 @@ def test_explain_for_an_old_jax_says_that_nothing_runs(capsys):
 
 
 def test_explain_refuses_a_kernel_that_the_backend_would_never_call():
-    with pytest.raises(
-        ValueError, match=r"choice for grouped_matmul would never be read with moe_backend='expert_ffn'"
-    ):
+    with pytest.raises(ValueError, match=r"grouped_matmul=.* with moe_backend='expert_ffn' it would never be read"):
         explain(("olmoe-tiny", "grouped_matmul=xla"), hardware="cpu", moe_backend="expert_ffn")

@@ -26,6 +26,18 @@ def test_json_has_every_parameter_and_collective(capsys):
     assert sent == found["least_sent_bytes"] > 0
 
 
+def test_rows_in_8_bits_are_counted_with_their_scales(capsys):
+    sizes = ("per_device_batch_size=2", "max_target_length=256")
+    assert (
+        plan(("mixtral-tiny", "expert_parallelism=4", "dispatch_dtype=int8", *sizes), topology="v6e:2x2", json=True)
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    rows = 2 * 256 * 2
+    sent = {each["direction"]: each["num_bytes"] for each in found["collectives"] if each["what"] == "dispatch"}
+    assert sent == {"forward": rows * (64 + 4), "backward": rows * 64 * 2}
+
+
 def test_a_topology_counts_the_devices_of_its_chips(capsys):
     assert plan(("deepseek-v3", "expert_parallelism=4", "fsdp_parallelism=-1"), topology="tpu7x:4x8x8") == 0
     text = " ".join(capsys.readouterr().out.split())

@@ -177,7 +177,7 @@ def positive(call: Call) -> Call:
     return replace(call, operands=operands, cotangent=np.abs(call.cotangent))
 
 
-def run(call: Call, implementation: str) -> dict[str, np.ndarray]:
+def run(call: Call, implementation: str, hardware: str | None = None) -> dict[str, np.ndarray]:
     """The value and the gradient of every array and of every floating scale, by the names of the oracle."""
     operands = {name: on_device(operand) for name, operand in call.operands.items()}
     constant = {name: (o.qvalue, o.qtype) for name, o in operands.items() if isinstance(o, QArray)}
@@ -188,7 +188,7 @@ def run(call: Call, implementation: str) -> dict[str, np.ndarray]:
         floating["biases"] = ExpertBiases(*(None if bias is None else jnp.asarray(bias) for bias in call.biases))
     qtypes = tuple((name, qtype) for name, (_, qtype) in constant.items())
     codes = {name: values for name, (values, _) in constant.items()}
-    options = (*call.options.items(), ("implementation", implementation))
+    options = (*call.options.items(), ("implementation", implementation), ("hardware", hardware))
     sizes, cotangent = jnp.asarray(call.group_sizes, jnp.int32), jnp.asarray(call.cotangent)
     value, gradients = _value_and_gradients(call.operation, options, qtypes, codes, fixed, floating, sizes, cotangent)
     biases = gradients.pop("biases", None)

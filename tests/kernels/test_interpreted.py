@@ -70,7 +70,12 @@ LIMITS = (
 def cases():
     for number, (name, implementation) in enumerate(KERNELS):
         chips = interpreted_chips(implementation)
-        specs = [spec for spec in operation(name).specs if not spec.large]
+        whole = operation(name)
+        specs = [
+            spec
+            for spec in (whole.all_specs if implementation.quantized is not None else whole.specs)
+            if not spec.large
+        ]
         pairs = [(spec, dtype) for spec in specs for dtype in ("float32", "bfloat16")]
         for place, (spec, dtype) in enumerate(pairs):
             chip = chips[(place // EVERY + number) % len(chips)]

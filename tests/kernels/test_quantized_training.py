@@ -14,11 +14,12 @@ import pytest
 
 from raggedmoe.kernels.grouped_matmul.api import grouped_matmul
 from raggedmoe.kernels.grouped_matmul.quantized_matmuls import quantized_matmuls
-from raggedmoe.kernels.quant_config import E4M3, QUANTIZATIONS, QuantConfig, check_layer
-from raggedmoe.kernels.registry import CannotRunError, Directions, implementations, record_selections
+from raggedmoe.kernels.quant_config import E4M3, QUANTIZATIONS, QuantConfig
+from raggedmoe.kernels.registry import CannotRunError, Directions, implementations, quantizes_why_not, record_selections
 from tests.kernels.compare import on_cpu
 from tests.kernels.quantized_training import expected
 from tests.kernels.test_quantized import as_params, product
+from tests.kernels.tpu_interpreter import tpu_interpreter
 
 TAKERS = [name for name in on_cpu("grouped_matmul") if implementations("grouped_matmul")[name].quantized is not None]
 SIZES, INNER, OUT, SPARE = np.asarray([3, 0, 21, 9, 0]), 64, 32, 4
@@ -42,10 +43,10 @@ def draw(dtype="float32", transpose=True, seed=0):
     return lhs.astype(dtype), [w.astype(dtype) for w in weights], [g.astype(dtype) for g in cotangents]
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def run(lhs, weights, cotangents, config, transpose, implementation, key=None):
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 7))
+def run(lhs, weights, cotangents, config, transpose, implementation, key=None, hardware=None):
     def products(lhs, weights):
-        options = {"transpose_rhs": transpose, "implementation": implementation}
+        options = {"transpose_rhs": transpose, "implementation": implementation, "hardware": hardware}
         return quantized_matmuls(lhs, tuple(weights), jnp.asarray(SIZES), config=config, key=key, **options)
 
     values, vjp = jax.vjp(products, lhs, weights)
@@ -95,6 +96,25 @@ def test_values_and_gradients_are_those_of_loops_that_quantise_by_hand(case):
     assert {name: share for name, share in shares.items() if not share <= 1} == {}
     for name in ("dweight0", "dweight1"):
         np.testing.assert_array_equal(found[name][SIZES == 0], 0)  # exactly
+
+
+@pytest.mark.parametrize(
+    ("chip", "config", "dtype"),
+    [
+        pytest.param("v6e", "int8", "bfloat16", marks=pytest.mark.ci),
+        pytest.param("tpu7x", "fp8", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("tpu7x", "int8", "float32", marks=pytest.mark.slow),
+        pytest.param("v5e", "fp8_weights", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("v6e", "gradients", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_the_tpu_kernel_trains_as_loops_that_quantise_by_hand(chip, config, dtype):
+    """Natively where the chip multiplies the formats: forward, and in both gradients."""
+    arrays, config = draw(dtype), CONFIGS[config]
+    with tpu_interpreter():
+        found = run(*jax.tree.map(jnp.asarray, arrays), config, True, "pallas_tpu", None, chip)
+    shares = shares_of_bound(arrays, jax.device_get(found), config, True)
+    assert {name: share for name, share in shares.items() if not share <= 1} == {}
 
 
 @pytest.mark.parametrize("name", QUANTIZATIONS)
@@ -185,7 +205,9 @@ def test_each_call_of_the_backward_pass_is_chosen_by_what_it_is_given():
 def test_a_kernel_without_a_transposed_matmul_of_its_own_is_refused_for_that_gradient():
     arrays, sizes = draw(), jnp.asarray(SIZES)
     choice = Directions(backward="tokamax")
-    with pytest.raises(CannotRunError, match=r"\(dlhs\) .*\n  tokamax: (it takes no quantised operands|.*tokamax)"):
+    with pytest.raises(
+        CannotRunError, match=r"\(dlhs\) .*\n  tokamax: (it computes both gradients together|.*for cpu|.*tokamax)"
+    ):
         quantized_matmuls(
             jnp.asarray(arrays[0]),
             tuple(map(jnp.asarray, arrays[1])),
@@ -263,10 +285,7 @@ def test_blocks_must_divide_the_sizes():
 
 
 def test_kernels_that_take_no_quantised_operands_are_refused_when_they_are_named():
-    plain = {"moe_backend": "auto", "fused": False, "strategy": "local", "width_chunks": 1}
-    check_layer(QUANTIZATIONS["fp8"], **plain, kernels=("megablox", "cpu"))
-    check_layer(None, **plain, kernels="megablox")
-    with pytest.raises(ValueError, match=r"megablox \(forward\) takes no quantised operands; use auto, cpu"):
-        check_layer(QUANTIZATIONS["fp8"], **plain, kernels="megablox")
-    with pytest.raises(ValueError, match=r"tokamax \(backward\) takes no quantised operands"):
-        check_layer(QUANTIZATIONS["fp8"], **plain, kernels=Directions(backward="tokamax"))
+    why_not = functools.partial(quantizes_why_not, "grouped_matmul")
+    assert why_not(("megablox", "cpu")) is None
+    assert why_not("megablox").startswith("megablox (forward) takes no quantised operands; use auto, cpu")
+    assert why_not(Directions(backward="tokamax")).startswith("tokamax (backward) takes no quantised operands")

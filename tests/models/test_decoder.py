@@ -13,9 +13,10 @@ from raggedmoe import Decoder, interop
 from raggedmoe.kernels.native.library import why_absent
 from raggedmoe.models import generate as generate_module
 from raggedmoe.models.cache import empty_cache
-from raggedmoe.models.decoder import DEFAULT_EXECUTION, LayerContext, _rematerialize, decode, logits, mtp_forward
+from raggedmoe.models.decoder import DEFAULT_EXECUTION, LayerContext, _rematerialize, decode, logits
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.generate import generate
+from raggedmoe.models.mtp import mtp_forward
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.sharding.axes import logical_mesh
 from raggedmoe.sharding.plan import Plan
@@ -95,7 +96,7 @@ def test_only_a_model_on_one_device_that_keeps_all_runs_its_layers_as_they_are(r
         ids=ids,
         cos_sin=(none, none),
         attends_to_cache=False,
-        mesh=logical_mesh(Plan().mesh()) if on_mesh else None,
+        mesh=logical_mesh(Plan().mesh() if on_mesh else None),
         **others,
     )
     assert (_rematerialize(body, run) is body) == is_plain

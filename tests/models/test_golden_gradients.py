@@ -12,8 +12,9 @@ import pytest
 
 from raggedmoe import interop
 from raggedmoe.interop.folder import read_tensor_headers
-from raggedmoe.models.decoder import DEFAULT_EXECUTION, decode, logits, mtp_forward
+from raggedmoe.models.decoder import DEFAULT_EXECUTION, decode, logits
 from raggedmoe.models.module import Decoder
+from raggedmoe.models.mtp import mtp_forward
 from tests.models.drawn import EINSUM, GOLDEN, GOLDEN_NAMES, quick_jit
 
 pytestmark = pytest.mark.both_ends

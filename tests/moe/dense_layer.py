@@ -30,8 +30,11 @@ def activate(name, gate, up):
     return hidden if up is None else hidden * up
 
 
-def dense_layer(x, params, config, experts, *, mask, kept=None):
-    """Output, balance loss over the batch and z loss, for experts [T K] (masked tokens' are never used)."""
+def dense_layer(x, params, config, experts, *, mask, kept=None, added=None):
+    """Output, balance loss over the batch and z loss, for experts [T K] (masked tokens' are never used).
+
+    `added` is what rounding adds to each token on its way to routed experts: a constant, so straight-through.
+    """
     router, activation, num_experts = config.router, config.experts.activation, config.num_experts
     x = jnp.where(mask[:, None], x, 0.0)
     here = mask.astype(x.dtype)
@@ -53,7 +56,9 @@ def dense_layer(x, params, config, experts, *, mask, kept=None):
     combine = router.scale * (used * weights[:, :, None]).sum(1)  # [T E]
     chosen = used.sum(1)
 
-    rows = x[:, None, :] * (combine if router.weigh == "input" else chosen)[:, :, None]  # [T E D]
+    rows = (x if added is None else x + added)[:, None, :] * (combine if router.weigh == "input" else chosen)[
+        :, :, None
+    ]  # [T E D]
     gate = jnp.einsum("ted,efd->tef", rows, params["wi_0"])
     up = jnp.einsum("ted,efd->tef", rows, params["wi_1"]) if "wi_1" in params else None
     if "bias_wo" in params:

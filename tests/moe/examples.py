@@ -81,12 +81,12 @@ def layer_gradients(x, params, config, cotangent, **options):
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def dense_gradients(x, params, config, cotangent, experts, mask=None, kept=None):
+def dense_gradients(x, params, config, cotangent, experts, mask=None, kept=None, added=None):
     """Compute the gradients by the dense oracle."""
     mask = jnp.ones(x.shape[0], bool) if mask is None else mask
 
     def loss(x, params):
-        output, aux_loss, z_loss = dense_layer(x, params, config, experts, mask=mask, kept=kept)
+        output, aux_loss, z_loss = dense_layer(x, params, config, experts, mask=mask, kept=kept, added=added)
         return (output * cotangent).sum() + aux_loss + z_loss
 
     dx, gradients = jax.grad(loss, argnums=(0, 1))(x, params)

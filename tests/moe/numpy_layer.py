@@ -160,8 +160,11 @@ def kept_slots(experts, config, num_sequences):
     return kept
 
 
-def layer(x, params, config, *, mask=None, replay=None, token_ids=None, noise=None, num_sequences=1):
-    """The layer. `replay` gives the experts (random selection too); `noise` multiplies the router's input (jitter)."""
+def layer(x, params, config, *, mask=None, replay=None, token_ids=None, noise=None, num_sequences=1, sent=None):
+    """The layer. `replay` gives the experts (random selection too); `noise` multiplies the router's input (jitter).
+
+    `sent` is what routed experts are given for each token, where that is not the token itself.
+    """
     router, num_experts, per_token = config.router, config.num_experts, config.experts_per_token
     params = {name: np.asarray(value, np.float64) for name, value in params.items()}
     num_tokens = len(x)
@@ -201,7 +204,7 @@ def layer(x, params, config, *, mask=None, replay=None, token_ids=None, noise=No
         for k in range(per_token):
             weights_of[t][int(experts[t, k])] = weights[k]
             if kept[t, k]:
-                output[t] += weighed(x[t], weights[k], params, int(experts[t, k]), config)
+                output[t] += weighed((x if sent is None else sent)[t], weights[k], params, int(experts[t, k]), config)
     output += shared(x, params, config, mask)
 
     if router.aux_loss_probabilities == "softmax":

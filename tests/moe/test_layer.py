@@ -56,7 +56,7 @@ def axes_of(config):
 
 
 def module(config, seed=0):
-    return MoE.from_arrays(config, random_params(config, seed, np.float32), axes_of(config))
+    return MoE(config, params=random_params(config, seed, np.float32), axes=axes_of(config))
 
 
 TOKENS = 12
@@ -207,7 +207,7 @@ def test_output_has_the_shape_of_the_input(lead):
 
 def test_module_counts_its_sequences(x64):
     config = moe_config({"aux_loss": "sequence", **LOSSES})
-    layer = MoE.from_arrays(config, random_params(config), axes_of(config))
+    layer = MoE(config, params=random_params(config), axes=axes_of(config))
     x = random_tokens(config, 24)
     mask = jnp.arange(24) % 5 != 0
     out = nnx.jit(lambda layer, x, mask: layer(x, mask=mask))(layer, x.reshape(2, 3, 4, 7), mask.reshape(2, 3, 4))

@@ -12,9 +12,9 @@ from raggedmoe.aot.overlap import Move, move_from_json
 from raggedmoe.aot.program_text import ProgramCounts, counts_from_json
 from raggedmoe.aot.schedule import Schedule, schedule_from_json, schedule_to_json
 from raggedmoe.kernels.chosen import ChosenKernel
-from raggedmoe.train.settings.config import TrainConfig, config_of
+from raggedmoe.train.settings.config import Source, TrainConfig, config_of
 
-SETTINGS = "settings"  # the key of a run's settings in the JSON of a case
+SETTINGS, SOURCE = "settings", "source"  # the keys of a run's settings in the JSON of a case, and of who set them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +60,35 @@ def case_to_json(case: CompileCase) -> dict[str, Any]:
 
 
 def _to_plain(subject: Subject) -> dict[str, Any]:
-    """Return a subject's fields; the configuration of a run as its settings that are not the default ones."""
+    """Return a subject's fields; the configuration of a run as its settings that are not the default ones.
+
+    What a user typed goes along: errors in the worker name it, and what was typed is chosen, if it is the default too.
+    """
     arguments = {name: getattr(subject, name) for name in subject.__dataclass_fields__}
     return {
-        name: {SETTINGS: value.changes()} if isinstance(value, TrainConfig) else value
+        name: {SETTINGS: value.changes(), SOURCE: _source_to_plain(value.source)}
+        if isinstance(value, TrainConfig)
+        else value
         for name, value in arguments.items()
     }
 
 
+def _source_to_plain(source: Source) -> dict[str, Any]:
+    return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in vars(source).items()}
+
+
+def _source_from_plain(plain: Mapping[str, Any]) -> Source:
+    return Source(
+        words=plain["words"],
+        typed=frozenset(plain["typed"]),
+        translated=frozenset(plain["translated"]),
+        notes=tuple(plain["notes"]),
+    )
+
+
 def _from_plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return config_of(value[SETTINGS])
+        return config_of(value[SETTINGS], _source_from_plain(value[SOURCE]))
     return tuple(value) if isinstance(value, list) else value  # JSON has made lists of tuples
 
 

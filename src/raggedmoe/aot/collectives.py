@@ -15,9 +15,8 @@ from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.config import MoEConfig, is_expert_choice, strategy_name
 from raggedmoe.moe.dispatch.strategy import buffer_rows
 from raggedmoe.moe.execution import MoEExecution
-from raggedmoe.moe.layer import even_parts
 from raggedmoe.params import ParamSpec
-from raggedmoe.sharding.axes import DATA, EXPERT, FSDP, TENSOR, TOKEN_AXES, axes_of
+from raggedmoe.sharding.axes import DATA, EXPERT, FSDP, TENSOR, TOKEN_AXES, axes_of, even_parts
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.rules import is_routed
 from raggedmoe.train.settings.step import ResolvedStep
@@ -120,17 +119,17 @@ def least_sent(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Ste
 
     all_to_all: every row whose expert is elsewhere, there and back, and its gradient, there and back; with balanced
     experts one in n stays. ring: every token to all others, the sums back, and both gradients. capacity: the slots of
-    every expert that is elsewhere, as all_to_all's rows.
+    every expert that is elsewhere, as all_to_all's rows. With a dispatch_dtype, what goes there forward has 8 bits.
     """
     strategy, ranks = strategy_name(config, execution), plan.expert
-    row = columns_here(config, plan) * np.dtype(step.dtype).itemsize
-    per_way = {
-        "all_to_all": step.num_tokens * row * config.experts_per_token * (ranks - 1) / ranks,
-        "ring": step.num_tokens * row * (ranks - 1),
+    rows_per_way = {
+        "all_to_all": step.num_tokens * config.experts_per_token * (ranks - 1) / ranks,
+        "ring": step.num_tokens * (ranks - 1),
     }
     if strategy == "capacity":
-        per_way["capacity"] = num_slots(config, step.num_tokens, step.num_sequences) * row * (ranks - 1) / ranks
-    return 4.0 * per_way.get(strategy, 0)
+        rows_per_way["capacity"] = num_slots(config, step.num_tokens, step.num_sequences) * (ranks - 1) / ranks
+    row = columns_here(config, plan) * np.dtype(step.dtype).itemsize
+    return rows_per_way.get(strategy, 0) * (dispatch_bytes(config, execution, plan, step) + 3.0 * row)
 
 
 def sent_again(collectives: list[Collective]) -> float:
@@ -174,6 +173,15 @@ def _axes_of_gradient_sum(plan: Plan, name: str, spec: ParamSpec) -> tuple[str, 
 def columns_here(config: MoEConfig, plan: Plan) -> int:
     """Count the columns of a token that one device moves."""
     return config.model_dim // (plan.tensor if plan.tensor_split == "model_dim" else 1)
+
+
+def dispatch_bytes(config: MoEConfig, execution: MoEExecution, plan: Plan, step: StepSizes) -> int:
+    """Count the bytes that a row is sent to its expert in; its result and both gradients have the activations' type."""
+    columns, size = columns_here(config, plan), np.dtype(step.dtype).itemsize
+    if execution.dispatch_dtype is None:
+        return columns * size
+    # A byte for each number, and a scale for what travels together, of the type of sums.
+    return columns + len(even_parts(columns, execution.width_chunks)) * max(size, WIDE)
 
 
 def _of_router(config: MoEConfig, plan: Plan) -> Iterator[Collective]:
@@ -225,12 +233,12 @@ def _of_weights(config: MoEConfig, plan: Plan, step: StepSizes) -> Iterator[Coll
 def _of_rows(config: MoEConfig, execution: MoEExecution, plan: Plan, step: StepSizes) -> Iterator[Collective]:
     strategy, tokens, per_token = strategy_name(config, execution), step.num_tokens, config.experts_per_token
     size, ranks = np.dtype(step.dtype).itemsize, plan.expert
-    moved = tokens * columns_here(config, plan) * size
+    moved, sent = tokens * columns_here(config, plan) * size, tokens * dispatch_bytes(config, execution, plan, step)
     slots = tokens * per_token * WIDE
     if strategy in ("ring", "dense"):
         yield _collective(GATHER, "routing", FORWARD, (EXPERT,), 2 * ranks * slots)  # experts and their weights
         yield _collective(SCATTER, "routing weights", BACKWARD, (EXPERT,), ranks * slots)
-        yield _collective(GATHER, "dispatch", FORWARD, (EXPERT,), ranks * moved)
+        yield _collective(GATHER, "dispatch", FORWARD, (EXPERT,), ranks * sent)
         yield _collective(SCATTER, "unpermute", FORWARD, (EXPERT,), ranks * moved)
         yield _collective(GATHER, "unpermute", BACKWARD, (EXPERT,), ranks * moved)
         yield _collective(SCATTER, "dispatch", BACKWARD, (EXPERT,), ranks * moved)
@@ -241,7 +249,8 @@ def _of_rows(config: MoEConfig, execution: MoEExecution, plan: Plan, step: StepS
         held = config.num_experts // ranks
         rows = per_token if step.ragged else ranks * min(per_token, held)  # of each token; equal parts are the largest
         for what, direction in itertools.product(("dispatch", "unpermute"), (FORWARD, BACKWARD)):
-            yield _collective(kind, what, direction, (EXPERT,), rows * moved)
+            num_bytes = sent if (what, direction) == ("dispatch", FORWARD) else moved
+            yield _collective(kind, what, direction, (EXPERT,), rows * num_bytes)
     elif strategy == "capacity":
         rows = num_slots(config, tokens, step.num_sequences)
         yield _collective(EXCHANGE, "used slots", FORWARD, (EXPERT,), rows)

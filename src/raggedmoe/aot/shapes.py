@@ -10,7 +10,7 @@ import numpy as np
 
 from raggedmoe.kernels.example import Example, routing
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
-from raggedmoe.kernels.qarray import FORMATS, QArray
+from raggedmoe.kernels.qarray import FORMATS, LHS_FORMATS, QArray
 from raggedmoe.names import check_known
 
 # How uneven the groups of `sizes=skewed` are: group g has a share like (g + 1) to the power of minus this. Of 8192 rows
@@ -96,7 +96,15 @@ def _weights(shape: tuple[int, ...], dtype: str, stored_as: tuple[str, str], *, 
     scale = _array("float32", *(size // (block or size) for size, block in zip(shape, blocks)))
     if qtype == "mxfp4":
         shape, scale = (*shape[:-1], shape[-1] // 2), _array("uint8", *scale.shape)
-    return QArray(_array("int8" if qtype == "int8" else "uint8", *shape), scale, None, qtype)
+    return QArray(_array("uint8" if qtype == "mxfp4" else qtype, *shape), scale, None, qtype)
+
+
+def _rows(shape: tuple[int, int], dtype: str, qtype: str) -> Any:
+    """Describe rows: an array, or values with a scale for each row."""
+    if qtype == dtype:
+        return _array(dtype, *shape)
+    check_known("format of rows,", qtype, LHS_FORMATS)
+    return QArray(_array(qtype, *shape), _array(dtype, shape[0], 1), None, qtype)
 
 
 def _grouped_matmul(sizes: Sizes, dtype: str) -> Example:
@@ -104,7 +112,7 @@ def _grouped_matmul(sizes: Sizes, dtype: str) -> Example:
     transpose = sizes.flag("transpose_rhs", False)
     per_group = read_group_sizes(sizes, rows, groups)
     arrays = {
-        "lhs": _array(dtype, rows, inner),
+        "lhs": _rows((rows, inner), dtype, sizes.word("lhs", dtype)),
         "rhs": _weights(
             (groups, out, inner) if transpose else (groups, inner, out),
             dtype,
@@ -176,7 +184,7 @@ def _attention(sizes: Sizes, dtype: str) -> Example:
 
 SHAPE_FORMS: dict[str, tuple[str, Callable[[Sizes, str], Example]]] = {
     "grouped_matmul": (
-        "R=8192,I=2048,O=1408,G=16[,sizes=skewed][,transpose_rhs=true][,rhs=int8[,scale=block]]",
+        "R=8192,I=2048,O=1408,G=16[,sizes=skewed][,transpose_rhs=true][,rhs=int8[,scale=block][,lhs=int8]]",
         _grouped_matmul,
     ),
     "expert_ffn": (

@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
-
 from raggedmoe.aot.case import CompileCase, CompileOutcome, JitProgram
 from raggedmoe.aot.subjects import find_example, with_integers
 from raggedmoe.aot.topology import find_chip
@@ -22,6 +20,7 @@ from raggedmoe.kernels.grouped_matmul.tiles import (
     tiles_for,
     tiles_of_choice,
 )
+from raggedmoe.kernels.grouped_matmul.tpu_operands import operand_of
 
 OPERATION = "grouped_matmul"
 
@@ -65,7 +64,7 @@ class TiledCall:
 
         def function(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
             hardware = target_hardware()
-            tiles = tiles_of_choice(_problem(example), hardware, choice)
+            tiles = tiles_of_choice(_problem(example, hardware), hardware, choice)
             bounds = group_bounds(group_sizes, rhs.shape[0], lhs.shape[0])
             return pallas_tpu.forward(
                 lhs, rhs, bounds, transpose_rhs=transpose, out_dtype=lhs.dtype, hardware=hardware, tiles=tiles
@@ -74,13 +73,9 @@ class TiledCall:
         return JitProgram(function=lambda arrays: function(**arrays), args=(arrays,))
 
 
-def _problem(example: Any) -> Problem:
+def _problem(example: Any, hardware: Hardware) -> Problem:
     lhs, rhs, transpose = example.arrays["lhs"], example.arrays["rhs"], example.options["transpose_rhs"]
-    size = jnp.dtype(lhs.dtype).itemsize
-    out = rhs.shape[1 if transpose else 2]
-    return Problem(
-        num_rows=lhs.shape[0], inner=lhs.shape[1], out=out, transpose_rhs=transpose, itemsize=size, out_itemsize=size
-    )
+    return pallas_tpu.problem_of(operand_of(lhs), operand_of(rhs), transpose, lhs.dtype, hardware)
 
 
 def choices(problem: Problem, hardware: Hardware) -> Iterator[TileChoice]:
@@ -111,7 +106,8 @@ def choices(problem: Problem, hardware: Hardware) -> Iterator[TileChoice]:
 
 def choices_for(call: str, dtype: str, topology: str) -> list[TileChoice]:
     """List the choices that `tune` will try."""
-    return list(choices(_problem(find_example(OPERATION, call, dtype)), find_chip(topology)))
+    chip = find_chip(topology)
+    return list(choices(_problem(find_example(OPERATION, call, dtype), chip), chip))
 
 
 def tune(call: str, dtype: str, topology: str, timeout: float = 1800.0) -> Iterator[TileTrial]:
@@ -132,5 +128,6 @@ def tune(call: str, dtype: str, topology: str, timeout: float = 1800.0) -> Itera
 
 def table_line(call: str, dtype: str, topology: str, choice: TileChoice) -> str:
     """Write a line for the table of tuned tiles."""
-    bucket = shape_bucket(_problem(find_example(OPERATION, call, dtype)), find_chip(topology))
+    chip = find_chip(topology)
+    bucket = shape_bucket(_problem(find_example(OPERATION, call, dtype), chip), chip)
     return f"    {bucket!r}: {choice!r},"

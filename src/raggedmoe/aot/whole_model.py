@@ -37,7 +37,7 @@ def resolve_on(config: TrainConfig, topology: str) -> ResolvedConfig:
     """Make what runs on a topology's devices, of as many slices as the degrees say, without its compiler."""
     chip = find_chip(topology)
     num_chips = math.prod(int(size) for size in topology.partition(":")[2].split("x"))
-    return resolve(config, chip, config.mesh.plan.least_slices * num_chips * chip.devices_per_chip)
+    return resolve(config, chip, config.mesh.plan.least.slices * num_chips * chip.devices_per_chip)
 
 
 def can_extrapolate(model: ModelConfig, num_layers: int) -> bool:

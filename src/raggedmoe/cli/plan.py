@@ -157,13 +157,13 @@ def _devices(plan: Plan, devices: int | None, topology: str | None, hardware: st
         from raggedmoe.aot.topology import find_chip
 
         chip = find_chip(topology)
-        return chip, plan.least_slices * parse_slice(topology).num_devices
+        return chip, plan.least.slices * parse_slice(topology).num_devices
     if devices is None:
         if plan.open:
             raise ValueError(
                 "a degree of -1 takes the devices that are left: say how many with --devices or --topology"
             )
-        devices = plan.least_devices
+        devices = plan.least.num_devices
     if devices < 1:
         raise ValueError(f"expected --devices >= 1, got {devices}")
     if hardware is None and devices > MOST_CPU_DEVICES:

@@ -6,12 +6,14 @@ something only together, as `remat_policy=custom` and the names of what it saves
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from raggedmoe.interop.maxtext_defaults import COUNTERPARTS, NO_EFFECT, REFUSED, is_same, pairs
 from raggedmoe.interop.maxtext_quantization import NAMES as QUANTIZATION_NAMES
 from raggedmoe.interop.maxtext_quantization import translate_quantization
+from raggedmoe.interop.maxtext_remat import NAMES as REMAT_NAMES
+from raggedmoe.interop.maxtext_remat import translate_remat
 from raggedmoe.sharding.axes import AXES
 
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
@@ -344,73 +346,9 @@ def _quantization(typed: Mapping[str, str]) -> Translation:
     return Translation(settings=settings, note=note)
 
 
-# The activations that a remat policy saves, by MaxText's names, and our names for those.
-_QKV = ("query_proj", "key_proj", "value_proj")
-_DOTS = (*_QKV, "out_proj")
-_MLP = ("mlpwi", "mlpwo")
-POLICIES: dict[str, tuple[str, ...]] = {
-    "minimal": (*_DOTS, *_MLP),
-    "minimal_with_context": (*_DOTS, *_MLP, "context"),
-    "minimal_flash": (*_DOTS, *_MLP, "context"),
-    "save_dot_with_context_except_mlp": (*_DOTS, "context"),
-    "save_dot_except_mlpwi": (*_DOTS, "mlpwo"),
-    "save_dot_except_mlp": _DOTS,
-    "save_qkv_proj": _QKV,
-    "save_out_proj": ("out_proj",),
-}
-REMAT_NAMES: dict[str, tuple[str, ...]] = {
-    "context": ("attn_out",),
-    "attention_out": ("attn_out",),
-    "mlpwi": ("mlp_up", "moe_up"),
-    "mlpwi_0": ("mlp_up", "moe_up"),
-    "mlpwi_1": ("mlp_up", "moe_up"),
-    "mlpwo": ("mlp_down", "moe_down"),
-    "moe_mlpwi_0": ("moe_up",),
-    "moe_mlpwi_1": ("moe_up",),
-    "moe_mlpwo": ("moe_down",),
-    "query_proj": ("query",),
-    "key_proj": ("key",),
-    "value_proj": ("value",),
-    "kv_proj": ("key", "value"),
-    "qkv_proj": ("query", "key", "value"),
-    "out_proj": ("attn_proj_out",),
-    "query_wa_proj": ("q_a",),
-    "kv_wa_proj": ("kv_a",),
-    "mla_q": ("query",),
-    "mla_kv": ("key", "value"),
-}
-OFFLOADED = "keeping arrays in the host's memory is not built; remat_policy=full keeps the least on a device"
-
-
 def _remat(typed: Mapping[str, str]) -> Translation:
-    """Translate what is saved for the backward pass: a policy, or with ``remat_policy=custom`` name by name."""
-    policy = typed.get("remat_policy", "full").lower()
-    placements = {name: text.lower() for name, text in typed.items() if name != "remat_policy"}
-    for name, placement in placements.items():
-        if placement not in ("remat", "device", "offload"):
-            raise ValueError(f"{name}: expected remat, device or offload, got {placement!r}")
-        if name == "decoder_layer_input" and placement == "remat":
-            raise ValueError("decoder_layer_input=remat: a layer's input is what the rest is computed from; use device")
-    if policy != "custom":
-        ignored = [name for name, placement in placements.items() if not is_same(placement, pairs(COUNTERPARTS)[name])]
-        note = f"ignored: {', '.join(ignored)} is read with remat_policy=custom alone" if ignored else None
-        if policy in ("full", "none"):
-            return Translation(settings={"remat": policy} if "remat_policy" in typed else {}, note=note)
-        if policy.endswith("offloaded"):
-            raise ValueError(f"remat_policy={policy}: {OFFLOADED}")
-        if policy not in POLICIES:
-            raise ValueError(f"remat_policy: expected one of full, none, custom, {', '.join(POLICIES)}, got {policy!r}")
-        return Translation(settings={"remat": _remat_names(POLICIES[policy])}, note=note)
-    for name, placement in placements.items():
-        if placement == "offload":
-            raise ValueError(f"{name}=offload: {OFFLOADED}")
-    saved = [name for name, placement in placements.items() if placement == "device" and name != "decoder_layer_input"]
-    return Translation(settings={"remat": _remat_names(saved) or "full"})
-
-
-def _remat_names(names: Iterable[str]) -> str:
-    """Translate the names of saved activations, each once."""
-    return ",".join(dict.fromkeys(ours for name in names for ours in REMAT_NAMES[name]))
+    settings, note = translate_remat(typed)
+    return Translation(settings=settings, note=note)
 
 
 GROUPS: tuple[Group, ...] = (
@@ -418,7 +356,7 @@ GROUPS: tuple[Group, ...] = (
     Group(names=("attention", "use_tokamax_splash"), translate=_attention),
     Group(names=("megablox", "use_tokamax_gmm", "use_gmm_v2"), translate=_grouped_matmul),
     Group(names=QUANTIZATION_NAMES, translate=_quantization),
-    Group(names=("remat_policy", "decoder_layer_input", *REMAT_NAMES), translate=_remat),
+    Group(names=REMAT_NAMES, translate=_remat),
 )
 GROUP_OF: dict[str, Group] = {name: group for group in GROUPS for name in group.names}
 

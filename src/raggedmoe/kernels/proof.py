@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from raggedmoe.compat import in_versions
@@ -83,6 +83,12 @@ INTERPRETED_KERNEL: tuple[Proof, ...] = (
         shown_by="make test interprets it, and make test-tpu compiles it for the chip",
     ),
 )
+
+
+def interpreted_with(*formats: str) -> tuple[Proof, ...]:
+    """Declare the same of a kernel that takes quantised operands of these formats as well."""
+    return tuple(replace(proof, formats=formats) for proof in INTERPRETED_KERNEL)
+
 
 # SparseCore programs, and others' kernels that interpret mode does not run: compiled for each chip.
 COMPILED_KERNEL: tuple[Proof, ...] = (

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from raggedmoe.kernels.qarray import LHS_FORMATS
-from raggedmoe.kernels.registry import Choice, quantizes_why_not
 from raggedmoe.names import check_known
 from raggedmoe.params import check_sizes
 
@@ -86,41 +85,3 @@ def rounding_key(config: QuantConfig | None, key: jax.Array | None, *numbers: An
     for number in numbers:
         key = jax.random.fold_in(key, number)
     return key
-
-
-def check_layer(
-    config: QuantConfig | None, moe_backend: str, fused: bool, strategy: str, width_chunks: int, kernels: Choice
-) -> None:
-    """Require that the experts of a layer are grouped matmuls of whole rows, by kernels that can be quantised."""
-    if config is None:
-        return
-    why_not = quantizes_why_not("grouped_matmul", kernels)
-    reasons = {
-        f"moe_backend={moe_backend!r}": fused
-        and "its fused kernel rounds nothing between its matmuls; use moe_backend='auto'",
-        f"width_chunks={width_chunks}": width_chunks > 1
-        and "a part of a row would have a scale of its own; use width_chunks=1",
-        f"strategy={strategy!r}": _why_not_strategy(strategy),
-        f"moe_backend={moe_backend!r} and the kernels of grouped_matmul": why_not,
-    }
-    for wrong, reason in reasons.items():
-        if reason:
-            raise ValueError(f"quantization cannot be used with {wrong}: {reason}, or leave the quantization out")
-
-
-def check_sizes_and_strategy(config: QuantConfig | None, strategy: str, **sizes: int) -> None:
-    """Require that blocks divide the sizes of a layer, and that its strategy has rows for each expert."""
-    if config is not None and (reason := _why_not_strategy(strategy)):
-        raise ValueError(f"quantization cannot be used with strategy={strategy!r}: {reason}, or leave it out")
-    for name, size in sizes.items():
-        if config is not None and config.block is not None and size % config.block:
-            raise ValueError(
-                f"quantization: {name}={size} is not divisible by block={config.block} (quantization_block of a run); "
-                "use a divisor of it, or none"
-            )
-
-
-def _why_not_strategy(strategy: str) -> str | None:
-    if strategy not in ("dense", "capacity"):
-        return None
-    return "it is one batched matmul of all experts; use a strategy with rows for each expert, as 'local' is"

@@ -77,6 +77,14 @@ def encode(array: Float[Array, "..."], scale: Float[Array, "..."], qtype: str, k
     return _float8(_round(ratio * per_step, key) * step, qtype)
 
 
+def encode_bits(
+    array: Float[Array, "..."], scale: Float[Array, "..."], qtype: str, key: jax.Array | None = None
+) -> Array:
+    """Compute what `encode` does in the form that kernels read: int8 itself, or the bits of a float8 in uint8."""
+    values = encode(array, scale, qtype, key)
+    return values if qtype == "int8" else lax.bitcast_convert_type(values, jnp.uint8)
+
+
 def _round(array: Float[Array, "..."], key: jax.Array | None) -> Float[Array, "..."]:
     if key is None:
         return jnp.round(array)

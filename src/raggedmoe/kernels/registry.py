@@ -76,7 +76,8 @@ class Implementation:
     note: Callable[[Call, Hardware], str | None] = _no_reason  # what a user should know of its cost there
     # Like forward, but also returns what it computed on its way that the operation's backward passes can use.
     forward_keeping: Callable[..., Any] | None = None
-    quantized: str | None = None  # what it does with quantised operands; None: it takes none
+    # What it does with quantised operands, or a function that says it of a call on a chip; None: it takes none.
+    quantized: str | Callable[[Call, Hardware], str] | None = None
     # The operation whose groups are of what is summed, ``lhs_gᵀ @ cotangent_g``: the gradient of a grouped matmul's
     # ``rhs``, which those who quantise its operands call by itself. None: it comes with the other gradient alone.
     transposed: Callable[..., Any] | None = None
@@ -225,6 +226,8 @@ def _assess(
         or _transposed_why_not(implementation, call)
         or implementation.why_not(call, hardware)
     )
+    # An implementation that does not take the call's quantised operands cannot say what such a call costs.
+    takes = not call.formats or reason is None
     absent = implementation.why_absent() if reason is None else None
     reason = reason or absent
     if reason is None and auto and hardware.platform not in implementation.rank:
@@ -233,9 +236,7 @@ def _assess(
         what = f"only {level.name.lower()}" if level else f"unproven ({shown_by})"
         reason = f"{what} on {hardware.name}; name it, or run `raggedmoe verify` on such a chip"
     preference = implementation.auto_why_not(call, hardware) if reason is None and auto else None
-    # An implementation that takes no quantised operands cannot say what such a call costs.
-    takes = not call.formats or implementation.quantized is not None
-    notes = (implementation.quantized if call.formats else None, implementation.note(call, hardware) if takes else None)
+    notes = (_quantized_note(implementation, call, hardware), implementation.note(call, hardware)) if takes else ()
     return Candidate(
         implementation=implementation,
         reason=reason or preference,
@@ -245,6 +246,12 @@ def _assess(
         shown_by=shown_by,
         note="; ".join(filter(None, notes)) or None,
     )
+
+
+def _quantized_note(implementation: Implementation, call: Call, hardware: Hardware) -> str | None:
+    """Say what an implementation does with the quantised operands of a call that it takes."""
+    said = implementation.quantized if call.formats else None
+    return said(call, hardware) if callable(said) else said
 
 
 def _quantized_why_not(implementation: Implementation, call: Call) -> str | None:

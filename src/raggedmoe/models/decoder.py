@@ -18,19 +18,24 @@ from raggedmoe.lora import A, B, scale_adapters
 from raggedmoe.models.cache import Cache, VisibleMemory, split_layers, update_cache
 from raggedmoe.models.config import LayerKind, ModelConfig, Stack, check_execution
 from raggedmoe.models.execution import ModelExecution
-from raggedmoe.models.matmul import dense_matmuls_for, project, wide_project
+from raggedmoe.models.matmul import dense_matmuls_for, wide_project
 from raggedmoe.models.mixer import AttentionContext, Memory
 from raggedmoe.models.norm import rms_norm
-from raggedmoe.models.parameters import layer_specs, mixer_of, mtp_specs, under
+from raggedmoe.models.parameters import layer_specs, mixer_of, under
 from raggedmoe.models.rope import RopeCosSin, rope_cos_sin
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import shared_experts
 from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.params import Params
-from raggedmoe.sharding.axes import AnyMesh, LogicalMesh, logical_mesh, shard_tokens, split_over
-from raggedmoe.sharding.dense_layers import all_gather_dense_weights, save_all_but_gathered_weights
-from raggedmoe.sharding.vocabulary import embedding_lookup, table_sharding
+from raggedmoe.sharding.axes import ONE_DEVICE, AnyMesh, LogicalMesh, logical_mesh, split_over
+from raggedmoe.sharding.dense_layers import (
+    all_gather_dense_weights,
+    embedding_lookup,
+    save_all_but_gathered_weights,
+    table_sharding,
+)
+from raggedmoe.sharding.stage import TOKENS
 
 DEFAULT_EXECUTION = ModelExecution()
 
@@ -110,7 +115,7 @@ def _hidden_states(
     config: ModelConfig,
     execution: ModelExecution,
     cache_is_empty: bool,
-    mesh: LogicalMesh | None,
+    mesh: LogicalMesh,
 ) -> DecoderOutput:
     slots = None if cache is None else _slots(cache, mask, ids.shape)
     written = None if slots is None or cache is None else jnp.where(slots < cache.size, slots, -1)
@@ -156,11 +161,11 @@ _decode = compile_once(_hidden_states, static=("config", "execution", "cache_is_
 
 
 def embed(
-    params: Params, ids: Integer[Array, "B S"], config: ModelConfig, mesh: LogicalMesh | None = None
+    params: Params, ids: Integer[Array, "B S"], config: ModelConfig, mesh: LogicalMesh = ONE_DEVICE
 ) -> Float[Array, "B S D"]:
     """Look up the tokens' vectors, in the type of the activations."""
     table = params["embedding"]
-    if mesh is not None:
+    if mesh.mesh is not None:
         return embedding_lookup(table, ids, config.dtype, table_sharding(mesh, table.shape))
     return jnp.take(table, ids, axis=0, mode="clip").astype(config.dtype)
 
@@ -182,7 +187,7 @@ class LayerContext:
     attends_to_cache: bool
     segments: jax.Array | None
     mask: jax.Array | None
-    mesh: LogicalMesh | None
+    mesh: LogicalMesh
 
 
 def run_stack(
@@ -201,7 +206,7 @@ def run_stack(
     has_experts = any(kind.moe for kind in stack.kinds)
     is_unstacked = any(isinstance(value, tuple) for value in params.values())
     in_place: Params = {}
-    if memory is not None and run.mesh is None and reads_experts_in_place(run.config, run.execution.moe, x):
+    if memory is not None and run.mesh.mesh is None and reads_experts_in_place(run.config, run.execution.moe, x):
         in_place = {name: v for name, v in params.items() if name.endswith(EXPERT_WEIGHTS)}
         in_place = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), in_place)
         params = {name: value for name, value in params.items() if name not in in_place}
@@ -319,7 +324,7 @@ def run_layer(
             mesh=run.mesh,
         )
         attended = mixer.attend(query, visible.memory, attention_weights, config.attention, context)
-        attended = shard_tokens(attended, run.mesh)
+        attended = run.mesh.constrain(attended, TOKENS)
         x = x + checkpoint_name(attended, "attn_proj_out")
     with jax.named_scope("moe" if kind.moe else "mlp"):
         normed = rms_norm(x, weights["mlp_norm"], eps)
@@ -327,7 +332,7 @@ def run_layer(
             out, report = _experts(run, normed, weights, repeat, key)
         else:
             out, report = _mlp(config, normed, weights), None
-    return shard_tokens(x + out, run.mesh), memory, report
+    return run.mesh.constrain(x + out, TOKENS), memory, report
 
 
 def _mlp(config: ModelConfig, x: Float[Array, "B S D"], weights: Params) -> Float[Array, "B S D"]:
@@ -362,106 +367,13 @@ def _experts(
 def _rematerialize(body: Any, run: LayerContext) -> Any:
     """Have the body of a stack keep for the backward pass only what the execution names."""
     remat = run.execution.remat
-    if remat == "none" and run.mesh is None:
+    if remat == "none" and run.mesh.mesh is None:
         return body
     policy = jax.checkpoint_policies.save_only_these_names(*run.execution.saved_names)
     if remat == "none":
-        assert run.mesh is not None
         policy = save_all_but_gathered_weights(run.mesh)
     # A scan already keeps the two passes apart.
     return jax.checkpoint(body, policy=policy, prevent_cse=not run.execution.scan_layers)
-
-
-def mtp_mask(documents: Int[Array, "B S"], module: int) -> Bool[Array, "B S"]:
-    """Mark where a module of multi-token prediction knows the token that it joins. A document of -1 is padding."""
-    ahead, length = module + 1, documents.shape[1]
-    in_row = jnp.arange(length)[None] < length - ahead
-    return in_row & (documents == jnp.roll(documents, -ahead, axis=1)) & (documents >= 0)
-
-
-def mtp_forward(
-    params: Params,
-    hidden: Float[Array, "B S D"],
-    ids: Integer[Array, "B S"],
-    config: ModelConfig,
-    execution: ModelExecution = DEFAULT_EXECUTION,
-    *,
-    mask: Bool[Array, "B S"] | None = None,
-    segments: Integer[Array, "B S"] | None = None,
-    positions: Integer[Array, "B S"] | None = None,
-    key: jax.Array | None = None,
-    mesh: AnyMesh | None = None,
-) -> tuple[list[Float[Array, "B S D"]], list[ExpertReport]]:
-    """Compute the hidden states from which `logits` predicts the token after the next, and so on.
-
-    Module m joins the hidden state at position i with the embedding of token i + m + 1 and predicts token i + m + 2.
-    A position that knows no such token (the last of a row or of a document, or one before padding) goes to no expert,
-    and what stands there is not to be used.
-
-    Args:
-      hidden: `DecoderOutput.hidden` of the same tokens, which module 0 starts from; the others as for `decode`.
-    """
-    check_execution(config, execution)
-    mesh = logical_mesh(mesh)
-    split_over(mesh, ids.shape[0], "sequences")
-    ids, segments = int32(ids), None if segments is None else segment_numbers(segments)
-    arrays = (params, hidden, ids, mask, segments, positions, key)
-    return _mtp_forward(*arrays, config=config, execution=execution, mesh=mesh)
-
-
-def _mtp_states(
-    params: Params,
-    hidden: Float[Array, "B S D"],
-    ids: Int[Array, "B S"],
-    mask: Bool[Array, "B S"] | None,
-    segments: Int[Array, "B S"] | None,
-    positions: Integer[Array, "#B S"] | None,
-    key: jax.Array | None,
-    *,
-    config: ModelConfig,
-    execution: ModelExecution,
-    mesh: LogicalMesh | None,
-) -> tuple[list[Float[Array, "B S D"]], list[ExpertReport]]:
-    if positions is None:
-        positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-    cos_sin = rope_cos_sin(config.attention.rope, config.attention.rope_dim, positions, config.dtype)
-    stack = Stack(first=config.num_layers, kinds=(config.kind(config.num_layers),), repeats=1)
-    documents = jnp.zeros_like(ids) if segments is None else segments
-    documents = documents if mask is None else jnp.where(mask, documents, -1)
-    hidden_states, reports = [], []
-    for m in range(config.mtp_layers):
-        module = under(f"mtp.{m}.", params)
-        dense = all_gather_dense_weights({"projection": module["projection"]}, mtp_specs(config), mesh, config.dtype)
-        next_ids = jnp.roll(ids, -(m + 1), axis=1)
-        run = LayerContext(
-            config=config,
-            execution=execution,
-            ids=next_ids,
-            cos_sin=cos_sin,
-            slots=None,
-            attends_to_cache=False,
-            segments=None if segments is None and mask is None else documents,
-            mask=mtp_mask(documents, m),
-            mesh=mesh,
-        )
-        further = embed(params, next_ids, config, mesh)
-        joined = jnp.concatenate(
-            [
-                rms_norm(further, module["embedding_norm"], config.norm_epsilon),
-                rms_norm(hidden, module["hidden_norm"], config.norm_epsilon),
-            ],
-            axis=-1,
-        )
-        module_key = None if key is None else jax.random.fold_in(key, len(config.stacks) + m)
-        layer = {f"0.{name}": value[None] for name, value in module.items()}
-        x, _, report = run_stack(run, stack, project(joined, dense["projection"]), layer, None, module_key)
-        hidden = rms_norm(x, module["final_norm"], config.norm_epsilon)
-        hidden_states.append(hidden)
-        reports += report
-    return hidden_states, reports
-
-
-_mtp_forward = compile_once(_mtp_states, static=("config", "execution", "mesh"))
 
 
 def _slots(cache: Cache, mask: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:

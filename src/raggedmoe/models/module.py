@@ -10,8 +10,9 @@ from jaxtyping import Array, Bool, Float, Integer
 from raggedmoe.models.cache import Cache
 from raggedmoe.models.companions import Companions
 from raggedmoe.models.config import ModelConfig, check_execution
-from raggedmoe.models.decoder import DEFAULT_EXECUTION, DecoderOutput, decode, logits, mtp_forward
+from raggedmoe.models.decoder import DEFAULT_EXECUTION, DecoderOutput, decode, logits
 from raggedmoe.models.execution import ModelExecution
+from raggedmoe.models.mtp import mtp_forward
 from raggedmoe.models.parameters import check_lora, check_model_params, empty_amax_histories, param_specs
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.dispatch import check_has_mesh

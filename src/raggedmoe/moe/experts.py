@@ -140,9 +140,8 @@ def expert_ffn(
 def fuses_experts(x: Float[Array, "T D"], weights: Params, settings: StageSettings) -> bool:
     """Tell whether the experts are one `expert_ffn`: if the backend says so, or for "auto" where it is the fastest."""
     config, execution = settings.config, settings.execution
-    if config.lora is not None or execution.quantization is not None:  # what they do is between the matmuls
-        return False
-    if execution.moe_backend != "auto" or execution.width_chunks > 1 or settings.on_mesh.axes(WIDTH_TENSOR):
+    between = config.lora or execution.quantization or execution.width_chunks > 1 or settings.on_mesh.axes(WIDTH_TENSOR)
+    if between or execution.moe_backend != "auto":  # something is done between the matmuls, or the backend is named
         return execution.backend.fused
     if strategy_name(config, execution) in ("capacity", "dense") or execution.kernel_choice.grouped_matmul != "auto":
         return False

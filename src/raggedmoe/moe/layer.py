@@ -1,14 +1,12 @@
 """The MoE layer as a function: route → dispatch → gmm_up → gmm_down → unpermute."""
 
 import functools
-import itertools
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from raggedmoe.kernels.eager import compile_once
@@ -23,7 +21,16 @@ from raggedmoe.moe.experts import activate, expert_ffn, fuses_experts, gmm_down,
 from raggedmoe.moe.records import MoEOutput, RouteMetadata, RouteOutput, StageSettings
 from raggedmoe.moe.router import check_replay, route
 from raggedmoe.params import Params
-from raggedmoe.sharding.axes import AXES, TOKEN_AXES, WIDTH_TENSOR, LogicalMesh, logical_mesh, shard_tokens, split_over
+from raggedmoe.sharding.axes import (
+    AXES,
+    TOKEN_AXES,
+    WIDTH_TENSOR,
+    AnyMesh,
+    LogicalMesh,
+    even_parts,
+    logical_mesh,
+    split_over,
+)
 from raggedmoe.sharding.rules import all_gather_params
 from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, TOKENS_AND_WIDTH, stage
 
@@ -36,7 +43,7 @@ def _check_call(
 ) -> None:
     """Refuse what cannot run; the values of a recorded routing can be looked at here, outside of jit, alone."""
     quantized = [name for name, array in params.items() if isinstance(array, Quantized)]
-    check_execution(config, execution, quantized, mesh)
+    check_execution(config, execution, quantized, logical_mesh(mesh).mesh)
     replay = options.get("replay")
     if replay is not None and not is_expert_choice(config):
         check_replay(replay, x.shape[0], config.experts_per_token, config.num_experts)
@@ -49,7 +56,7 @@ def moe_route_and_compute(
     config: MoEConfig,
     execution: MoEExecution = DEFAULT_EXECUTION,
     *,
-    mesh: Mesh | AbstractMesh | LogicalMesh | None = None,
+    mesh: AnyMesh | None = None,
     mask: Bool[Array, " T"] | None = None,
     key: jax.Array | None = None,
     token_ids: Integer[Array, " T"] | None = None,
@@ -66,10 +73,9 @@ def moe_route_and_compute(
     does not depend on the mesh. Tokens are split over all axes but "tensor", parameters by `raggedmoe.sharding.rules`.
     ``first_expert``: where this layer's experts begin in weights that hold several layers', one after the other.
     """
-    mesh = logical_mesh(mesh)
-    on_mesh = replace(mesh or LogicalMesh(), tensor_split=execution.tensor_split)
-    split_over(mesh, x.shape[0], "tokens")
-    sequences = sequences_of_device(num_sequences, config, mesh)
+    on_mesh = replace(logical_mesh(mesh), tensor_split=execution.tensor_split)
+    split_over(on_mesh, x.shape[0], "tokens")
+    sequences = sequences_of_device(num_sequences, config, on_mesh)
     settings = StageSettings(config=config, execution=execution, on_mesh=on_mesh, num_sequences=sequences)
     check_ranks(settings)
     if mask is not None:
@@ -80,13 +86,13 @@ def moe_route_and_compute(
     routing, statistics = on_mesh.run(route, x, router, mask, key, token_ids, replay, settings=settings)
     with jax.named_scope("experts"):
         output, dropped = routed_experts(x, params, routing, first_expert, key, settings)
-        output = shard_tokens(output, mesh)
+        output = on_mesh.constrain(output, TOKENS)
     shared = {name.removeprefix("shared_"): array for name, array in params.items() if name.startswith("shared_")}
     if shared:
         with jax.named_scope("shared_experts"):
             # In no stage: without a word about its layout, XLA exchanges two devices' gradients of x (docs/log.md).
             weights = scale_adapters(shared, config.lora)
-            added = shared_experts(shard_tokens(x, mesh), weights, config.experts.activation)
+            added = shared_experts(on_mesh.constrain(x, TOKENS), weights, config.experts.activation)
             output = output + (added if mask is None else jnp.where(mask[:, None], added, 0))
     return MoEOutput(output=output, dropped=dropped, experts=routing.experts, **statistics)
 
@@ -161,13 +167,7 @@ def concatenate(chunks: list[Float[Array, "_ _"]], *, dim: int) -> Float[Array, 
     return jnp.concatenate(chunks, axis=dim)
 
 
-def even_parts(size: int, num_parts: int) -> list[slice]:
-    """Cut a size into so many parts that differ by one at most, or into fewer where some would be empty."""
-    bounds = sorted({size * i // num_parts for i in range(num_parts + 1)})
-    return [slice(start, end) for start, end in itertools.pairwise(bounds)] or [slice(0, 0)]
-
-
-def sequences_of_device(num_sequences: int, config: MoEConfig, mesh: LogicalMesh | None) -> int:
+def sequences_of_device(num_sequences: int, config: MoEConfig, mesh: LogicalMesh) -> int:
     """Count the whole sequences on each device, where the balance loss or the capacity is of each sequence."""
     if config.capacity_factor is not None and not is_expert_choice(config):
         what, instead = "whole sequences, in which a capacity_factor counts slots,", "no capacity_factor"

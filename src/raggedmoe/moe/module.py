@@ -55,6 +55,7 @@ class MoE(nnx.Module):
         *,
         rngs: nnx.Rngs | None = None,
         params: Mapping[str, jax.Array | np.ndarray] | None = None,
+        axes: Mapping[str, tuple[str, ...]] | None = None,
         execution: MoEExecution = DEFAULT_EXECUTION,
         mesh: AnyMesh | None = None,
         mesh_axes: MeshAxes | None = None,
@@ -66,6 +67,8 @@ class MoE(nnx.Module):
           rngs: whose key new weights are drawn from.
           params: given weights, by the names of ``config.param_specs()``. Those of the experts may be quantised
             (docs/quantised.md), on one device and for inference.
+          axes: the names of each given weight's dimensions, as in ``config.param_specs()``. A transposed weight is then
+            refused where the sizes agree, too.
           execution: how it runs, unless a call says otherwise.
           mesh: devices to compute on; the tokens are split over them. `raggedmoe.Plan` makes one.
           mesh_axes: for a mesh with other axes, which of them are "data", "fsdp", "expert" and "tensor", such as
@@ -78,26 +81,13 @@ class MoE(nnx.Module):
         histories = empty_histories(config, execution.quantization)
         self.amax_history = nnx.Dict({name: AmaxHistory(value) for name, value in histories.items()})
         specs = config.param_specs()
+        if axes is not None:
+            check_params(specs, params or {}, axes)
         params = make_params(specs, params, rngs, self.mesh, execution.tensor_split)
         for name, spec in specs.items():
             param, kind = params[name], KINDS[spec.updated_by]
             value = check_operand("MoE", name, param, "G F D") if isinstance(param, Quantized) else jnp.asarray(param)
             setattr(self, name, kind(value, axes=spec.axes))
-
-    @classmethod
-    def from_arrays(
-        cls,
-        config: MoEConfig,
-        arrays: Mapping[str, jax.Array | np.ndarray],
-        axes: Mapping[str, tuple[str, ...]],
-        *,
-        execution: MoEExecution = DEFAULT_EXECUTION,
-        mesh: AnyMesh | None = None,
-        mesh_axes: MeshAxes | None = None,
-    ) -> "MoE":
-        """Make a layer with given weights; ``axes`` names each one's dimensions, as in ``config.param_specs()``."""
-        check_params(config.param_specs(), arrays, axes)
-        return cls(config, params=arrays, execution=execution, mesh=mesh, mesh_axes=mesh_axes)
 
     @property
     def params(self) -> Params:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -57,8 +58,8 @@ def partition(name: str, spec: ParamSpec, mesh: LogicalMesh) -> PartitionSpec:
     return PartitionSpec(*entries) if splits else PartitionSpec()
 
 
-def param_shardings(mesh: LogicalMesh, specs: Specs) -> dict[str, NamedSharding]:
-    """Return the sharding of every parameter on a mesh."""
+def param_shardings(mesh: LogicalMesh, specs: Specs) -> dict[str, NamedSharding | None]:
+    """Return the sharding of every parameter on a mesh; on one device there is none."""
     return {name: mesh.sharding(partition(name, spec, mesh)) for name, spec in specs.items()}
 
 
@@ -87,14 +88,14 @@ def all_gather_params(
 
 
 def make_params(
-    specs: Specs, params: Mapping[str, Any] | None, rngs: Any, mesh: LogicalMesh | None, tensor_split: str
+    specs: Specs, params: Mapping[str, Any] | None, rngs: Any, mesh: LogicalMesh, tensor_split: str
 ) -> Mapping[str, Any]:
-    """Return the parameters that a module was given, or draw new ones, on a mesh each device its own part."""
+    """Return the parameters that a module was given, or draw new ones, each device its own part."""
     if (rngs is None) == (params is None):
         raise ValueError("expected rngs for new parameters or params for given ones, got both or neither")
     if params is not None:
         return params
-    shardings = None if mesh is None else param_shardings(LogicalMesh(mesh.mesh, mesh.mesh_axes, tensor_split), specs)
+    shardings = param_shardings(replace(mesh, tensor_split=tensor_split), specs)
     return jax.jit(functools.partial(init_params, specs), out_shardings=shardings)(rngs.params())
 
 

@@ -19,7 +19,14 @@ WIDTHS = [(2048, 1408), (7168, 2048), (2048, 7168), (4096, 14336), (14336, 4096)
 
 def problem(inner, out, *, itemsize=2, transpose=False, rows=16384):
     return Problem(
-        num_rows=rows, inner=inner, out=out, transpose_rhs=transpose, itemsize=itemsize, out_itemsize=itemsize
+        num_rows=rows,
+        inner=inner,
+        out=out,
+        transpose_rhs=transpose,
+        itemsize=itemsize,
+        rhs_itemsize=itemsize,
+        out_itemsize=itemsize,
+        multiplied={2: "bfloat16", 4: "float32"}[itemsize],
     )
 
 

@@ -455,6 +455,19 @@ def test_a_set_without_a_name_or_a_path_is_refused(entry, message):
         DataConfig(dataset_type="text", dataset_path=("a",), eval_paths=(entry,))
 
 
+def test_files_that_are_trained_on_are_no_set_to_evaluate_on(folder, tmp_path):
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "other.txt").write_text("some other text")
+    for path in (folder, folder / "04.txt", tmp_path / "link" / "04.txt"):
+        with pytest.raises(ValueError, match=r"eval_paths=it=.*: expected files that are not trained on, got /.*\.txt"):
+            opened(folder, eval_paths=(f"other={tmp_path / 'other.txt'}", f"it={path}"))
+    python = DataConfig(dataset_type="stdlib", eval_paths=(f"it={json.__file__}",))
+    with pytest.raises(
+        ValueError, match=r"got /.*json/__init__\.py, which dataset_type=stdlib reads as well; name other"
+    ):
+        open_data(python, 256, 2)
+
+
 def test_a_set_of_nothing_to_learn_is_named(folder, tmp_path):
     (tmp_path / "one.txt").write_text("x")
     with pytest.raises(ValueError, match="eval_paths: expected documents of two tokens or more as tiny, got none"):

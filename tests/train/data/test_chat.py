@@ -87,6 +87,14 @@ def texts_of(data):
     return sorted(texts(data, rows_of(data)))
 
 
+def test_conversations_that_are_trained_on_are_no_set_to_evaluate_on(folder):
+    (folder / "other.jsonl").write_text(json.dumps({"messages": LONG}))
+    data = opened(folder, {"messages": SHORT}, eval_paths=(f"other={folder / 'other.jsonl'}",))
+    assert list(data.evaluated) == ["other"]
+    with pytest.raises(ValueError, match=r"eval_paths=it=.*expected files that are not trained on, got .*chat\.jsonl"):
+        opened(folder, {"messages": SHORT}, eval_paths=(f"it={folder}",))
+
+
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_a_conversation_is_written_by_the_template_and_its_answers_are_learned(folder, template):
     (folder / "chat_template.jinja").write_text(template)

@@ -1,6 +1,12 @@
 """Folders of tokens in an object store: copied once, checked, and then those that were written."""
 
+import errno
+import fcntl
+import logging
+import os
+import platform
 import shutil
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -16,6 +22,7 @@ from raggedmoe.train.data.token_copy import SETTING
 from raggedmoe.train.data.token_files import open_tokens, write_tokens
 from raggedmoe.train.data.tokenizer import BYTES_THAT_END
 from raggedmoe.train.settings.sections import DataConfig
+from raggedmoe_command import compilation_cache
 
 
 @pytest.fixture
@@ -75,6 +82,51 @@ def test_two_that_begin_at_once_copy_once(tokens, bucket, tmp_path, monkeypatch)
         opened = [threads.submit(open_tokens, bucket / "tokens", 512) for _ in range(3)]
         assert len({future.result().fingerprint for future in opened}) == 1
     assert (len(downloads), len(copies_in(tmp_path))) == (1, 1)
+
+
+def test_without_locks_each_copies_for_itself_one_is_kept_and_a_warning_says_so(
+    tokens, bucket, tmp_path, monkeypatch, caplog
+):
+    upload(tokens, bucket / "tokens")
+    begun = threading.Barrier(3)
+
+    def no_lock(*arguments):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def download(*places):
+        begun.wait(timeout=60)  # all are on their way before one is done
+        trees.download(*places)
+
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    expected = open_tokens(bucket / "tokens", 512).fingerprint
+    (first,) = copies_in(tmp_path)
+    shutil.rmtree(first)
+    monkeypatch.setattr(token_copy, "download", download)
+    with ThreadPoolExecutor(3) as threads:
+        opened = [threads.submit(open_tokens, bucket / "tokens", 512) for _ in range(3)]
+        assert {future.result().fingerprint for future in opened} == {expected}
+    assert copies_in(tmp_path) == [first]
+    (warning,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "has no locks" in text]
+    assert f"set {SETTING} to a folder on a local disk" in warning
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_machine_writes_stays(tokens, bucket, tmp_path):
+    upload(tokens, bucket / "tokens")
+    open_tokens(bucket / "tokens", 512)
+    (whole,) = copies_in(tmp_path)
+    ours, theirs = (whole.with_name(f".{whole.name}.{node}.0.partial") for node in (platform.node(), "elsewhere"))
+    whole.rename(ours)
+    theirs.mkdir()
+    open_tokens(bucket / "tokens", 512)
+    assert sorted(copies_in(tmp_path)) == sorted([whole, theirs])
+
+
+def test_copies_are_in_the_users_cache_folder_as_compiled_programs_are(monkeypatch, tmp_path):
+    monkeypatch.delenv(SETTING, raising=False)
+    for cache in ({"XDG_CACHE_HOME": str(tmp_path)}, {"HOME": str(tmp_path), "XDG_CACHE_HOME": ""}):
+        for name, value in cache.items():
+            monkeypatch.setenv(name, value)
+        assert token_copy.copies_root() == compilation_cache.cache_root(cache) / "tokens"
 
 
 def test_a_flipped_byte_is_refused_and_leaves_no_copy(tokens, bucket, tmp_path):

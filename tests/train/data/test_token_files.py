@@ -1,6 +1,7 @@
 """Tokens in files: those of the text in memory, split by documents, mapped and not read."""
 
 import json
+import shutil
 import tracemalloc
 from pathlib import Path
 
@@ -115,6 +116,14 @@ def test_named_sets_are_folders_of_the_same_tokens(source, tmp_path):
     written(source, tmp_path / "other", train_tokenizer([str(source)], (".txt",), 300))
     with pytest.raises(ValueError, match=r"eval_paths=other=.*: expected tokens of the tokenizer that made those"):
         opened(tmp_path / "tokens", eval_paths=(f"other={tmp_path / 'other'}",))
+
+
+def test_tokens_that_are_trained_on_are_no_set_to_evaluate_on(source, tmp_path):
+    written(source, tmp_path / "whole", held_out=0.0)
+    shutil.copytree(tmp_path / "whole", tmp_path / "copy")
+    for name in ("whole", "copy"):
+        with pytest.raises(ValueError, match=rf"eval_paths=it=.*{name}: expected tokens that are not trained on, got"):
+            opened(tmp_path / "whole", eval_paths=(f"it={tmp_path / name}",))
 
 
 def test_a_large_file_takes_little_memory(tmp_path):

@@ -245,7 +245,10 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
         (["moe_backend=jax", "sparse_matmul=true"], "sparse_matmul=true and moe_backend=jax contradict each other"),
         (["moe_backend=cpu", "sparse_matmul=false"], "sparse_matmul=false and moe_backend=cpu contradict each other"),
         (["moe_backend=fast"], "unknown moe_backend 'fast'"),
-        (["sparse_matmul=false", "ragged_gather=xla"], "ragged_gather would never be read"),
+        (
+            ["sparse_matmul=false", "ragged_gather=xla"],
+            r"ragged_gather='xla' cannot.* never be read",
+        ),
         (["grouped_matmul=magic"], "implementation of grouped_matmul, 'magic'"),
         (["quantization=fp8", "moe_backend=cpu_native"], "with moe_backend='cpu_native': its fused kernel rounds"),
         (["moe_fp8_weights=true", "moe_use_kernel_agent_ffn=true"], "with moe_backend='expert_ffn': its fused kernel"),
@@ -255,13 +258,14 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
             ["quantization=int8", "moe_backend=dense"],
             "quantization=int8 and moe_backend=dense .* contradict each other",
         ),
+        (["dispatch_dtype=fp8"], "dispatch_dtype: expected one of float8_e4m3fn, float8_e5m2, int8, got 'fp8'"),
         (["quantization=int8", "capacity_factor=1"], "quantization=int8 and capacity_factor=1 contradict each other"),
         (
             ["quantization=fp8", "quantization_block=7"],
-            r"model_dim=192 is not divisible by block=7 .quantization_block",
+            "model_dim=192 is not divisible by quantization_block=7; use quantization_block in",
         ),
         (["quantization=fp8", "quantization_row_scale=0"], "expected quantization_row_scale > 0, got 0"),
-        (["moe_backend=ragged_dot", "grouped_matmul=cpu"], "already names 'xla' for grouped_matmul, got 'cpu'"),
+        (["moe_backend=ragged_dot", "grouped_matmul=cpu"], "with grouped_matmul='cpu': it names 'xla'"),
         (["steps=0"], "expected steps >= 1, got 0"),
         (["steps=10", "warmup_steps=11"], "never reach its peak"),
         (["steps=10", "warmup_steps=6", "schedule=wsd", "decay_fraction=0.5"], "together are more than steps=10"),
@@ -526,10 +530,10 @@ def test_a_word_whose_number_is_not_maxtexts_says_so(words, note):
 
 def test_slots_of_a_capacity_factor_can_be_on_several_devices():
     words = ["deepseek-v3-tiny", "expert_parallelism=2", "capacity_factor=1.5", "ragged_buffer_factor=2"]
-    config = resolve(read_words([*words, "expert_strategy=ring"]), CPU, 2)
+    config = resolve(read_words([*words, "expert_strategy=ring", "dispatch_dtype=int8"]), CPU, 2)
     assert (strategy_of(config), config.step.model.moe.capacity_factor) == ("capacity", 1.5)
     assert config.step.execution.moe.ragged_buffer_factor is None
-    for word in ("ragged_buffer_factor=2", "expert_strategy=ring"):
+    for word in ("ragged_buffer_factor=2", "expert_strategy=ring", "dispatch_dtype=int8"):
         assert any(note.startswith(f"{word}: changes nothing") for note in config.notes)
 
 
@@ -571,6 +575,8 @@ def test_experts_on_several_devices_have_a_strategy_and_a_buffer(words, strategy
     moe = config.step.execution.moe
     assert (strategy_of(config), moe.ragged_buffer_factor, moe.token_chunks) == (strategy, 1.5, 2)
     assert not any("ragged_buffer_factor" in note for note in config.notes)
+    sent = resolve(read_words([*words, "dispatch_dtype=int8"]), CPU, 4)
+    assert sent.step.execution.moe == dataclasses.replace(moe, dispatch_dtype="int8")
     worst = resolve(read_words([*words[:2], "ragged_buffer_factor=-1"]), CPU, 4).step.execution.moe
     assert worst.ragged_buffer_factor is None
 
@@ -599,6 +605,10 @@ def test_without_a_sparse_matmul_every_expert_computes_every_token_on_a_mesh_too
         (
             ["recompute_dispatch=true", "expert_parallelism=2"],
             "^recompute_dispatch=true: the rows that come from other devices .* use expert_parallelism=1",
+        ),
+        (
+            ["dispatch_dtype=int8", "expert_parallelism=2", "tensor_parallelism=2", "tensor_split=model_dim"],
+            "^dispatch_dtype=int8 cannot be used with tensor_split=model_dim and tensor_parallelism=2: each rank's",
         ),
         (["fsdp_parallelism=-1", "expert_parallelism=-1"], "expected one degree of -1 at most"),
         (["fsdp_parallelism=4", "data_parallelism=4"], "= 16 devices, but there are 8"),

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from raggedmoe.kernels.quant_config import QUANTIZATIONS
+from raggedmoe.sharding.axes import ONE_DEVICE
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.sharding.training import train_sharding
 from raggedmoe.train.checkpoint.checkpoints import Checkpoints
 from raggedmoe.train.settings.sections import CheckpointConfig
-from raggedmoe.train.step.programs import ONE_DEVICE, compile_programs, state_template
+from raggedmoe.train.step.programs import compile_programs, state_template
 from raggedmoe.train.step.step import held_out_loss
 from tests.train.step.small_step import BATCH, assert_same_bits, first_state, step_of, with_losses
 from tests.train.step.test_quantized_step import config_of
@@ -23,12 +23,10 @@ FP8 = dataclasses.replace(QUANTIZATIONS["fp8"], history=LENGTH)
 CONFIG = config_of(FP8)
 
 
-def start_of(config, sharding=ONE_DEVICE):
+def start_of(config, mesh=ONE_DEVICE):
     empty = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in state_template(config).amax_history.items()}
     state = dataclasses.replace(jax.tree.map(jnp.copy, first_state(config)), amax_history=empty)
-    if sharding.mesh is None:
-        return state
-    return jax.tree.map(lambda a, t: jax.device_put(a, t.sharding), state, state_template(config, sharding))
+    return jax.tree.map(lambda a, t: jax.device_put(a, t.sharding), state, state_template(config, mesh))
 
 
 def after_steps(config, num_steps, state=None):
@@ -115,9 +113,9 @@ def test_a_step_is_the_same_with_layers_scanned_over_or_not_and_with_remat():
 
 @pytest.mark.slow
 def test_eight_devices_take_the_steps_of_one():
-    sharding = train_sharding(Plan(fsdp=4, data=2))
-    programs = compile_programs(CONFIG, BATCH, None, sharding)
-    on_mesh, state = start_of(CONFIG, sharding), start_of(CONFIG)
+    mesh = Plan(fsdp=4, data=2).logical_mesh()
+    programs = compile_programs(CONFIG, BATCH, None, mesh)
+    on_mesh, state = start_of(CONFIG, mesh), start_of(CONFIG)
     for _ in range(2):
         on_mesh, _ = programs.step(on_mesh, BATCH)
         state, _ = step_of(CONFIG)(state, BATCH)

@@ -9,8 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from raggedmoe.models.decoder import decode, mtp_forward, mtp_mask
+from raggedmoe.models.decoder import decode
 from raggedmoe.models.execution import ModelExecution
+from raggedmoe.models.mtp import mtp_forward, mtp_mask
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.config import RouterConfig
 from raggedmoe.train.settings.sections import StepSettings

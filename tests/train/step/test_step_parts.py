@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from raggedmoe.models.decoder import mtp_mask
+from raggedmoe.models.mtp import mtp_mask
 from raggedmoe.train.settings.sections import OptimizerConfig, StepSettings
 from raggedmoe.train.settings.step import ResolvedStep
 from raggedmoe.train.step.step import layers_of_biases, mtp_weights, update_biases

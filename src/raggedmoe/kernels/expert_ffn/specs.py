@@ -68,21 +68,25 @@ def _make_routed(
 
 
 _spec = functools.partial(make_spec, _make)
+_small = functools.partial(_spec, sizes=(7, 0, 20), width=24, hidden=17)
+_mixtral = functools.partial(
+    make_spec, _make_routed, large=True, tokens=2048, experts=16, per_token=2, width=512, hidden=1024
+)
 
 SPECS = (
     _spec("one-row", sizes=(0, 1, 0), width=8, hidden=12),
-    _spec("spare-rows", sizes=(7, 0, 20), width=24, hidden=17, spare=6),
+    _small("spare-rows", spare=6),
     _spec("no-row", sizes=(0, 0), width=8, hidden=8, spare=3, biases=True),
     _spec("all-in-one", sizes=(0, 60), width=32, hidden=16),
     _spec("several-tiles", sizes=(300, 2, 530), width=16, hidden=24, spare=5),
-    _spec("gelu", sizes=(7, 0, 20), width=24, hidden=17, activation="gelu"),
-    _spec("gelu-tanh", sizes=(7, 0, 20), width=24, hidden=17, activation="gelu_tanh", spare=1),
-    _spec("relu2-ungated", sizes=(7, 0, 20), width=24, hidden=17, activation="relu2", gated=False, spare=2),
-    _spec("biases", sizes=(7, 0, 20), width=24, hidden=17, biases=True, spare=2),
+    _small("gelu", activation="gelu"),
+    _small("gelu-tanh", activation="gelu_tanh", spare=1),
+    _small("relu2-ungated", activation="relu2", gated=False, spare=2),
+    _small("biases", biases=True, spare=2),
     _spec("ungated-biases", sizes=(4, 9), width=24, hidden=17, gated=False, activation="gelu", biases=True, spare=2),
     _spec("gpt-oss", sizes=(5, 0, 3), width=2880, hidden=45, activation="clamped_swiglu", biases=True, spare=2),
-    make_spec(_make_routed, "mixtral", large=True, tokens=2048, experts=16, per_token=2, width=512, hidden=1024),
-    make_spec(_make_routed, "fine-grained", large=True, tokens=2048, experts=64, per_token=8, width=512, hidden=1024),
+    _mixtral("mixtral"),
+    _mixtral("fine-grained", experts=64, per_token=8),
 )
 
 _quantized = functools.partial(_spec, sizes=(7, 0, 20), width=64, hidden=32, spare=2)
@@ -92,16 +96,5 @@ QUANTIZED_SPECS = (
     _quantized("fp8-block", formats=("float8_e4m3fn",), weights_format="float8_e4m3fn", blocks=(32, 32)),
     _quantized("fp8-e5m2-expert", formats=("float8_e5m2",), weights_format="float8_e5m2", blocks=(0, 0), gated=False),
     _quantized("mxfp4", formats=("mxfp4",), weights_format="mxfp4", blocks=(1, 32), activation="clamped_swiglu"),
-    make_spec(
-        _make_routed,
-        "mixtral-int8",
-        large=True,
-        formats=("int8",),
-        tokens=2048,
-        experts=16,
-        per_token=2,
-        width=512,
-        hidden=1024,
-        weights_format="int8",
-    ),
+    _mixtral("mixtral-int8", formats=("int8",), weights_format="int8"),
 )

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from raggedmoe.kernels.arrays import matmul_precision
+from raggedmoe.kernels.grouped_matmul.quantized_kernel import QuantizedBuffers, QuantizedCode, quantized_buffers
 from raggedmoe.kernels.grouped_matmul.row_steps_kernel import (
     SLOTS,
     Steps,
@@ -38,6 +39,7 @@ from raggedmoe.kernels.grouped_matmul.row_steps_kernel import (
     size_number,
 )
 from raggedmoe.kernels.grouped_matmul.tiles import Tiles
+from raggedmoe.kernels.grouped_matmul.tpu_operands import Multiplication, Scales
 from raggedmoe.kernels.placement import pvary_alike, result
 
 
@@ -51,6 +53,20 @@ class _Buffers(NamedTuple):
     lhs_done: Any
     rhs_done: Any
     out_done: Any
+
+
+class Together(NamedTuple):
+    """Copies that are started and waited for as one."""
+
+    copies: list
+
+    def start(self):
+        for copy in self.copies:
+            copy.start()
+
+    def wait(self):
+        for copy in self.copies:
+            copy.wait()
 
 
 class _TakenOver(NamedTuple):
@@ -69,9 +85,14 @@ class _Copies(NamedTuple):
     wait_second_matrix: Any
 
 
-def grouped_matmul(lhs, rhs, bounds, *, tiles: Tiles, transpose_rhs: bool, out_dtype):
-    """Multiply ``[R I]`` by ``[G I O]`` or ``[G O I]``; R is a multiple of ``tiles.cut.packed``, O of ``tiles.out``."""
-    bounds, lhs, rhs = pvary_alike(bounds, lhs, rhs)
+def grouped_matmul(
+    lhs, rhs, bounds, scales: Scales, *, how: Multiplication, tiles: Tiles, transpose_rhs: bool, out_dtype
+):
+    """Multiply ``[R I]`` by ``[G I O]`` or ``[G O I]``; R is a multiple of ``tiles.cut.packed``, O of ``tiles.out``.
+
+    Both may be the values of quantised operands; ``scales`` are theirs, and ``how`` says what is done with them.
+    """
+    bounds, lhs, rhs, scales = pvary_alike(bounds, lhs, rhs, scales)
     num_rows, inner = lhs.shape
     num_groups, out_dim = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     matrix = (tiles.out, inner) if transpose_rhs else (inner, tiles.out)
@@ -85,15 +106,29 @@ def grouped_matmul(lhs, rhs, bounds, *, tiles: Tiles, transpose_rhs: bool, out_d
         pltpu.SemaphoreType.DMA((tiles.matrix_slots,)),
         pltpu.SemaphoreType.DMA((SLOTS,)),
     ]
+    quantized = quantized_buffers(scales, how, rhs, tiles, transpose_rhs)
+    used = [(name, scale) for name, scale in scales._asdict().items() if scale is not None]
+    used_buffers = [(name, buffer) for name, buffer in quantized._asdict().items() if buffer is not None]
     moved = lhs.size * lhs.dtype.itemsize * (out_dim // tiles.out) + rhs.size * rhs.dtype.itemsize
     call = pl.pallas_call(
-        functools.partial(_kernel, tiles=tiles, transpose_rhs=transpose_rhs),
+        functools.partial(
+            _kernel,
+            how=how,
+            scales=tuple(name for name, _ in used),
+            scale_buffers=tuple(name for name, _ in used_buffers),
+            tiles=tiles,
+            transpose_rhs=transpose_rhs,
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(out_dim // tiles.out,),
-            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * (2 + len(used)),
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
-            scratch_shapes=[*list_in_smem(num_rows, num_groups, tiles.cut), *buffers],
+            scratch_shapes=[
+                *list_in_smem(num_rows, num_groups, tiles.cut),
+                *buffers,
+                *(buffer for _, buffer in used_buffers),
+            ],
         ),
         out_shape=result((num_rows, out_dim), out_dtype, lhs),
         compiler_params=pltpu.CompilerParams(
@@ -106,11 +141,21 @@ def grouped_matmul(lhs, rhs, bounds, *, tiles: Tiles, transpose_rhs: bool, out_d
         ),
         name="raggedmoe_grouped_matmul",
     )
-    return call(bounds, lhs, rhs)
+    return call(bounds, lhs, rhs, *(scale for _, scale in used))
 
 
-def _kernel(bounds, lhs, rhs, out, *scratch, tiles: Tiles, transpose_rhs):
-    steps, buffers = Steps(*scratch[:7]), _Buffers(*scratch[7:])
+def _kernel(
+    bounds, lhs, rhs, *refs, how: Multiplication, scales: tuple, scale_buffers: tuple, tiles: Tiles, transpose_rhs
+):
+    out, *scratch = refs[len(scales) :]
+    steps, buffers = Steps(*scratch[:7]), _Buffers(*scratch[7:14])
+    quantized = QuantizedCode(
+        scales=Scales(**dict(zip(scales, refs))),
+        buffers=QuantizedBuffers(**dict(zip(scale_buffers, scratch[14:], strict=True))),
+        how=how,
+        tiles=tiles,
+        transpose_rhs=transpose_rhs,
+    )
     end_step, num_turns = list_steps(bounds, steps, tiles.cut)
     columns: Any = slice(None)
     if out.shape[1] > tiles.out:
@@ -120,9 +165,11 @@ def _kernel(bounds, lhs, rhs, out, *scratch, tiles: Tiles, transpose_rhs):
         return pl.ds(pl.multiple_of(row, tiles.cut.packed), count), pl.ds(0, count)
 
     def lhs_copy(step, count):
-        there, here = rows(steps.row[step], pl.multiple_of(count, tiles.cut.packed))
-        slot = step & (SLOTS - 1)
-        return pltpu.make_async_copy(lhs.at[there], buffers.lhs.at[slot, here], buffers.lhs_done.at[slot])
+        row, slot = steps.row[step], step & (SLOTS - 1)
+        there, here = rows(row, pl.multiple_of(count, tiles.cut.packed))
+        done = buffers.lhs_done.at[slot]
+        copy = pltpu.make_async_copy(lhs.at[there], buffers.lhs.at[slot, here], done)
+        return Together([copy, *quantized.row_copies(slot, row, count, done)])
 
     def out_copy(step, row, count):
         there, here = rows(row, pl.multiple_of(count, tiles.cut.packed))
@@ -132,7 +179,9 @@ def _kernel(bounds, lhs, rhs, out, *scratch, tiles: Tiles, transpose_rhs):
     def rhs_copy(turn):
         slot, group = turn & (tiles.matrix_slots - 1), steps.group[turn]
         source = rhs.at[group, columns] if transpose_rhs else rhs.at[group, :, columns]
-        return pltpu.make_async_copy(source, buffers.rhs.at[slot], buffers.rhs_done.at[slot])
+        done = buffers.rhs_done.at[slot]
+        copy = pltpu.make_async_copy(source, buffers.rhs.at[slot], done)
+        return Together([copy, *quantized.matrix_copies(slot, group, columns, done)])
 
     def start_rhs(turn, _=None):
         rhs_copy(turn).start()
@@ -178,7 +227,7 @@ def _kernel(bounds, lhs, rhs, out, *scratch, tiles: Tiles, transpose_rhs):
             start_second_matrix=start_second_matrix,
             wait_second_matrix=wait_second_matrix,
         )
-        _multiply(slot, read, taken_over, turn, last_turn, copies, buffers, tiles, transpose_rhs)
+        _multiply(slot, read, taken_over, turn, last_turn, copies, buffers, quantized, tiles, transpose_rhs)
         return jnp.minimum(started + jnp.where(read > tiles.cut.rows, 2, 1), limit), last_turn
 
     buffers.out[SLOTS - 1, : tiles.cut.packed] = jnp.zeros((tiles.cut.packed, tiles.out), buffers.out.dtype)
@@ -194,13 +243,24 @@ def _kernel(bounds, lhs, rhs, out, *scratch, tiles: Tiles, transpose_rhs):
     _write_zeros(bounds, out, columns, last, buffers, tiles)
 
 
-def _multiply(slot, read, taken_over, turn, last_turn, copies: _Copies, buffers: _Buffers, tiles: Tiles, transpose_rhs):
+def _multiply(
+    slot,
+    read,
+    taken_over,
+    turn,
+    last_turn,
+    copies: _Copies,
+    buffers: _Buffers,
+    quantized: QuantizedCode,
+    tiles: Tiles,
+    transpose_rhs,
+):
     """Run the straight code for the step's size, with the start of copies in it."""
     cut = tiles.cut
 
     def half(first, size, taken_over, turn, meanwhile):
-        matrix = buffers.rhs.at[turn & (tiles.matrix_slots - 1)]
-        _straight_code(slot, first, size, taken_over, matrix, meanwhile, buffers, tiles, transpose_rhs)
+        matrix_slot = turn & (tiles.matrix_slots - 1)
+        _straight_code(slot, first, size, taken_over, matrix_slot, meanwhile, buffers, quantized, tiles, transpose_rhs)
 
     def single(size):
         half(0, size, taken_over, turn, copies.start)
@@ -219,29 +279,47 @@ def _multiply(slot, read, taken_over, turn, last_turn, copies: _Copies, buffers:
 
 
 def _straight_code(
-    slot, first: int, size: int, taken_over, matrix, meanwhile, buffers: _Buffers, tiles: Tiles, transpose_rhs
+    slot,
+    first: int,
+    size: int,
+    taken_over,
+    matrix_slot,
+    meanwhile,
+    buffers: _Buffers,
+    quantized: QuantizedCode,
+    tiles: Tiles,
+    transpose_rhs,
 ):
     """Multiply ``size`` rows from ``first`` on, in pieces small enough that their sums stay in registers.
 
     The narrowest columns come first: half a matrix is pushed into the MXU 31 cycles sooner. ``taken_over``: rows
     of the group before, in a block that is shared with it; None: there cannot be any.
     """
-    inner = buffers.lhs.shape[2]
+    inner, matrix = buffers.lhs.shape[2], buffers.rhs.at[matrix_slot]
     pieces = [
         (rows, columns)
         for columns in reversed(column_pieces(tiles.out, tiles.piece_columns))
-        for rows in row_pieces(size, tiles.piece_rows)
+        for rows in row_pieces(size, tiles.piece_rows, max(tiles.cut.packed, 16))
     ]
+    quantized.spread_rows(slot, first, size)
 
     def product(rows, columns, at):
-        left = buffers.lhs[slot, rows.start + first : rows.stop + first, at]
-        right = matrix[columns, at] if transpose_rhs else matrix[at, columns]
+        left = quantized.left(buffers.lhs[slot, rows.start + first : rows.stop + first, at])
+        right = quantized.right(matrix, matrix_slot, at, columns, is_first=rows.start == 0)
+        return quantized.sum_parts(dot, left, right, matrix_slot, at, columns)
+
+    def dot(left, right):
         numbers = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
         return lax.dot_general(
-            left, right, numbers, precision=matmul_precision(left.dtype), preferred_element_type=jnp.float32
-        )
+            left,
+            right,
+            numbers,
+            precision=matmul_precision(left.dtype),
+            preferred_element_type=jnp.int32 if left.dtype == jnp.int8 else jnp.float32,
+        ).astype(jnp.float32)
 
     def store(rows, columns, sums):
+        sums = quantized.scaled_sums(sums, matrix_slot, slice(rows.start + first, rows.stop + first), columns)
         values = sums.astype(buffers.out.dtype)
         if rows.start == 0 and taken_over is not None:
             shared = buffers.out[taken_over.slot, pl.ds(taken_over.row, tiles.cut.packed), columns]

@@ -42,7 +42,7 @@ class _Buffers(NamedTuple):
     out_done: Any
 
 
-def transposed_matmul(lhs, rhs, bounds, *, tiles: TransposedTiles):
+def transposed_matmul(lhs, rhs, bounds, *, tiles: TransposedTiles, out_dtype):
     """Multiply ``[R I]`` and ``[R O]`` to ``[G I O]``; R is a multiple of the packed rows, I and O of the tile's."""
     bounds, lhs, rhs = pvary_alike(bounds, lhs, rhs)
     (num_rows, inner), out_dim = lhs.shape, rhs.shape[1]
@@ -51,7 +51,7 @@ def transposed_matmul(lhs, rhs, bounds, *, tiles: TransposedTiles):
         pltpu.VMEM((SLOTS, tiles.cut.rows, tiles.inner), lhs.dtype),
         pltpu.VMEM((SLOTS, tiles.cut.rows, tiles.out), rhs.dtype),
         pltpu.VMEM((tiles.inner, tiles.out), jnp.float32),
-        pltpu.VMEM((SLOTS, tiles.inner, tiles.out), lhs.dtype),
+        pltpu.VMEM((SLOTS, tiles.inner, tiles.out), out_dtype),
         *[pltpu.SemaphoreType.DMA((SLOTS,))] * 3,
     ]
     read = lhs.size * (out_dim // tiles.out) + rhs.size * (inner // tiles.inner)
@@ -64,7 +64,7 @@ def transposed_matmul(lhs, rhs, bounds, *, tiles: TransposedTiles):
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
             scratch_shapes=[*list_in_smem(num_rows, num_groups, tiles.cut), *buffers],
         ),
-        out_shape=result((num_groups, inner, out_dim), lhs.dtype, lhs),
+        out_shape=result((num_groups, inner, out_dim), out_dtype, lhs),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"),
             vmem_limit_bytes=tiles.vmem_limit,
@@ -72,7 +72,7 @@ def transposed_matmul(lhs, rhs, bounds, *, tiles: TransposedTiles):
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * num_rows * inner * out_dim,
-            bytes_accessed=(read + num_groups * inner * out_dim) * lhs.dtype.itemsize,
+            bytes_accessed=read * lhs.dtype.itemsize + num_groups * inner * out_dim * jnp.dtype(out_dtype).itemsize,
             transcendentals=0,
         ),
         name="raggedmoe_grouped_matmul_transposed",
@@ -167,8 +167,8 @@ def _straight_code(slot, out_slot, first, buffers: _Buffers, tiles: TransposedTi
                 right[:size, columns],
                 (((0,), (0,)), ((), ())),
                 precision=matmul_precision(left.dtype),
-                preferred_element_type=jnp.float32,
-            )
+                preferred_element_type=jnp.int32 if left.dtype == jnp.int8 else jnp.float32,
+            ).astype(jnp.float32)
             sums = jnp.where(first, 0.0, buffers.sums[rows, columns]) + product
             buffers.sums[rows, columns] = sums
             buffers.out[out_slot, rows, columns] = sums.astype(buffers.out.dtype)

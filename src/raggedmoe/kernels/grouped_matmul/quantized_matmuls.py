@@ -32,7 +32,7 @@ from raggedmoe.kernels.grouped_matmul.api import NAME, check_matmul, group_bound
 from raggedmoe.kernels.placement import placement, pvary_alike
 from raggedmoe.kernels.qarray import QArray, operand_structs
 from raggedmoe.kernels.quant_config import QuantConfig, rounding_key
-from raggedmoe.kernels.quantize import LARGEST, absmax_scale, constant_scale, encode
+from raggedmoe.kernels.quantize import LARGEST, absmax_scale, constant_scale, encode_bits
 from raggedmoe.kernels.registry import DLHS, DRHS, FORWARD, Call, Choice, select
 
 Scale = float | Float[Array, ""] | None  # one for all, constant or delayed; None: made of what shares one
@@ -356,10 +356,7 @@ def _quantize(array: Array, qtype: str, scale_shape: tuple[int, ...], constant: 
 
 def _stored(array: Array, scale: Array, qtype: str, key: Any, kept: Array | None = None) -> QArray:
     """Quantise an array in the form that kernels read; ``kept`` are the scales that they are given, if others."""
-    values = encode(array, scale, qtype, key)
-    if qtype != "int8":
-        values = lax.bitcast_convert_type(values, jnp.uint8)
-    return QArray(values, scale if kept is None else kept, None, qtype)
+    return QArray(encode_bits(array, scale, qtype, key), scale if kept is None else kept, None, qtype)
 
 
 def _without_scale(operand: QArray) -> QArray:

@@ -116,10 +116,10 @@ def column_pieces(length: int, longest: int) -> list[slice]:
     return [slice(first, min(first + longest, length)) for first in range(0, length, longest)]
 
 
-def row_pieces(length: int, longest: int) -> list[slice]:
+def row_pieces(length: int, longest: int, packed: int) -> list[slice]:
     """Cut rows into nearly equal pieces of whole packed blocks: a short one would cost as much as one of 128 rows."""
     number = max(1, length // longest)
-    bounds = [round_up(length * place // number, 16) for place in range(number)] + [length]
+    bounds = [round_up(length * place // number, packed) for place in range(number)] + [length]
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
 

@@ -71,6 +71,9 @@ def _skewed_sizes(num_tokens: int, num_experts: int, per_token: int) -> tuple[in
 
 
 _spec = functools.partial(make_spec, _make)
+_mixtral = functools.partial(
+    make_spec, _make_routed, large=True, tokens=2048, experts=16, per_token=2, inner=512, out=1024, transpose=True
+)
 
 SPECS = (
     _spec("one-row", sizes=(1,), inner=8, out=8),
@@ -88,20 +91,8 @@ SPECS = (
     _spec("float32-sums", sizes=(11, 0, 26), inner=40, out=16, spare=2, transpose=True, result="float32"),
     _spec("width-2880", sizes=(3, 0, 9), inner=2880, out=48, spare=1, transpose=True),
     _spec("out-2880", sizes=(3, 0, 9), inner=48, out=2880, spare=1),
-    make_spec(
-        _make_routed, "mixtral", large=True, tokens=2048, experts=16, per_token=2, inner=512, out=1024, transpose=True
-    ),
-    make_spec(
-        _make_routed,
-        "fine-grained",
-        large=True,
-        tokens=2048,
-        experts=64,
-        per_token=8,
-        inner=512,
-        out=1024,
-        transpose=True,
-    ),
+    _mixtral("mixtral"),
+    _mixtral("fine-grained", experts=64, per_token=8),
 )
 
 _quantized = functools.partial(_spec, sizes=(0, 30, 0, 7, 0), inner=64, out=96, spare=3)
@@ -114,31 +105,7 @@ QUANTIZED_SPECS = (
     _quantized("fp8-e5m2-expert", formats=("float8_e5m2",), rhs_format="float8_e5m2", rhs_blocks=(0, 0)),
     _quantized("mxfp4", formats=("mxfp4",), rhs_format="mxfp4", rhs_blocks=(32, 1), transpose=True),
     _quantized("int8-rows", formats=("int8",), rhs_format="int8", lhs_format="int8", transpose=True),
-    make_spec(
-        _make_routed,
-        "mixtral-int8",
-        large=True,
-        formats=("int8",),
-        tokens=2048,
-        experts=16,
-        per_token=2,
-        inner=512,
-        out=1024,
-        transpose=True,
-        rhs_format="int8",
-    ),
-    make_spec(
-        _make_routed,
-        "mixtral-fp8",
-        large=True,
-        formats=("float8_e4m3fn",),
-        tokens=2048,
-        experts=16,
-        per_token=2,
-        inner=512,
-        out=1024,
-        transpose=True,
-        rhs_format="float8_e4m3fn",
-        rhs_blocks=(128, 128),
-    ),
+    _quantized("fp8-rows", formats=("float8_e4m3fn",), rhs_format="float8_e4m3fn", lhs_format="float8_e4m3fn"),
+    _mixtral("mixtral-int8", formats=("int8",), rhs_format="int8"),
+    _mixtral("mixtral-fp8", formats=("float8_e4m3fn",), rhs_format="float8_e4m3fn", rhs_blocks=(128, 128)),
 )

@@ -15,6 +15,9 @@ VMEM_SHARE = 0.85  # of the core's VMEM; the rest is the compiler's
 LEAST_INNER = 512  # of a contraction that is done in parts: two depths of the MXU
 LONGEST_CODE = 9_000  # MXU cycles of one piece of straight code
 ALL_CODE = 75_000  # and of all sizes together
+# The bytes of what is multiplied, and how long the MXU takes for it, in passes of bfloat16.
+WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+PASSES = {"float32": 6, "bfloat16": 1, "int8": 0.5, "float8_e4m3fn": 0.5, "float8_e5m2": 0.5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +79,17 @@ class Problem:
     inner: int
     out: int
     transpose_rhs: bool
-    itemsize: int  # of lhs and rhs
+    itemsize: int  # of lhs
+    rhs_itemsize: int
     out_itemsize: int
+    multiplied: str  # the type of both in the MXU
+    block: int = 0  # rows of a matrix in memory whose values are scaled alike in VMEM; 0: none are
+    partial_sums: bool = False  # sums over 128 of the inner width are scaled, each by itself
+
+    @property
+    def widened_itemsize(self) -> int:
+        """The bytes of a value of a matrix that is widened in VMEM; 0: it is not."""
+        return 0 if self.rhs_itemsize == (size := WIDTHS[self.multiplied]) else size
 
 
 def tiles_for(problem: Problem, hardware: Hardware) -> Tiles | None:
@@ -170,20 +182,28 @@ def vmem_bytes(problem: Problem, tiles: Tiles) -> int:
     """Count the bytes of the kernel's buffers in VMEM, in whole tiles of memory."""
     rows = tiles.cut.rows * (2 if tiles.cut.paired else 1)
     inner, out = _round_up(problem.inner, LANES), _round_up(tiles.out, LANES)
-    matrices = tiles.matrix_slots * inner * out * problem.itemsize
+    matrices = tiles.matrix_slots * inner * out * problem.rhs_itemsize
     sums = rows * out * 4 if tiles.inner < problem.inner else 0
-    return matrices + 2 * rows * (inner * problem.itemsize + out * problem.out_itemsize) + sums
+    widened = 2 * tiles.inner * tiles.piece_columns * problem.widened_itemsize
+    scales = rows * LANES * 4 if problem.itemsize == 1 else 0
+    if problem.partial_sums:
+        scales += tiles.matrix_slots * inner // LANES * out * 4
+    if problem.block:
+        scales += tiles.matrix_slots * inner * out // problem.block * 4
+    return matrices + 2 * rows * (inner * problem.itemsize + out * problem.out_itemsize) + sums + widened + scales
 
 
-def code_cycles(rows: int, inner: int, out: int, itemsize: int, hardware: Hardware) -> float:
+def code_cycles(rows: int, inner: int, out: int, problem: Problem, hardware: Hardware) -> float:
     """Count the MXU cycles of straight code, its length. float32 takes six passes of bfloat16."""
-    macs = 4 * 128 * 128 if hardware.name in ("v4", "v5e", "v5p") else 4 * 256 * 256
-    return rows * inner * _round_up(out, 256) / macs * (6 if itemsize == 4 else 1)
+    depth = 128 if hardware.name in ("v4", "v5e", "v5p") else 256
+    half_empty = problem.partial_sums and depth > LANES
+    passes = PASSES[problem.multiplied] * (2 if half_empty else 1)
+    return rows * inner * _round_up(out, 256) / (4 * depth * depth) * passes
 
 
 def _all_code(problem: Problem, hardware: Hardware, tiles: Tiles) -> float:
     sizes = [*tiles.cut.sizes, *([2 * tiles.cut.rows] if tiles.cut.paired else [])]
-    return sum(300 + code_cycles(size, tiles.inner, tiles.out, problem.itemsize, hardware) for size in sizes)
+    return sum(300 + code_cycles(size, tiles.inner, tiles.out, problem, hardware) for size in sizes)
 
 
 def _inner_part(problem: Problem, hardware: Hardware, rows: int, out: int) -> int | None:
@@ -192,7 +212,7 @@ def _inner_part(problem: Problem, hardware: Hardware, rows: int, out: int) -> in
     parts = [part for part in parts if part == problem.inner or part % LANES == 0]
     if len(parts) == 1:
         return problem.inner
-    short = (p for p in parts if code_cycles(rows, p, out, problem.itemsize, hardware) <= LONGEST_CODE)
+    short = (p for p in parts if code_cycles(rows, p, out, problem, hardware) <= LONGEST_CODE)
     return next(short, None)
 
 
@@ -216,7 +236,7 @@ def transposed_tiles_for(problem: Problem, hardware: Hardware) -> TransposedTile
             wide, high = _round_up(out, LANES), _round_up(inner, LANES)
             read = 2 * rows * (wide + high) * problem.itemsize
             held = high * wide * (4 + 2 * problem.out_itemsize)
-            code = code_cycles(rows, inner, out, problem.itemsize, hardware)
+            code = code_cycles(rows, inner, out, problem, hardware)
             if read + held <= limit * 0.96 and code <= 2 * LONGEST_CODE:
                 # lhs is turned for every piece of columns: 91.6 % of the MXU with 1408 on a v6e, 75 % with 256. A
                 # tpu7x has time for it: 94.5 % with 512 (libtpu 0.0.50.1; R 8192, I 2048, O 1408, G 16).
@@ -246,6 +266,7 @@ class ShapeBucket:
 
     chip: str
     itemsize: int
+    rhs_itemsize: int
     rows: int
     inner: int
     out: int
@@ -256,6 +277,7 @@ def shape_bucket(problem: Problem, hardware: Hardware) -> ShapeBucket:
     return ShapeBucket(
         chip=hardware.name,
         itemsize=problem.itemsize,
+        rhs_itemsize=problem.rhs_itemsize,
         rows=1 << max(problem.num_rows - 1, 0).bit_length(),
         inner=problem.inner,
         out=problem.out,

@@ -8,14 +8,22 @@ is sent is K rows a token, less those whose expert is here.
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.ragged_gather.api import ragged_gather
 from raggedmoe.moe.dispatch import local
 from raggedmoe.moe.dispatch.exchange import exchange_rows, reverse_moves
-from raggedmoe.moe.dispatch.strategy import combine_rows, gather_rows, most_rows, num_held, receive_rows
-from raggedmoe.moe.records import Exchange, Moves, RouteMetadata, RouteOutput, StageSettings
+from raggedmoe.moe.dispatch.strategy import (
+    combine_rows,
+    gather_rows,
+    most_rows,
+    num_held,
+    receive_rows,
+    send_rows,
+    weighs_input,
+)
+from raggedmoe.moe.records import Moves, RouteMetadata, RouteOutput, StageSettings
 from raggedmoe.sharding.axes import EXPERT
 
 
@@ -57,15 +65,13 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
         num_rows=metadata.num_rows,
         used=None,
         dropped=(sizes[rank] - kept[rank]).sum(dtype=jnp.int32, keepdims=True),
-        exchange=Exchange(
-            moves=Moves(
-                sent=kept[rank],
-                sent_from=sent_from[rank],
-                sent_to=arrives_at[rank],
-                received=kept[:, rank],
-                received_from=sent_from[:, rank],
-                received_at=arrives_at[:, rank],
-            ),
+        moves=Moves(
+            sent=kept[rank],
+            sent_from=sent_from[rank],
+            sent_to=arrives_at[rank],
+            received=kept[:, rank],
+            received_from=sent_from[:, rank],
+            received_at=arrives_at[:, rank],
             grouped=grouped,
             ungrouped=ungrouped,
         ),
@@ -76,34 +82,36 @@ def dispatch(
     x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "R D"]:
     """Send each token's rows to the ranks of their experts, and put them into the order of the experts there."""
-    exchange = metadata.exchange
-    assert exchange is not None
+    moves = metadata.moves
+    assert moves is not None
     assert routing.experts is not None
+    if weighs_input(settings):  # the weights multiply what 8 bits hold, as in `ring`
+        x = send_rows(lambda x, _: x, x, None, settings)
     rows, buffer = gather_rows(x, metadata, settings), receive_rows(settings, *routing.experts.shape)
-    received = _exchange(rows, exchange.moves, buffer, routing.experts, settings)
-    return _reorder(received, exchange.grouped, exchange.ungrouped, exchange.moves, settings)
+    shape = routing.experts.shape
+    received = send_rows(lambda rows, moves: _exchange(rows, moves, buffer, shape, settings), rows, moves, settings)
+    return _reorder(received, moves.grouped, moves.ungrouped, moves, settings)
 
 
 def unpermute(
     rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "T D"]:
     """Send the rows back to the ranks of their tokens, and add up each token's, weighted."""
-    exchange = metadata.exchange
-    assert exchange is not None
+    moves = metadata.moves
+    assert moves is not None
     assert routing.experts is not None
-    rows = _reorder(rows, exchange.ungrouped, exchange.grouped, exchange.moves, settings)
-    back = _exchange(rows, reverse_moves(exchange.moves), routing.experts.size, routing.experts, settings)
+    rows = _reorder(rows, moves.ungrouped, moves.grouped, moves, settings)
+    shape = routing.experts.shape
+    back = _exchange(rows, reverse_moves(moves), shape[0] * shape[1], shape, settings)
     return combine_rows(back, metadata, settings)
 
 
 def _exchange(
-    rows: Float[Array, "R D"], moves: Moves, num_rows: int, experts: Int[Array, "T K"], settings: StageSettings
-) -> Float[Array, "N D"]:
-    """Send the rows to other ranks, and return those that this rank receives, in a buffer of ``num_rows``."""
+    rows: Num[Array, "R D"], moves: Moves, num_rows: int, shape: tuple[int, ...], settings: StageSettings
+) -> Num[Array, "N D"]:
+    """Send the rows of ``shape`` T and K to other ranks, and return those received, in a buffer of ``num_rows``."""
     ragged = target_hardware(settings.execution.hardware).platform != "cpu"  # XLA has no ragged all-to-all there
-    return exchange_rows(
-        rows, moves, num_rows, most_rows(settings, *experts.shape), settings.on_mesh.axes(EXPERT), ragged
-    )
+    return exchange_rows(rows, moves, num_rows, most_rows(settings, *shape), settings.on_mesh.axes(EXPERT), ragged)
 
 
 def _reorder(

@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Num
 
 from raggedmoe.kernels.arrays import pvary_like
 from raggedmoe.moe.records import Moves
@@ -23,13 +23,15 @@ def reverse_moves(moves: Moves) -> Moves:
         received=moves.sent,
         received_from=moves.sent_to,
         received_at=moves.sent_from,
+        grouped=moves.ungrouped,
+        ungrouped=moves.grouped,
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
 def exchange_rows(
-    rows: Float[Array, "R D"], moves: Moves, num_rows: int, most: int, axes: tuple[str, ...], ragged: bool
-) -> Float[Array, "N D"]:
+    rows: Num[Array, "R D"], moves: Moves, num_rows: int, most: int, axes: tuple[str, ...], ragged: bool
+) -> Num[Array, "N D"]:
     """Send rows to other ranks, and return what this rank receives in a buffer of ``num_rows``, zero where nobody sent.
 
     ``most``: the rows that one rank can send to another. ``ragged``: by `jax.lax.ragged_all_to_all`, which sends just
@@ -70,7 +72,7 @@ def _upto(number: int) -> Int[Array, "1 N"]:
     return jnp.arange(number, dtype=jnp.int32)[None]
 
 
-def _take_rows(rows: Float[Array, "R D"], indices: Int[Array, "..."], valid: jax.Array) -> Float[Array, "... D"]:
+def _take_rows(rows: Num[Array, "R D"], indices: Int[Array, "..."], valid: jax.Array) -> Num[Array, "... D"]:
     """Take rows by their numbers; zero where not valid."""
     taken = jnp.take(rows, jnp.where(valid, indices, 0), axis=0, mode="clip")
     return jnp.where(valid[..., None], taken, 0)

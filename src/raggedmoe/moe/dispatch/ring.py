@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from raggedmoe.moe.balance import expert_counts
 from raggedmoe.moe.dispatch.local import sort_slots
-from raggedmoe.moe.dispatch.strategy import combine_rows, gather_rows, num_held, receive_rows
+from raggedmoe.moe.dispatch.strategy import combine_rows, gather_rows, num_held, receive_rows, send_rows
 from raggedmoe.moe.records import RouteMetadata, RouteOutput, StageSettings
 from raggedmoe.sharding.axes import EXPERT
 
@@ -51,7 +51,9 @@ def dispatch(
     x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "R D"]:
     """Gather the rows of the experts held here from the tokens of all ranks."""
-    return gather_rows(lax.all_gather(x, settings.on_mesh.axes(EXPERT), tiled=True), metadata, settings)
+    axes = settings.on_mesh.axes(EXPERT)
+    tokens = send_rows(lambda x, _: lax.all_gather(x, axes, tiled=True), x, None, settings)
+    return gather_rows(tokens, metadata, settings)
 
 
 def unpermute(

@@ -4,16 +4,18 @@ A strategy is a file beside this one with three functions, `prepare`, `dispatch`
 part of the tokens, in `shard_map` where there are several, and any columns of it: see width chunks.
 """
 
-import math
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from raggedmoe.kernels.arrays import pvary_like
+from raggedmoe.kernels.quantized_move import move_quantized
 from raggedmoe.kernels.ragged_gather.api import ragged_gather
 from raggedmoe.kernels.ragged_gather_reduce.api import ragged_gather_reduce
 from raggedmoe.moe.records import RouteMetadata, StageSettings
-from raggedmoe.params import divisors
+from raggedmoe.params import check_divides
 from raggedmoe.sharding.axes import EXPERT
 
 
@@ -51,12 +53,7 @@ def buffer_rows(num_tokens: int, per_token: int, held: int, num_ranks: int, fact
 def num_held(settings: StageSettings) -> int:
     """Return G, the number of experts on each rank, which must be the same on all."""
     num_experts, num_ranks = settings.config.num_experts, settings.on_mesh.size(EXPERT)
-    if num_experts % num_ranks:
-        padded = math.ceil(num_experts / num_ranks) * num_ranks
-        raise ValueError(
-            f"num_experts={num_experts} is not divisible by expert_parallelism={num_ranks}; "
-            f"use one of {divisors(num_experts)}, or pad with num_experts={padded}"
-        )
+    check_divides("num_experts", num_experts, "expert_parallelism", num_ranks)
     return num_experts // num_ranks
 
 
@@ -76,6 +73,14 @@ def gather_rows(x: Float[Array, "T D"], metadata: RouteMetadata, settings: Stage
         implementation=settings.execution.kernel_choice.ragged_gather,
         hardware=settings.execution.hardware,
     )
+
+
+def send_rows(
+    move: Callable[[Array, Any], Array], rows: Float[Array, "R D"], places: Any, settings: StageSettings
+) -> Float[Array, "N D"]:
+    """Send rows to their experts' ranks by ``move(rows, places)``, in 8 bits if the execution says so."""
+    qtype = settings.execution.dispatch_dtype
+    return move(rows, places) if qtype is None else move_quantized(move, qtype, rows, places)
 
 
 def combine_rows(rows: Float[Array, "R D"], metadata: RouteMetadata, settings: StageSettings) -> Float[Array, "T D"]:

@@ -217,7 +217,7 @@ def _open_tokens(config: DataConfig, vocab_size: int, batch_size: int) -> Data:
     (place,) = config.dataset_path
     folder = open_tokens(as_path(place), vocab_size)
     train, held_out = rows_of_file(config, folder.train), folder.held_out if config.held_out else None
-    named = open_named_sets(config, folder.tokenizer, vocab_size)
+    named = open_named_sets(config, folder, vocab_size)
     _check_rows(config, batch_size, train, folder.tokenizer.unit)
     settings = [config.dataset, config.data_seed, config.sequence_length, batch_size, config.packing]
     num, num_held_out = len(folder.train.bounds) - 1, 0 if held_out is None else len(held_out.bounds) - 1

@@ -42,20 +42,28 @@ class Corpus:
 
 def read_standard_library(tokenizer: TextTokenizer = BYTES) -> Corpus:
     """Read the sources of the running Python, without its tests and without installed packages."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = [(_relative(path, root), path) for path in _walk(root, (".py",), _SKIPPED_FOLDERS)]
     contents: list[tuple[str, AnyPath, bytes]] = []
-    for name, path in sorted(files):
+    for name, path in list_standard_library():
         try:
             contents.append((name, path, path.read_bytes()))
         except OSError as error:
             _log.warning("left out of the standard library's sources: %s", error)
     if not any(content for _, _, content in contents):
         raise ValueError(
-            f"{root}: expected the standard library's sources, found no .py file to read; this Python came without "
-            "them: use dataset='text' with paths of your own, or dataset='synthetic'"
+            f"{_standard_library()}: expected the standard library's sources, found no .py file to read; this Python "
+            "came without them: use dataset='text' with paths of your own, or dataset='synthetic'"
         )
     return make_corpus(contents, tokenizer)
+
+
+def list_standard_library() -> list[tuple[str, Path]]:
+    """List the sources of the running Python by name, in the order of the names."""
+    root = _standard_library()
+    return sorted((_relative(path, root), path) for path in _walk(root, (".py",), _SKIPPED_FOLDERS))
+
+
+def _standard_library() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
 
 
 def read_text_files(paths: Sequence[str], suffixes: Sequence[str], tokenizer: TextTokenizer = BYTES) -> Corpus:
@@ -86,7 +94,7 @@ def find_local_files(
     if remote:
         raise ValueError(f"{remote[0]}: expected files on this machine, to read part by part; copy them here")
     files = [file for place in places for file in select(place, list_files_below(place, suffixes))]
-    local = {os.path.realpath(str(path)): (name, Path(str(path))) for name, path in reversed(files)}
+    local = {real_place(path): (name, Path(str(path))) for name, path in reversed(files)}
     return sorted(local.values())
 
 
@@ -127,6 +135,11 @@ def list_files_below(root: AnyPath, suffixes: Sequence[str]) -> list[tuple[str, 
     return [(_relative(path, root), path) for path in inside]
 
 
+def real_place(path: AnyPath) -> str:
+    """Return where a file is, by whatever paths and links it was found."""
+    return os.path.realpath(path) if isinstance(path, Path) else str(path)
+
+
 def _list_objects(root: ObjectPath, suffixes: Sequence[str]) -> list[AnyPath]:
     """List the objects below a folder that `_walk` would find if they were files."""
     endings = tuple(suffix.lower() for suffix in suffixes)
@@ -139,7 +152,7 @@ def _read_files(named_paths: Sequence[tuple[str, AnyPath]]) -> list[tuple[str, A
     # A file that is read twice could be trained on and held out. A link to itself fails when it is read.
     files: dict[str, tuple[str, AnyPath]] = {}
     for name, path in named_paths:
-        files.setdefault(os.path.realpath(path) if isinstance(path, Path) else str(path), (name, path))
+        files.setdefault(real_place(path), (name, path))
     inside = sorted(files.values(), key=lambda file: (file[0], str(file[1])))
     remote = next((path for _, path in inside if isinstance(path, ObjectPath)), None)
     contents = map_files(lambda file: _read_file(file[1]), inside, remote or Path())

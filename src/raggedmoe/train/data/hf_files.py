@@ -4,7 +4,6 @@ A dataset that `datasets` saved (`save_to_disk`) has arrow files, in a folder fo
 was downloaded has parquet files, whose names or folders say of which split they are.
 """
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from raggedmoe.storage import AnyPath, as_path
 from raggedmoe.train.data import chat
 from raggedmoe.train.data.chat_template import RenderedChat
-from raggedmoe.train.data.corpus import Corpus, Files, list_files_below, make_corpus
+from raggedmoe.train.data.corpus import Corpus, Files, list_files_below, make_corpus, real_place
 from raggedmoe.train.data.tokenizer import TextTokenizer
 from raggedmoe.train.settings.sections import DataConfig
 
@@ -46,9 +45,7 @@ def find_tables(paths: Sequence[str], split: str | None) -> dict[str, tuple[str,
     """
     roots = [as_path(path) for path in paths]
     found = [file for root in roots for file in select_tables(root, list_files_below(root, SUFFIXES), split)]
-    return {
-        os.path.realpath(path) if isinstance(path, Path) else str(path): (name, path) for name, path in reversed(found)
-    }
+    return {real_place(path): (name, path) for name, path in reversed(found)}
 
 
 def read_hf_files(config: DataConfig, paths: Sequence[str], tokenizer: TextTokenizer) -> Corpus:

@@ -8,8 +8,16 @@ from typing import Any
 
 from raggedmoe.storage import as_path
 from raggedmoe.train.data import chat
-from raggedmoe.train.data.corpus import Corpus, Document, read_standard_library, read_text_files
-from raggedmoe.train.data.hf_files import read_hf_files
+from raggedmoe.train.data.corpus import (
+    Corpus,
+    Document,
+    list_files_below,
+    list_standard_library,
+    read_standard_library,
+    read_text_files,
+    real_place,
+)
+from raggedmoe.train.data.hf_files import find_tables, read_hf_files
 from raggedmoe.train.data.rows import TokenRows, token_rows, whole_document_rows
 from raggedmoe.train.data.tokenizer import BYTES, BYTES_THAT_END, NUM_BYTES, TextTokenizer, load_tokenizer
 from raggedmoe.train.settings import sections
@@ -21,12 +29,15 @@ TEXT_SUFFIXES = (
 )
 
 
+SUFFIXES = {"text": TEXT_SUFFIXES, "chat": chat.SUFFIXES}  # of the files that are read in folders
+
+
 def read_texts(config: DataConfig, paths: Sequence[str], tokenizer: TextTokenizer) -> Corpus:
-    return read_text_files(paths, config.dataset_suffixes or TEXT_SUFFIXES, tokenizer)
+    return read_text_files(paths, config.dataset_suffixes or SUFFIXES["text"], tokenizer)
 
 
 def _read_chats(config: DataConfig, paths: Sequence[str], tokenizer: TextTokenizer) -> Corpus:
-    suffixes = config.dataset_suffixes or chat.SUFFIXES
+    suffixes = config.dataset_suffixes or SUFFIXES["chat"]
     return chat.read_chat_files(paths, suffixes, tokenizer, config.sequence_length, config.chat_date)
 
 
@@ -37,6 +48,16 @@ READERS: dict[str, Callable[[DataConfig, Sequence[str], TextTokenizer], Corpus]]
     "chat": _read_chats,
     "hf": read_hf_files,
 }
+
+
+def list_places(config: DataConfig, dataset: str, paths: Sequence[str]) -> set[str]:
+    """List where the files are that `READERS` of this type of dataset reads, by whatever paths and links."""
+    if dataset == "hf":
+        return set(find_tables(paths, config.dataset_split))
+    if dataset == "stdlib":
+        return {real_place(path) for _, path in list_standard_library()}
+    suffixes = config.dataset_suffixes or SUFFIXES[dataset]
+    return {real_place(path) for place in paths for _, path in list_files_below(as_path(place), suffixes)}
 
 
 def open_tokenizer(config: DataConfig, vocab_size: int) -> TextTokenizer:

@@ -51,6 +51,7 @@ class TokenFile:
 
     tokens: np.ndarray
     bounds: np.ndarray  # where each document begins, and at last the number of tokens
+    digest: str  # hash of the tokens and of where documents end
     release: Callable[[], None]  # gives back the memory that was mapped as tokens were read
 
 
@@ -186,7 +187,10 @@ def _open_part(folder: Path, name: str, described: dict[str, Any], dtype: np.dty
     with tokens.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return TokenFile(
-        tokens=np.frombuffer(mapped, dtype), bounds=bounds, release=lambda: mapped.madvise(mmap.MADV_DONTNEED)
+        tokens=np.frombuffer(mapped, dtype),
+        bounds=bounds,
+        digest=described["digest"],
+        release=lambda: mapped.madvise(mmap.MADV_DONTNEED),
     )
 
 

@@ -20,7 +20,8 @@ from raggedmoe.models.count import count_params
 from raggedmoe.models.fingerprint import fingerprint
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.params import Params, Specs
-from raggedmoe.sharding.training import TrainSharding
+from raggedmoe.sharding.axes import LogicalMesh
+from raggedmoe.sharding.training import put
 from raggedmoe.storage import AnyPath
 from raggedmoe.train.checkpoint.checkpoints import Checkpoints, RestoredCheckpoint
 from raggedmoe.train.data.batches import Data
@@ -151,7 +152,7 @@ def restore_state(
     config: ResolvedConfig,
     data: Data,
     checkpoints: Checkpoints | None,
-    sharding: TrainSharding,
+    mesh: LogicalMesh,
     base: Base | None = None,
 ) -> RestoredCheckpoint | None:
     """Restore the newest good checkpoint, and require that it is this run's; None if there is none."""
@@ -161,7 +162,7 @@ def restore_state(
     earlier = run_folder.read_description(folder)
     if earlier is not None:  # before its arrays are read, whose shapes may differ
         check_resumable(config, data, earlier, f"{folder / run_folder.RUN}", base)
-    restored = checkpoints.restore(replace(state_template(config.step, sharding), frozen={}))
+    restored = checkpoints.restore(replace(state_template(config.step, mesh), frozen={}))
     assert restored is not None
     check_resumable(config, data, restored.extra, str(restored.path), base)
     if base is not None:
@@ -172,26 +173,26 @@ def restore_state(
     return restored
 
 
-def find_start(config: ResolvedConfig, data: Data, checkpoints: Checkpoints | None, sharding: TrainSharding) -> Start:
+def find_start(config: ResolvedConfig, data: Data, checkpoints: Checkpoints | None, mesh: LogicalMesh) -> Start:
     """Find what the run begins with: its own checkpoint, that of another run, or parameters that are loaded."""
-    base = load_base(config, sharding)
+    base = load_base(config, mesh)
     origin = None if base is None else base.origin
-    restored = restore_state(config, data, checkpoints, sharding, base)
+    restored = restore_state(config, data, checkpoints, mesh, base)
     if restored is not None:
         return replace(resumed_start(config, restored), base=origin)
     if config.run.init_from is not None:
-        return replace(branched_start(config, data, sharding, base), base=origin)
+        return replace(branched_start(config, data, mesh, base), base=origin)
     if base is not None:
         placed: Params = {**base.others, **base.frozen}
     else:
         params = load_initial_params(config)
         if params is None:
             return Start()
-        placed = sharding.put(params, state_template(config.step, sharding).params)
-    return Start(state=state_from_loaded(config.step, sharding)(placed, jax.random.key(config.run.seed)), base=origin)
+        placed = put(params, state_template(config.step, mesh).params)
+    return Start(state=state_from_loaded(config.step, mesh)(placed, jax.random.key(config.run.seed)), base=origin)
 
 
-def load_base(config: ResolvedConfig, sharding: TrainSharding) -> Base | None:
+def load_base(config: ResolvedConfig, mesh: LogicalMesh) -> Base | None:
     """Load the weights that adapters are trained beside, at every start: no checkpoint has them. None: no adapters."""
     model, folder = config.step.model, config.asked.base_folder
     if model.lora is None:
@@ -211,7 +212,7 @@ def load_base(config: ResolvedConfig, sharding: TrainSharding) -> Base | None:
     specs = param_specs(model)
     new = {name for name in specs if is_adapter(name) and name not in loaded.params}
     _check_params(config, loaded.params, {name: spec for name, spec in specs.items() if name not in new}, folder)
-    placed = sharding.put(loaded.params, _only(state_template(config.step, sharding).model_params, loaded.params))
+    placed = put(loaded.params, _only(state_template(config.step, mesh).model_params, loaded.params))
     frozen = {name: value for name, value in placed.items() if specs[name].updated_by is None}
     known = None if loaded.companions is None else loaded.companions.base  # the folder has adapters itself
     absolute = folder.absolute() if isinstance(folder, Path) else folder

@@ -35,7 +35,7 @@ class Sampler:
 
     config: ModelConfig
     execution: ModelExecution
-    mesh: LogicalMesh | None
+    mesh: LogicalMesh
     tokenizer: TextTokenizer
     prompt: Sequence[int]
     num_tokens: int
@@ -50,9 +50,7 @@ class Sampler:
         return TextSample(prompt=self.tokenizer.decode(self.prompt), text=self.tokenizer.decode(made))
 
 
-def make_sampler(
-    config: ResolvedConfig, data: Data, held_out: Sequence[Batch], mesh: LogicalMesh | None
-) -> Sampler | None:
+def make_sampler(config: ResolvedConfig, data: Data, held_out: Sequence[Batch], mesh: LogicalMesh) -> Sampler | None:
     """Make what a run samples its text with; None: it is not asked to, or its tokens are no text."""
     model, tokenizer, asked = config.step.model, data.tokenizer, config.run
     if not asked.num_sample_tokens or tokenizer is None:

@@ -8,7 +8,7 @@ import jax
 from raggedmoe.lora import LoraConfig
 from raggedmoe.models.companions import AdapterBase
 from raggedmoe.params import Params
-from raggedmoe.sharding.training import TrainSharding
+from raggedmoe.sharding.axes import LogicalMesh
 from raggedmoe.train.checkpoint.checkpoints import RestoredCheckpoint
 from raggedmoe.train.checkpoint.stored import StoredCheckpoint
 from raggedmoe.train.data.batches import Data
@@ -77,19 +77,19 @@ def schedule_change(config: ResolvedConfig, earlier: TrainConfig, step: int, ski
     return f"steps={steps}, before {before}: the {asked.schedule} schedule now spans {steps}; the learning rate {rate}"
 
 
-def branched_start(config: ResolvedConfig, data: Data, sharding: TrainSharding, base: Base | None) -> Start:
+def branched_start(config: ResolvedConfig, data: Data, mesh: LogicalMesh, base: Base | None) -> Start:
     """Read the start of a run from the checkpoint of another that ``init_from`` names."""
     run, whole = _parent(config), config.run.init_state == "all"
     stored = run.open_checkpoint()
     _check_adapters(config, stored, base)
-    steps, template = config.run.num_steps, replace(state_template(config.step, sharding), frozen={})
+    steps, template = config.run.num_steps, replace(state_template(config.step, mesh), frozen={})
     if whole and stored.step >= steps:
         raise ValueError(
             f"steps={steps}: expected more than the {stored.step} that {run} has done, as init_state=all counts on "
             "from there; use more steps, or init_state=weights, which begins at step 0"
         )
     try:
-        state = stored.read(template) if whole else _with_weights(config, stored, template, sharding, base)
+        state = stored.read(template) if whole else _with_weights(config, stored, template, mesh, base)
     except ValueError as error:
         settings = f"`raggedmoe train {run.folder / RUN} init_from={run} run_name=…` takes the settings of that run"
         raise ValueError(f"init_from={config.run.init_from}: {error}\n{settings}") from None
@@ -168,9 +168,9 @@ def lora_settings(lora: LoraConfig) -> str:
 
 
 def _with_weights(
-    config: ResolvedConfig, stored: StoredCheckpoint, template: TrainState, sharding: TrainSharding, base: Base | None
+    config: ResolvedConfig, stored: StoredCheckpoint, template: TrainState, mesh: LogicalMesh, base: Base | None
 ) -> TrainState:
     """Make the state of a new run with the parameters of a checkpoint."""
     params = stored.read({"params": template.params})["params"]
     frozen = {} if base is None else base.frozen
-    return state_from_loaded(config.step, sharding)({**params, **frozen}, jax.random.key(config.run.seed))
+    return state_from_loaded(config.step, mesh)({**params, **frozen}, jax.random.key(config.run.seed))

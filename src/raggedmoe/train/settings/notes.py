@@ -179,6 +179,7 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     "eval_steps": (_holds_out, "nothing is held out"),
     "expert_strategy": (_moves_rows, NO_ROW_LEAVES),
     "ragged_buffer_factor": (_moves_rows, NO_ROW_LEAVES),
+    "dispatch_dtype": (_moves_rows, NO_ROW_LEAVES),
     "quantization_block": (_quantizes("weights"), "nothing is quantised"),
     "quantization_history": (_quantizes("weights"), "nothing is quantised"),
     "quantization_weight_scale": (_quantizes("weights"), "no weights are quantised"),

@@ -333,11 +333,8 @@ def _make_moe_execution(config: TrainConfig, model: ModelConfig, plan: Plan) -> 
         strategy = "all_to_all" if asked.expert_strategy == "auto" else asked.expert_strategy
     if asked.quant_config is not None:
         _check_quantization(config, plan, "capacity" if factor is not None else "dense" if is_dense else "")
-    if asked.recompute_dispatch and strategy in ACROSS_RANKS:
-        raise ValueError(
-            f"{config.shown('recompute_dispatch')}: the rows that come from other devices would be sent a second time; "
-            "leave it out, or use expert_parallelism=1"
-        )
+    if strategy in ACROSS_RANKS:
+        _check_sent_rows(config, plan)
     if model.model_dim % asked.width_chunks:
         raise ValueError(
             f"{config.shown('width_chunks')} does not divide base_emb_dim={model.model_dim}, the width of "
@@ -348,12 +345,28 @@ def _make_moe_execution(config: TrainConfig, model: ModelConfig, plan: Plan) -> 
         kernels=KernelChoice(**choices) if named else None,
         strategy=strategy,
         ragged_buffer_factor=asked.ragged_buffer_factor if strategy in ACROSS_RANKS else None,
+        dispatch_dtype=asked.dispatch_dtype if strategy in ACROSS_RANKS else None,
         token_chunks=asked.token_chunks,
         width_chunks=asked.width_chunks,
         recompute_dispatch=asked.recompute_dispatch,
         quantization=asked.quant_config,
         tensor_split=config.mesh.tensor_split,
     )
+
+
+def _check_sent_rows(config: TrainConfig, plan: Plan) -> None:
+    """Refuse to send rows to experts on other devices twice, or in 8 bits where the mesh cuts them."""
+    if config.execution.recompute_dispatch:
+        raise ValueError(
+            f"{config.shown('recompute_dispatch')}: the rows that come from other devices would be sent a second time; "
+            "leave it out, or use expert_parallelism=1"
+        )
+    if config.execution.dispatch_dtype is not None and plan.tensor > 1 and plan.tensor_split == "model_dim":
+        raise ValueError(
+            f"{config.shown('dispatch_dtype')} cannot be used with tensor_split=model_dim and tensor_parallelism="
+            f"{plan.tensor}: each rank's part of a row would have a scale of its own, and results depend on the mesh; "
+            "use tensor_split=expert_dim"
+        )
 
 
 def _check_quantization(config: TrainConfig, plan: Plan, batched: str) -> None:

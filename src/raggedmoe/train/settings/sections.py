@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import date
 from typing import Any
 
+from raggedmoe.kernels.qarray import LHS_FORMATS
 from raggedmoe.kernels.quant_config import QUANTIZATIONS, QuantConfig
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, Ordered
 from raggedmoe.lora import GROUPS, ROUTERS
@@ -254,6 +255,12 @@ class ExecutionSettings(Section):
         may_change=True,
         above=0,
     )
+    dispatch_dtype: str | None = setting(
+        default=None,
+        help="Send rows to experts on other devices in 8 bits, a scale beside each; none: in the activations' type",
+        choices=LHS_FORMATS,
+        may_change=True,
+    )
     rerun_on_overflow: bool = setting(
         default=False, help="Rerun a step that drops rows, with twice the buffer", may_change=True
     )
@@ -344,7 +351,7 @@ class MeshSettings(Section):
     @property
     def num_devices(self) -> int:
         """The devices that the degrees ask for, at least: those that are left over count as one."""
-        return self.plan.least_devices
+        return self.plan.least.num_devices
 
 
 BYTE_LENGTH, TOKENS_PER_DEVICE = 256, 4096  # of a sequence of bytes, and of a micro-batch

@@ -10,8 +10,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.decoder import ExpertReport, decode, mtp_forward, mtp_mask
+from raggedmoe.models.decoder import ExpertReport, decode
 from raggedmoe.models.execution import ModelExecution
+from raggedmoe.models.mtp import mtp_forward, mtp_mask
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.amax_history import is_amax_history
 from raggedmoe.moe.balance import load_entropy, max_violation, update_selection_bias
@@ -154,9 +155,7 @@ def batch_gradients(
     depend on the cut. The batch-wise auxiliary loss is not additive: its mean over the micro-batches is taken.
     """
     parts = config.micro_batches
-    micro = batch
-    if batch.ids.ndim == 2:
-        micro = jax.tree.map(lambda array: array.reshape(in_micro_batches(array.shape, parts)), batch)
+    micro = batch if batch.ids.ndim == 3 else in_micro_batches(batch, parts)
     weights = micro_batch_weights(micro, config)
     take = jax.value_and_grad(objective, has_aux=True)
 

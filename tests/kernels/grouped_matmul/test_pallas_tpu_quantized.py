@@ -1,0 +1,206 @@
+"""Quantised operands of the TensorCore kernel of `grouped_matmul`, in JAX's TPU interpreter: values and all gradients.
+
+The oracle is that of `kernels/test_quantized`: NumPy loops over what the codes mean. Spare rows and idle experts hold
+NaN, in values and in scales.
+"""
+
+import dataclasses
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from raggedmoe import QArray
+from raggedmoe.hardware import HARDWARE
+from raggedmoe.kernels.grouped_matmul import pallas_tpu, tiles
+from raggedmoe.kernels.grouped_matmul.tiles import RowSteps, Tiles
+from raggedmoe.kernels.grouped_matmul.tpu_operands import MatmulOperand, multiplication
+from raggedmoe.kernels.qarray import check_operand, operand_structs
+from raggedmoe.kernels.registry import BACKWARD, Call, candidates
+from tests.kernels.quantized_cases import draw_matmul, draw_stored, on_device, run, shares_of_bound
+from tests.kernels.tpu_interpreter import tpu_interpreter
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+# By what the kernel does: multiplied natively, widened to bfloat16 or to float32, and scaled where.
+QUICK = {
+    "native int8": {"chip": "v6e", "lhs": "int8", "rhs": "int8", "dtype": "bfloat16", "transpose": True},
+}
+IN_CI = {
+    "native fp8 of two formats": {"chip": "tpu7x", "lhs": E5M2, "rhs": E4M3, "dtype": "float32"},
+    "weights widened": {"chip": "v5e", "rhs": "int8", "dtype": "bfloat16"},
+    "blocks": {"chip": "tpu7x", "rhs": E4M3, "rhs_scale": "block", "dtype": "bfloat16", "transpose": True},
+}
+FURTHER = {
+    "int8 where it is not native": {"chip": "tpu7x", "lhs": "int8", "rhs": "int8", "dtype": "bfloat16"},
+    "fp8 where it is not native": {"chip": "v5e", "lhs": E4M3, "rhs": E5M2, "dtype": "float32", "transpose": True},
+    "rows in float32": {"chip": "v6e", "rhs": E5M2, "dtype": "float32", "transpose": True},
+    "an expert's scale": {"chip": "v6e", "lhs": E4M3, "rhs": E4M3, "rhs_scale": "expert", "dtype": "bfloat16"},
+    "along what is summed": {"chip": "v6e", "rhs": "int8", "rhs_scale": "other-channel", "dtype": "bfloat16"},
+    "shared exponents": {"chip": "tpu7x", "rhs": "int8", "rhs_scale": "exponents", "dtype": "bfloat16"},
+    "rows and blocks": {"chip": "v6e", "lhs": "int8", "rhs": E4M3, "rhs_scale": "block", "dtype": "bfloat16"},
+    "rows alone": {"chip": "v6e", "lhs": "int8", "rhs": None, "dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=name) for name, case in QUICK.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.ci) for name, case in IN_CI.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in FURTHER.items()),
+    ],
+)
+def test_values_and_gradients_are_those_of_what_the_operands_stand_for(case):
+    options = dict(case)
+    chip = options.pop("chip")
+    call = draw_matmul(3, **options)
+    with tpu_interpreter():
+        found = run(call, "pallas_tpu", HARDWARE[chip])
+    shares = shares_of_bound(call, found)
+    assert {quantity: share for quantity, share in shares.items() if not share <= 1} == {}
+
+
+SMALL = Tiles(
+    cut=RowSteps(rows=128, step=32, smallest=32, packed=32, paired=True),
+    out=128,
+    inner=64,
+    piece_rows=32,
+    piece_columns=128,
+    matrix_slots=4,
+    vmem_limit=16 << 20,
+)
+IN_PARTS = dataclasses.replace(SMALL, cut=dataclasses.replace(SMALL.cut, paired=False), matrix_slots=2, inner=128)
+
+
+@pytest.mark.parametrize(
+    ("chip", "small", "inner", "scale"),
+    [
+        pytest.param("v6e", SMALL, 64, (1, 256), marks=pytest.mark.ci, id="native, in pairs"),
+        pytest.param("tpu7x", IN_PARTS, 256, (8, 2), marks=pytest.mark.slow, id="blocks, in parts"),
+        pytest.param("v6e", IN_PARTS, 256, (2, 2), marks=pytest.mark.slow, id="sums over 128, in parts"),
+        pytest.param(
+            "tpu7x", dataclasses.replace(SMALL, inner=256), 256, (2, 2), marks=pytest.mark.slow, id="sums over 128"
+        ),
+    ],
+)
+def test_several_steps_and_shared_blocks_of_rows_agree_with_numpy(chip, small, inner, scale):
+    """Groups that begin and end inside a block of 32 rows, and of several steps; two tiles of columns."""
+    rng, sizes = np.random.default_rng(0), (128, 128, 0, 5, 3, 400, 1, 0, 131, 70)
+    bounds = 7 + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    num_rows = int(bounds[-1]) + 57
+    past = (np.arange(num_rows) < bounds[0]) | (np.arange(num_rows) >= bounds[-1])
+    lhs = draw_stored(rng, (num_rows, inner), "int8", (num_rows, 1), poisoned=past)
+    rhs = draw_stored(rng, (len(sizes), inner, 256), "int8", (len(sizes), *scale), poisoned=np.asarray(sizes) == 0)
+    expected, terms = np.zeros((num_rows, 256)), np.zeros((num_rows, 256))
+    for group, (first, last) in enumerate(itertools.pairwise(bounds)):
+        if last > first:
+            expected[first:last] = lhs.exact[first:last] @ rhs.exact[group]
+            terms[first:last] = np.abs(lhs.exact[first:last]) @ np.abs(rhs.exact[group])
+    with tpu_interpreter():
+        found = pallas_tpu.forward(
+            check_operand("test", "lhs", on_device(lhs), "R I"),
+            check_operand("test", "rhs", on_device(rhs), "G I O"),
+            jnp.asarray(bounds),
+            transpose_rhs=False,
+            out_dtype=np.float32,
+            hardware=HARDWARE[chip],
+            tiles=small,
+        )
+    error = np.abs(np.asarray(found, np.float64) - expected)
+    assert (error <= 6 * np.finfo(np.float32).eps * terms).all()
+
+
+def describe(shape, qtype, scale=None, dtype="float32"):
+    return MatmulOperand(shape, jnp.dtype(dtype), qtype, scale and jax.ShapeDtypeStruct(scale, jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("chip", "lhs", "rhs", "multiplied"),
+    [
+        ("v5e", "int8", "int8", "int8"),
+        ("v6e", "int8", "int8", "int8"),
+        ("tpu7x", "int8", "int8", "bfloat16"),
+        ("tpu7x", E5M2, E4M3, E5M2),
+        ("v5e", E4M3, E4M3, "bfloat16"),
+        ("v6e", "int8", E4M3, "bfloat16"),
+        ("v5p", "int8", "int8", "bfloat16"),
+    ],
+)
+def test_8_bits_are_multiplied_where_the_chip_does(chip, lhs, rhs, multiplied):
+    operands = describe((64, 256), lhs, (64, 1)), describe((2, 256, 128), rhs, (2, 1, 128))
+    assert multiplication(*operands, False, HARDWARE[chip]).multiplied == multiplied
+
+
+def test_sums_of_int8_that_int32_might_not_hold_are_of_bfloat16():
+    operands = describe((64, 2**17), "int8", (64, 1)), describe((2, 2**17, 128), "int8", (2, 1, 128))
+    assert multiplication(*operands, False, HARDWARE["v6e"]).multiplied == "bfloat16"
+
+
+def assess(chip, lhs, rhs, *, transpose=False, direction="forward"):
+    """What the kernel says of a call with such operands."""
+    arrays, formats = operand_structs(lhs=lhs, rhs=rhs, group_sizes=jax.ShapeDtypeStruct((2,), jnp.int32))
+    options = {"transpose_rhs": transpose, "group_offset": False, "out_dtype": str(lhs.dtype)}
+    call = Call(operation="grouped_matmul", direction=direction, arrays=arrays, options=options, formats=formats)
+    (found,) = candidates(call, "pallas_tpu", HARDWARE[chip])
+    return found
+
+
+def stored(shape, qtype, scale):
+    values = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // 2) if qtype == "mxfp4" else shape, jnp.uint8)
+    return QArray(values, jax.ShapeDtypeStruct(scale, jnp.float32), None, qtype)
+
+
+def plain(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("chip", "lhs", "rhs", "direction", "said"),
+    [
+        ("v6e", stored((64, 256), "int8", (64, 1)), stored((2, 256, 128), "int8", (2, 1, 128)), "forward", "native: "),
+        ("tpu7x", plain(64, 256), stored((2, 256, 128), "int8", (2, 1, 128)), "forward", "emulated: .* to bfloat16; "),
+        ("tpu7x", plain(64, 256), stored((2, 256, 128), E4M3, (2, 2, 1)), "forward", "emulated: .* sums over 128"),
+        ("tpu7x", plain(64, 256), stored((2, 256, 128), E4M3, (2, 8, 2)), "forward", "emulated: .* to float32, where"),
+        ("tpu7x", plain(64, 256), stored((2, 256, 128), E4M3, (2, 1, 128)), BACKWARD, "emulated: .* a copy in float32"),
+    ],
+)
+def test_explain_says_what_is_done_with_8_bits(chip, lhs, rhs, direction, said):
+    found = assess(chip, lhs, rhs, direction=direction)
+    assert found.reason is None
+    assert re.match(said, found.note), found.note
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "reason"),
+    [
+        (plain(64, 256), stored((2, 256, 128), "mxfp4", (2, 8, 128)), "rhs is mxfp4, two values in a byte"),
+        (plain(64, 256), stored((2, 256, 128), "int8", (2, 256, 4)), "of rhs are of 1$"),
+        (plain(64, 256), stored((2, 256, 128), "int8", (2, 16, 128)), None),
+        (
+            stored((64, 256), "int8", (64, 2)),
+            stored((2, 256, 128), "int8", (2, 2, 1)),
+            "rows with one scale each, and lhs has 2",
+        ),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_said(lhs, rhs, reason):
+    found = assess("v6e", lhs, rhs)
+    assert found.reason is None if reason is None else re.search(reason, found.reason)
+
+
+def test_plain_operands_are_cut_as_if_there_were_no_quantised_ones():
+    """So that no cycle of theirs moves."""
+    plain_problem = pallas_tpu.problem_of(
+        describe((8192, 2048), None, dtype="bfloat16"),
+        describe((16, 2048, 1408), None, dtype="bfloat16"),
+        False,
+        jnp.bfloat16,
+        HARDWARE["v6e"],
+    )
+    found = tiles.tiles_for(plain_problem, HARDWARE["v6e"])
+    assert (found.cut.rows, found.cut.packed, found.cut.paired, found.out) == (512, 16, True, 1408)
+    assert plain_problem.widened_itemsize == 0
