@@ -38,12 +38,10 @@ DEFAULT_EXECUTION = MoEExecution()
 KEEP_MATMULS = jax.checkpoint_policies.save_only_these_names("moe_up", "moe_down")
 
 
-def _check_call(
-    x: Any, params: Params, config: MoEConfig, execution: Any = DEFAULT_EXECUTION, *, mesh: Any = None, **options: Any
-) -> None:
+def _check_call(x: Any, params: Params, config: MoEConfig, execution: Any = DEFAULT_EXECUTION, **options: Any) -> None:
     """Refuse what cannot run; the values of a recorded routing can be looked at here, outside of jit, alone."""
     quantized = [name for name, array in params.items() if isinstance(array, Quantized)]
-    check_execution(config, execution, quantized, logical_mesh(mesh).mesh)
+    check_execution(config, execution, quantized)
     replay = options.get("replay")
     if replay is not None and not is_expert_choice(config):
         check_replay(replay, x.shape[0], config.experts_per_token, config.num_experts)
@@ -66,7 +64,7 @@ def moe_route_and_compute(
 ) -> MoEOutput:
     """Compute the layer on a batch of tokens. `raggedmoe.moe.router.route` describes the optional arguments.
 
-    ``params``: arrays by the names of ``config.param_specs()``. On one device wi_0, wi_1 and wo may be quantised. With
+    ``params``: arrays by the names of ``config.param_specs()``. Those of wi_0, wi_1 and wo may be quantised. With
     delayed scales also the histories that these are made of (`raggedmoe.moe.amax_history`); without them, and while
     they are empty, a scale is made of the call's own largest value.
     ``mesh``: devices to compute it on, with the axes of `raggedmoe.sharding.axes`; arrays are global, and the result

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Integer
 
 from raggedmoe.kernels.qarray import Quantized, check_operand
+from raggedmoe.lora import check_adapted
 from raggedmoe.moe.amax_history import empty_histories
 from raggedmoe.moe.config import MoEConfig, check_execution, strategy_name
 from raggedmoe.moe.dispatch import check_has_mesh
@@ -66,7 +67,7 @@ class MoE(nnx.Module):
           config: what the layer is.
           rngs: whose key new weights are drawn from.
           params: given weights, by the names of ``config.param_specs()``. Those of the experts may be quantised
-            (docs/quantised.md), on one device and for inference.
+            (docs/quantised.md), for inference or frozen beside adapters.
           axes: the names of each given weight's dimensions, as in ``config.param_specs()``. A transposed weight is then
             refused where the sizes agree, too.
           execution: how it runs, unless a call says otherwise.
@@ -80,7 +81,7 @@ class MoE(nnx.Module):
         self.config, self.execution, self.mesh = config, execution, logical_mesh(mesh, mesh_axes)
         histories = empty_histories(config, execution.quantization)
         self.amax_history = nnx.Dict({name: AmaxHistory(value) for name, value in histories.items()})
-        specs = config.param_specs()
+        specs = check_adapted(config.param_specs(), config.lora)
         if axes is not None:
             check_params(specs, params or {}, axes)
         params = make_params(specs, params, rngs, self.mesh, execution.tensor_split)

@@ -148,6 +148,10 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
         LORA_SETTINGS[1:],
         (lambda config, step: config.overrides.lora_rank is not None, "there are no adapters: it belongs to lora_rank"),
     ),
+    "keep_quantised": (
+        lambda config, step: step.model.lora is not None,
+        "there are no adapters, and weights that are trained are no 8-bit numbers",
+    ),
     **dict.fromkeys(MUON_SETTINGS, (_has_muon, "it belongs to opt_type=muon, which trains no adapter")),
     "weight_decay_of": (lambda config, step: config.optimizer.weight_decay > 0, "nothing decays"),
     "final_fraction": (

@@ -248,6 +248,12 @@ class ExecutionSettings(Section):
     stochastic_rounding: bool = setting(
         default=False, help="Round the gradients' rows up or down by chance, right in the mean", may_change=True
     )
+    keep_quantised: bool | None = setting(
+        default=None,
+        help="Leave the frozen experts beside adapters in the fp8, int8 or mxfp4 that their folder has; false: "
+        "dequantise them; none: leave them where that can be",
+        may_change=True,
+    )
     sparse_matmul: bool | None = setting(
         default=None,
         help="false: every expert on every token, as moe_backend=dense; with a capacity factor, fixed slots",

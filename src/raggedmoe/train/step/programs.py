@@ -37,7 +37,9 @@ class Programs:
 
 def state_template(config: ResolvedStep, mesh: LogicalMesh = ONE_DEVICE) -> TrainState:
     """Describe the shapes of a run's state, and where each part is."""
-    return state_shapes(mesh, jax.eval_shape(_init(config), jax.random.key(0)), param_specs(config.model))
+    template, specs = jax.eval_shape(_init(config), jax.random.key(0)), param_specs(config.model)
+    kept = {name: form.struct(specs[name].shape) for name, form in config.kept.items() if name in specs}
+    return state_shapes(mesh, replace(template, frozen={**template.frozen, **kept}), specs)
 
 
 def make_init(config: ResolvedStep, mesh: LogicalMesh = ONE_DEVICE) -> Callable[[jax.Array], TrainState]:
