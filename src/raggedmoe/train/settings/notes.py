@@ -185,6 +185,7 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     "ragged_buffer_factor": (_moves_rows, NO_ROW_LEAVES),
     "dispatch_dtype": (_moves_rows, NO_ROW_LEAVES),
     "quantization_block": (_quantizes("weights"), "nothing is quantised"),
+    "quantization_history": (_quantizes("weights"), "nothing is quantised"),
     "quantization_weight_scale": (_quantizes("weights"), "no weights are quantised"),
     "quantization_row_scale": (_quantizes("rows"), "no rows are quantised"),
     "quantization_cotangent_scale": (_quantizes("cotangents"), "no gradients are quantised"),
