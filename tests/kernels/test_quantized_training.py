@@ -290,5 +290,5 @@ def test_kernels_that_take_no_quantised_operands_are_refused_when_they_are_named
     check_layer(None, **plain, kernels="megablox")
     with pytest.raises(ValueError, match=r"megablox \(forward\) takes no quantised operands; use auto, cpu"):
         check_layer(QUANTIZATIONS["fp8"], **plain, kernels="megablox")
-    with pytest.raises(ValueError, match=r"tokamax \(backward\) takes no quantised operands"):
-        check_layer(QUANTIZATIONS["fp8"], **plain, kernels=Directions(backward="tokamax"))
+    with pytest.raises(ValueError, match=r"gmm_v2 \(backward\) takes no quantised operands"):
+        check_layer(QUANTIZATIONS["fp8"], **plain, kernels=Directions(backward="gmm_v2"))
