@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 Config = TypeVar("Config", bound=type)
@@ -26,6 +26,17 @@ def check_known(what: str, name: object, known: Collection[str]) -> None:
     """Require that a name is one of the known ones."""
     if name not in known:
         raise unknown(what, name, known)
+
+
+def refuse_conflicts(settings: Mapping[str, object], conflicts: Iterable[tuple[object, str, str, str]]) -> None:
+    """Refuse settings that cannot be used together: each conflict says whether it is there, which two, and why."""
+    shown = {
+        name: f"{name}={value!r}" for name, value in settings.items() if isinstance(value, str | int | float | None)
+    }
+    for is_there, first, second, reason in conflicts:
+        if is_there:
+            names = f"{shown.get(first, first)} cannot be used with {shown.get(second, second)}"
+            raise ValueError(f"{names}: {reason}; change one of them")
 
 
 def refuse_keywords_of(execution: type, usage: str) -> Callable[[Config], Config]:

@@ -52,6 +52,15 @@ def check_sizes(config: Any, *names: str) -> None:
             raise ValueError(f"{type(config).__name__}: expected {name} to be at most {LARGEST_SIZE}, got {value}")
 
 
+def check_divides(name: str, size: int, by: str, number: int) -> None:
+    """Require that a number divides a size, both by the names of their settings."""
+    if size % number:
+        fitting, padded = divisors(size), math.ceil(size / number) * number
+        raise ValueError(
+            f"{name}={size} is not divisible by {by}={number}; use {by} in {fitting}, or pad with {name}={padded}"
+        )
+
+
 def divisors(size: int) -> list[int]:
     """List the divisors of ``size`` in ascending order, for errors about a number that does not divide it."""
     small = [number for number in range(1, math.isqrt(size) + 1) if size % number == 0]

@@ -14,7 +14,7 @@ from raggedmoe.aot.subjects import TrainingStep
 from raggedmoe.aot.topology import find_topology, target_topology
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.sharding.training import train_sharding
+from raggedmoe.sharding.training import batch_shapes
 from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.settings.words import read_words
 from raggedmoe.train.step.programs import places_of, state_template
@@ -28,11 +28,11 @@ EVERY_LAYER_APART = dataclasses.replace(WHOLE, execution=dataclasses.replace(EIN
 
 def step_program(config, plan):
     """The text of a training step that is compiled for eight host devices."""
-    sharding = train_sharding(plan)
-    template = state_template(config, sharding)
-    step = functools.partial(train_step, config=config, mesh=sharding.mesh)
+    mesh = plan.logical_mesh()
+    template = state_template(config, mesh)
+    step = functools.partial(train_step, config=config, mesh=mesh)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(places_of(template), None))
-    return jitted.lower(template, sharding.batch(BATCH, config.micro_batches)).compile().as_text()
+    return jitted.lower(template, batch_shapes(mesh, BATCH, config.micro_batches)).compile().as_text()
 
 
 @pytest.mark.ci

@@ -87,7 +87,5 @@ def test_explain_for_an_old_jax_says_that_nothing_runs(capsys):
 
 
 def test_explain_refuses_a_kernel_that_the_backend_would_never_call():
-    with pytest.raises(
-        ValueError, match=r"choice for grouped_matmul would never be read with moe_backend='expert_ffn'"
-    ):
+    with pytest.raises(ValueError, match=r"grouped_matmul=.* with moe_backend='expert_ffn' it would never be read"):
         explain(("olmoe-tiny", "grouped_matmul=xla"), hardware="cpu", moe_backend="expert_ffn")

@@ -13,13 +13,15 @@ from raggedmoe.interop import native
 from raggedmoe.interop.kept_experts import MATRICES
 from raggedmoe.kernels.dequantize import dequantize
 from raggedmoe.kernels.qarray import QArray
+from raggedmoe.models.decoder import decode, logits
 from raggedmoe.models.generate import generate
-from tests.interop.folders import GOLDEN, bits, stored_quantised, write_checkpoint
+from tests.interop.folders import GOLDEN, bits, expected_of, stored_quantised, write_checkpoint
+from tests.interop.test_golden import TOLERANCE
 from tests.interop.test_quantized import fp8_folder, mxfp4_folder
 
 
-def assert_stands_for_what_is_loaded(folder):
-    kept, loaded = interop.load(folder, keep_quantised=True), interop.load(folder)
+def assert_stands_for_what_is_loaded(folder, dtype="bfloat16"):
+    kept, loaded = (interop.load(folder, keep_quantised=keep, param_dtype=dtype) for keep in (True, False))
     assert kept.config == loaded.config
     quantised = {name for name, array in kept.params.items() if isinstance(array, QArray)}
     matrices = {name for name in loaded.params if name.endswith(MATRICES)}
@@ -27,7 +29,7 @@ def assert_stands_for_what_is_loaded(folder):
     for name, array in loaded.params.items():
         found = kept.params[name]
         if name in quantised:
-            found = jax.jit(lambda stored: dequantize(stored, jnp.float32))(found).astype(jnp.bfloat16)
+            found = jax.jit(lambda stored: dequantize(stored, jnp.float32))(found).astype(dtype)
         np.testing.assert_array_equal(bits(found), bits(array), err_msg=name)
     return kept
 
@@ -37,6 +39,7 @@ def assert_stands_for_what_is_loaded(folder):
 def test_experts_in_fp8_stand_for_those_that_are_dequantised(block, tmp_path):
     folder, _, _, _ = fp8_folder(tmp_path / "fp8", block)
     kept = assert_stands_for_what_is_loaded(folder)
+    assert_stands_for_what_is_loaded(folder, "float32")
     for name in (name for name in kept.params if name.endswith(MATRICES)):
         array = kept.params[name]
         assert array.qvalue.nbytes == np.prod(array.shape)
@@ -131,6 +134,24 @@ def test_a_matrix_of_which_one_expert_is_not_quantised_is_dequantised(tmp_path):
     of_ups = {isinstance(array, QArray) for key, array in kept.items() if key.endswith(".moe.wi_0")}
     assert False in of_downs
     assert of_ups == {True}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["quantised/deepseek_v3_fp8", "quantised/gpt_oss_mxfp4"])
+def test_a_golden_model_that_others_quantised_writes_the_text_that_transformers_writes(name):
+    """Kept as it is stored and dequantised, both, as bfloat16 holds its weights exactly; activations in float32."""
+    expected = expected_of(name)
+    prompt = expected["ids"][:1, :8].tolist()
+    for keep in (True, False):
+        model = interop.load(GOLDEN / name, keep_quantised=keep, dtype="float32")
+        scores = jax.jit(
+            lambda params, ids, config=model.config: logits(params, decode(params, ids, config).hidden, config)
+        )
+        found = scores(model.params, jnp.asarray(expected["ids"]))
+        np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=TOLERANCE)
+        text = [token for (token,) in generate(model, prompt, max_new_tokens=expected["greedy"].shape[1])]
+        assert text == expected["greedy"][0].tolist()
+        assert any(isinstance(array, QArray) for array in model.params.values()) == keep
 
 
 @pytest.mark.ci

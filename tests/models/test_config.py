@@ -39,7 +39,7 @@ def running(model, **execution):
     [
         (
             lambda: GroupedQueryConfig(**GROUPED | {"num_kv_heads": 3}),
-            r"not divisible by num_kv_heads=3; use one of \[1, 2, 4\]",
+            r"not divisible by num_kv_heads=3; use num_kv_heads in \[1, 2, 4\]",
         ),
         (lambda: GroupedQueryConfig(**GROUPED | {"head_dim": 7}), "expected an even head_dim"),
         (lambda: GroupedQueryConfig(**GROUPED | {"num_heads": 0}), "num_heads to be a positive integer, got 0"),

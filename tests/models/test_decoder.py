@@ -96,7 +96,7 @@ def test_only_a_model_on_one_device_that_keeps_all_runs_its_layers_as_they_are(r
         ids=ids,
         cos_sin=(none, none),
         attends_to_cache=False,
-        mesh=logical_mesh(Plan().mesh()) if on_mesh else None,
+        mesh=logical_mesh(Plan().mesh() if on_mesh else None),
         **others,
     )
     assert (_rematerialize(body, run) is body) == is_plain

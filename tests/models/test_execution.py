@@ -97,5 +97,5 @@ def test_an_execution_that_does_not_fit_the_model_is_refused():
     with pytest.raises(ValueError, match="remat keeps 'kv_a', which this model never computes"):
         Decoder(config, params=drawn_params(config), execution=ModelExecution(remat=("kv_a",)))
     model, execution = Decoder(config, params=drawn_params(config)), MoEExecution(strategy="capacity")
-    with pytest.raises(ValueError, match="strategy='capacity' needs the MoEConfig's capacity_factor"):
+    with pytest.raises(ValueError, match="strategy='capacity' cannot be used with capacity_factor=None"):
         model(jnp.zeros((1, 2), jnp.int32), execution=ModelExecution(moe=execution))

@@ -16,6 +16,7 @@ from raggedmoe.models.decoder import decode, logits, reads_experts_in_place, uns
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.generate import Sampling, generate
 from raggedmoe.models.parameters import param_specs
+from raggedmoe.sharding.axes import ONE_DEVICE
 from tests.models.drawn import EINSUM, drawn_ids, drawn_params, quick_jit, tiny
 
 WINDOW, NEW = 8, 12
@@ -192,7 +193,7 @@ def test_a_token_copies_neither_dense_weights_nor_caches(dtype):
         stops=np.zeros(1, np.int32),
         key=jax.random.key(0),
     )
-    settings = generation._Settings(config=config, execution=ModelExecution(), mesh=None, sampling=Sampling())
+    settings = generation._Settings(config=config, execution=ModelExecution(), mesh=ONE_DEVICE, sampling=Sampling())
     lowered = generation._next_tokens.lower(params, jnp.zeros(1, jnp.int32), cache, run, settings)
     used = lowered.compile().memory_analysis().temp_size_in_bytes
     # The scores take one layer's keys and values in another order, in float32. More would be a copy.

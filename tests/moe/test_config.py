@@ -16,7 +16,7 @@ from tests.moe.examples import layer, moe_config, random_params
 BAD_LAYERS = {
     "more_choices_than_experts": (
         {"experts_per_token": 7},
-        r"experts_per_token=7 is more than num_experts=6.*use at most 6",
+        r"experts_per_token=7 cannot be used with num_experts=6: a token uses an expert at most once",
     ),
     "no_experts": ({"num_experts": 0}, r"expected num_experts to be a positive integer, got 0"),
     "uneven_groups": (
@@ -25,11 +25,11 @@ BAD_LAYERS = {
     ),
     "groups_of_one_by_two_best": (
         {"router": {"num_groups": 6, "groups_per_token": 2}},
-        r"'top2_sum' needs two experts in a group, got 1; use 'max' or fewer groups",
+        r"group_score='top2_sum' cannot be used with num_groups=6: there are no two experts in a group",
     ),
     "groups_that_hold_too_few": (
         {"experts_per_token": 3, "router": {"num_groups": 3}},
-        r"groups_per_token=1 groups of 2 hold fewer experts than experts_per_token=3; use more groups",
+        r"groups_per_token=1 cannot be used with experts_per_token=3: groups of 2 hold too few experts",
     ),
     "negative_factor": ({"capacity_factor": -1.0}, r"expected capacity_factor > 0, got -1\.0"),
     "unknown_probabilities": (
@@ -38,39 +38,39 @@ BAD_LAYERS = {
     ),
     "expert_choice_without_capacity": (
         {"router": {"selection": "expert_choice"}},
-        r"selection='expert_choice' has no fixed K and needs a capacity_factor, got None",
+        r"selection='expert_choice' cannot be used with capacity_factor=None: 1\.0 gives each an even share",
     ),
 }
 BAD_PAIRS = {
     "unread_ffn_choice": (
         {},
         {"kernels": KernelChoice(expert_ffn="reference")},
-        r"choice for expert_ffn would never be read.*moe_backend='expert_ffn' fuses them; leave it out",
+        r"expert_ffn='reference' cannot be used with strategy='local': with moe_backend='auto' it would never be read",
     ),
     "unread_matmul_choice": (
         {"capacity_factor": 1.0},
         {"moe_backend": "ragged_dot"},
-        r"choice for grouped_matmul would never be read with moe_backend='ragged_dot' and strategy='capacity'",
+        r"grouped_matmul='xla' cannot be used with strategy='capacity': with moe_backend='ragged_dot' it would never",
     ),
     "factor_without_capacity": (
         {"capacity_factor": 1.0},
         {"strategy": "local"},
-        r"capacity_factor=1\.0 gives the experts fixed slots, which is strategy='capacity', got 'local'",
+        r"capacity_factor=1\.0 cannot be used with strategy='local': it gives the experts fixed slots.*; change one",
     ),
     "factor_of_a_dense_backend": (
         {"capacity_factor": 1.0},
         {"moe_backend": "dense"},
-        r"capacity_factor=1\.0 gives the experts fixed slots, which is strategy='capacity', got 'dense'",
+        r"capacity_factor=1\.0 cannot be used with moe_backend='dense': it gives the experts fixed slots",
     ),
     "capacity_without_factor": (
         {},
         {"strategy": "capacity"},
-        r"strategy='capacity' needs the MoEConfig's capacity_factor, got None",
+        r"strategy='capacity' cannot be used with capacity_factor=None: it is the slots of each expert; 1\.0 is",
     ),
     "chunks_of_slots": (
         {"capacity_factor": 1.0},
         {"token_chunks": 2},
-        r"slots in whole sequences; it cannot be used with token_chunks=2: use token_chunks=1",
+        r"capacity_factor=1\.0 cannot be used with token_chunks=2: it is of slots in whole sequences; change one",
     ),
     "uneven_width_chunks": ({}, {"width_chunks": 2}, r"model_dim=7 is not divisible by width_chunks=2"),
 }
@@ -81,23 +81,26 @@ BAD_ROUTERS = {
     "unknown_weigh": ({"weigh": "inputs"}, r"unknown weigh 'inputs'.*did you mean 'input'\?"),
     "unknown_group_score": ({"group_score": "top2"}, r"unknown group_score 'top2'.*did you mean 'top2_sum'\?"),
     "unknown_aux_loss": ({"aux_loss": "seq"}, r"unknown aux_loss 'seq'.*did you mean 'sequence'\?"),
-    "sum_of_logits": ({"score": "logits"}, r"score='logits' may be negative.*use normalize='softmax'"),
+    "sum_of_logits": (
+        {"score": "logits"},
+        r"score='logits' cannot be used with normalize='sum': logits may be negative.*'softmax'",
+    ),
     "jitter_of_one": ({"jitter": 1.0}, r"expected 0 <= jitter < 1, got 1\.0"),
     "more_groups_than_there_are": (
         {"num_groups": 2, "groups_per_token": 3},
-        r"expected 1 <= groups_per_token <= num_groups, got 3 and 2",
+        r"groups_per_token=3 cannot be used with num_groups=2: there are not so many",
     ),
     "groups_without_learning": (
         {"selection": "random", "num_groups": 2},
-        r"selection='random' reads no group limit",
+        r"selection='random' cannot be used with num_groups=2: it reads no group limit",
     ),
     "expert_choice_with_a_balance_loss": (
         {"selection": "expert_choice", "aux_loss_weight": 0.1},
-        r"balanced by construction; leave aux_loss_weight out",
+        r"'expert_choice' cannot be used with aux_loss_weight=0\.1: it is balanced by construction",
     ),
     "expert_choice_with_a_bias": (
         {"selection": "expert_choice", "selection_bias": True},
-        r"'expert_choice' reads no group limit and no selection bias; leave num_groups and",
+        r"'expert_choice' cannot be used with selection_bias=True: it reads no selection bias",
     ),
 }
 BAD_EXPERTS = {

@@ -438,7 +438,7 @@ def test_the_module_runs_on_a_mesh():
     config, execution = moe_config(**SIZES), MoEExecution(strategy="all_to_all")
     params = random_params(config, dtype=np.float32)
     axes = {name: spec.axes for name, spec in config.param_specs().items()}
-    layer = MoE.from_arrays(config, params, axes, execution=execution, mesh=mesh_of(expert=2, data=2))
+    layer = MoE(config, params=params, axes=axes, execution=execution, mesh=mesh_of(expert=2, data=2))
     x = random_tokens(config, NUM_TOKENS, dtype=np.float32)
     assert_agrees(jax.jit(lambda x: layer(x))(x), numpy_layer.layer(x, params, config))
 

@@ -54,9 +54,9 @@ def test_the_module_keeps_them_as_they_are():
 @pytest.mark.parametrize(
     ("config", "execution", "message"),
     [
-        (CONFIG, MoEExecution(width_chunks=2), "use width_chunks=1"),
-        (CONFIG, MoEExecution(strategy="dense"), "use strategy='local'"),
-        (replace(CONFIG, capacity_factor=2.0), MoEExecution(strategy="capacity"), "use strategy='local'"),
+        (CONFIG, MoEExecution(width_chunks=2), "wo cannot be used with width_chunks=2: a part of the width may begin"),
+        (CONFIG, MoEExecution(strategy="dense"), "strategy='dense': it multiplies by all experts at once"),
+        (replace(CONFIG, capacity_factor=2.0), MoEExecution(), "strategy='capacity': it multiplies by all experts"),
     ],
 )
 def test_a_layer_that_needs_arrays_says_why(config, execution, message):
@@ -68,7 +68,7 @@ def test_a_layer_that_needs_arrays_says_why(config, execution, message):
 def test_only_the_experts_may_be_quantised():
     stored, _ = stored_params("int8")
     stored["router_kernel"] = QArray(jnp.ones((4, 16), jnp.int8), jnp.ones((4, 1)))
-    with pytest.raises(ValueError, match=r"\['router_kernel'\] are multiplied as arrays"):
+    with pytest.raises(ValueError, match="expected arrays as router_kernel, got quantised ones; dequantise them"):
         moe_route_and_compute(jnp.ones((4, 16)), stored, CONFIG)
 
 

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from raggedmoe import KernelChoice, MoEExecution, QArray
+from raggedmoe import KernelChoice, MoE, MoEExecution, QArray
 from raggedmoe.kernels.quant_config import QUANTIZATIONS
 from raggedmoe.kernels.quantize import quantize
 from tests.moe.examples import layer, layer_gradients, moe_config, random_params, random_tokens
@@ -145,26 +146,25 @@ def test_weights_that_are_quantised_already_are_refused():
     x, params, _ = arrays()
     stored = quantize(params["wo"], "int8", (8, 1, 32))
     params["wo"] = QArray(stored.qvalue, stored.scale)
-    with pytest.raises(ValueError, match="the execution's quantization quantises arrays; leave it out"):
+    with pytest.raises(ValueError, match="quantised wo cannot be used with quantization: it quantises arrays"):
         layer(x, params, CONFIG, execution_of("int8"))
 
 
 REFUSED = {
     "fused": ({"moe_backend": "expert_ffn"}, "moe_backend='expert_ffn': its fused kernel"),
     "dense": ({"moe_backend": "dense"}, "strategy='dense': it is one batched matmul"),
-    "capacity": ({"strategy": "capacity"}, "strategy='capacity': it is one batched matmul"),
     "width": ({"width_chunks": 2}, "width_chunks=2: a part of a row"),
     "kernel": (
         {"moe_backend": "gmm_v2"},
-        r"moe_backend='gmm_v2' and the kernels of grouped_matmul: gmm_v2 \(forward\)",
+        r"moe_backend='gmm_v2': its kernels of grouped_matmul: gmm_v2 \(forward\)",
     ),
 }
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_makes_no_sense_is_refused_when_the_execution_is_made(options, message):
+def test_what_makes_no_sense_is_refused_when_the_layer_is_made(options, message):
     with pytest.raises(ValueError, match=f"quantization cannot be used with {message}"):
-        MoEExecution(quantization=QUANTIZATIONS["fp8"], **options)
+        MoE(CONFIG, rngs=nnx.Rngs(0), execution=MoEExecution(quantization=QUANTIZATIONS["fp8"], **options))
 
 
 def test_a_capacity_of_the_layer_is_refused_before_anything_is_traced():
@@ -175,5 +175,5 @@ def test_a_capacity_of_the_layer_is_refused_before_anything_is_traced():
 
 def test_blocks_that_do_not_divide_the_layer_are_refused():
     x, params, _ = arrays()
-    with pytest.raises(ValueError, match=r"expert_dim=16 is not divisible by block=32 \(quantization_block of a run\)"):
+    with pytest.raises(ValueError, match="expert_dim=16 is not divisible by quantization_block=32"):
         layer(x, params, CONFIG, execution_of("fp8", config={"block": 32}))

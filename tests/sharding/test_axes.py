@@ -109,7 +109,7 @@ def test_the_module_takes_such_a_mesh_also_where_it_is_the_current_one():
     config, params = CONFIG, random_params(CONFIG, dtype=np.float32)
     names = {name: spec.axes for name, spec in config.param_specs().items()}
     own = mesh_of(axes)
-    module = MoE.from_arrays(config, params, names, execution=execution, mesh=own, mesh_axes=mesh_axes)
+    module = MoE(config, params=params, axes=names, execution=execution, mesh=own, mesh_axes=mesh_axes)
     x = random_tokens(config, NUM_TOKENS, dtype=np.float32)
     with jax.set_mesh(own):
         out = jax.jit(lambda x: module(x))(x)

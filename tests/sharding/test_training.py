@@ -1,16 +1,20 @@
 """Where a run's state, parameters and batches lie, on one device and on a plan's mesh."""
 
+import math
+
 import jax
+import numpy as np
 import pytest
 
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.sharding import training
+from raggedmoe.sharding.axes import ONE_DEVICE
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.sharding.training import check_all_take_part, train_sharding, transfer_slices
-from raggedmoe.train.step.programs import ONE_DEVICE, state_template
+from raggedmoe.sharding.training import check_all_take_part, on_first_host, put
+from raggedmoe.train.step.programs import state_template
 from tests.train.step.small_step import WHOLE, assert_same_bits, drawn_params
 
-SPLIT = train_sharding(Plan(data=2, fsdp=2, tensor=2))
+SPLIT = Plan(data=2, fsdp=2, tensor=2).logical_mesh()
 
 
 def test_moments_lie_where_their_parameters_do():
@@ -25,7 +29,7 @@ def test_moments_lie_where_their_parameters_do():
 
 def test_given_parameters_are_put_in_their_places():
     params, template = drawn_params(WHOLE.model), state_template(WHOLE, SPLIT).params
-    found = SPLIT.put(params, template)
+    found = put(params, template)
     assert_same_bits(found, params)
     assert all(found[name].sharding == template[name].sharding for name in params)
 
@@ -33,15 +37,24 @@ def test_given_parameters_are_put_in_their_places():
 def test_a_process_that_would_have_no_device_is_refused(monkeypatch):
     check_all_take_part(SPLIT)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    for sharding, num in ((SPLIT, 8), (ONE_DEVICE, 1)):
+    for mesh, num in ((SPLIT, 8), (ONE_DEVICE, 1)):
         message = f"each of 2 processes a device, got {num} of 8 devices, none of process 1; use them all"
         with pytest.raises(ValueError, match=message):
-            check_all_take_part(sharding)
+            check_all_take_part(mesh)
 
 
-def test_a_large_parameter_is_moved_between_hosts_in_few_parts(monkeypatch):
+class OnOtherHosts(np.ndarray):
+    """An array of which this process has a part alone."""
+
+    is_fully_addressable = False
+
+
+@pytest.mark.parametrize("shape", [(10, 4), (3, 100), (10,)])
+def test_a_large_parameter_is_moved_between_hosts_in_few_parts(monkeypatch, shape):
+    moved, value = [], np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
     monkeypatch.setattr(training, "TRANSFER_BYTES", 64)
-    assert transfer_slices((), 4) == [slice(None)]
-    assert transfer_slices((3, 100), 4) == [slice(0, 1), slice(1, 2), slice(2, 3)]
-    assert transfer_slices((10, 4), 4) == [slice(0, 4), slice(4, 8), slice(8, 10)]
-    assert transfer_slices((10,), 4) == [slice(0, 10)]
+    monkeypatch.setattr(training.multihost_utils, "process_allgather", lambda part, tiled: moved.append(part) or part)
+    found = on_first_host({"wo": value.view(OnOtherHosts)})
+    np.testing.assert_array_equal(found["wo"], value)
+    assert len(moved) == min(shape[0], -(-value.nbytes // 64))
+    assert max(part.nbytes for part in moved) <= max(64, value[0].nbytes)

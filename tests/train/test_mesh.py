@@ -11,8 +11,8 @@ import pytest
 
 from raggedmoe.cli.train import train
 from raggedmoe.hardware import HARDWARE
+from raggedmoe.sharding.axes import ONE_DEVICE
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.sharding.training import train_sharding
 from raggedmoe.train.checkpoint import checkpoints as checkpoint
 from raggedmoe.train.checkpoint.checkpoints import Checkpoints
 from raggedmoe.train.loop import begin
@@ -22,7 +22,7 @@ from raggedmoe.train.settings.sections import CheckpointConfig
 from raggedmoe.train.settings.words import read_words
 from raggedmoe.train.step import programs as programs_module
 from raggedmoe.train.step.fit import state_bytes
-from raggedmoe.train.step.programs import ONE_DEVICE, compile_programs, make_init, state_template
+from raggedmoe.train.step.programs import compile_programs, make_init, state_template
 from tests.train.runs import TINY, curve, lines
 from tests.train.runs import train as train_in_process
 from tests.train.step.small_step import (
@@ -39,17 +39,16 @@ from tests.train.step.small_step import (
 STEPS = 10
 MODEL = dataclasses.replace(small_model(aux_loss="sequence", aux_loss_weight=0.1, z_loss_weight=0.03), mtp_layers=0)
 PARTS = dataclasses.replace(with_losses(WHOLE, gradient_accumulation_steps=2), model=MODEL)
-SPLIT = train_sharding(Plan(slices=2, fsdp=2, tensor=2))
+SPLIT = Plan(slices=2, fsdp=2, tensor=2).logical_mesh()
 
 
-def placed(state, sharding, config=PARTS):
-    template = state_template(config, sharding)
-    return jax.tree.map(lambda a, t: jax.device_put(a, t.sharding), state, template) if sharding.mesh else state
+def placed(state, mesh, config=PARTS):
+    return jax.tree.map(lambda a, t: jax.device_put(a, t.sharding), state, state_template(config, mesh))
 
 
-def run_steps(sharding, state):
+def run_steps(mesh, state):
     """The losses of every step, the state after them, and the gradients of the first."""
-    programs, losses, first = compile_programs(PARTS, BATCH, None, sharding), [], None
+    programs, losses, first = compile_programs(PARTS, BATCH, None, mesh), [], None
     for _ in range(STEPS):
         state, report = programs.step(state, BATCH)
         first = first or jax.device_get(gradients(state))
@@ -103,14 +102,14 @@ def copied(state):
     ids=["8", "4", "2"],
 )
 def test_steps_of_muon_have_the_losses_of_one_device(plan):
-    sharding = train_sharding(plan)
-    programs = compile_programs(MUON, BATCH, None, sharding)
-    state = placed(copied(first_state(MUON)), sharding, MUON)
+    mesh = plan.logical_mesh()
+    programs = compile_programs(MUON, BATCH, None, mesh)
+    state = placed(copied(first_state(MUON)), mesh, MUON)
     _, losses, _ = muon_alone()
     for expected in losses:
         state, report = programs.step(state, BATCH)
         np.testing.assert_allclose(report.losses.loss, expected, rtol=1e-4)
-    for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(state_template(MUON, sharding)), strict=True):
+    for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(state_template(MUON, mesh)), strict=True):
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
 
 
@@ -131,7 +130,7 @@ def test_steps_of_muon_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
 @pytest.mark.ci
 def test_a_new_state_is_made_in_its_parts_and_is_the_same_on_every_mesh():
     key = jax.random.key(3)
-    states = {sharding: make_init(WHOLE, sharding)(key) for sharding in (ONE_DEVICE, SPLIT)}
+    states = {mesh: make_init(WHOLE, mesh)(key) for mesh in (ONE_DEVICE, SPLIT)}
     for name, whole in jax.device_get(states[ONE_DEVICE].params).items():
         # The same draws; a part's program may round a normal number's polynomial in another place (seen on JAX 0.10.2).
         split = jax.device_get(states[SPLIT].params[name])
@@ -146,7 +145,7 @@ def test_a_new_state_is_made_in_its_parts_and_is_the_same_on_every_mesh():
     "there",
     [
         pytest.param(ONE_DEVICE, id="one", marks=pytest.mark.slow),
-        pytest.param(train_sharding(Plan(fsdp=4)), id="fsdp-4"),
+        pytest.param(Plan(fsdp=4).logical_mesh(), id="fsdp-4"),
     ],
 )
 def test_a_checkpoint_of_one_mesh_is_restored_on_another(tmp_path, there):
@@ -182,10 +181,10 @@ def test_an_evaluation_that_needs_more_than_a_step_counts(monkeypatch, plan):
     config = dataclasses.replace(WHOLE, model=dataclasses.replace(MODEL, num_layers=1, dense_layers=()))
     monkeypatch.setattr(programs_module, "_bytes_needed", lambda compiled, beside=0: beside or 1)
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: None)
-    sharding = train_sharding(plan)
-    assert compile_programs(config, BATCH, None, sharding).bytes_needed == 1
+    mesh = plan.logical_mesh()
+    assert compile_programs(config, BATCH, None, mesh).bytes_needed == 1
     moments = state_bytes(config.model, plan).moments
-    assert moments <= compile_programs(config, BATCH, BATCH, sharding).bytes_needed <= 1.01 * moments
+    assert moments <= compile_programs(config, BATCH, BATCH, mesh).bytes_needed <= 1.01 * moments
 
 
 def test_a_folder_that_a_process_does_not_see_is_refused(monkeypatch, tmp_path):

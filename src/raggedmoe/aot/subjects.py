@@ -35,12 +35,12 @@ from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.names import check_known, unknown
 from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh
 from raggedmoe.sharding.stage import TOKENS
+from raggedmoe.sharding.training import batch_shapes
 from raggedmoe.train.settings.config import TrainConfig
 from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.settings.step import ResolvedStep
 
 if TYPE_CHECKING:
-    from raggedmoe.sharding.training import TrainSharding
     from raggedmoe.train.data.rows import Batch
     from raggedmoe.train.step.state import TrainState
 
@@ -159,7 +159,7 @@ class MoELayerOnMesh:
 
 def _devices(config: TrainConfig, topology: str) -> tuple[Any, ...]:
     """Look up the devices of a topology, of as many slices as the degrees say."""
-    return find_topology(topology, config.mesh.plan.least_slices).devices
+    return find_topology(topology, config.mesh.plan.least.slices).devices
 
 
 def layer_on_devices(
@@ -182,7 +182,7 @@ def layer_on_devices(
 def _layer_program(
     config: MoEConfig, execution: MoEExecution, x: Any, params: Any, mesh: Mesh | None = None, *, forward: bool
 ) -> JitProgram:
-    num_sequences = 1 if mesh is None else LogicalMesh(mesh).size(*TOKEN_AXES)
+    num_sequences = LogicalMesh(mesh).size(*TOKEN_AXES)
 
     def layer(x: Any, params: Any) -> Any:
         return moe_route_and_compute(x, params, config, execution, mesh=mesh, num_sequences=num_sequences).output
@@ -209,18 +209,16 @@ class TrainingStep:
         from raggedmoe.train.step.programs import places_of
         from raggedmoe.train.step.step import train_step
 
-        step, sharding, template = run.step, run.sharding, run.template
+        step, mesh, template = run.step, run.mesh.mesh, run.template
 
         def run_step(state: Any, batch: Any) -> Any:
-            state, report = train_step(state, batch, step, sharding.mesh)
-            if sharding.mesh is not None:  # where the old one was, whose memory it takes
+            state, report = train_step(state, batch, step, run.mesh)
+            if mesh is not None:  # where the old one was, whose memory it takes
                 state = jax.tree.map(jax.lax.with_sharding_constraint, state, places_of(template))
             return state, report
 
-        args = (template, sharding.batch(run.batch, step.micro_batches))
-        return JitProgram(
-            function=run_step, args=args, donate=(0,), mesh=None if sharding.mesh is None else sharding.mesh.mesh
-        )
+        args = (template, batch_shapes(run.mesh, run.batch, step.micro_batches))
+        return JitProgram(function=run_step, args=args, donate=(0,), mesh=mesh)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,15 +232,15 @@ class ModelForward:
     def program(self) -> JitProgram:
         """Make the forward pass's program."""
         run = _describe_run(self.config, self.num_layers, self.topology)
-        model, execution, sharding = run.step.model, run.step.execution, run.sharding
+        model, execution = run.step.model, run.step.execution
 
         def forward(params: Any, ids: Any) -> Any:
             key = jax.random.key(0) if model.moe.router.selection == "random" else None
-            out = decode(params, ids, model, execution, key=key, mesh=sharding.mesh)
+            out = decode(params, ids, model, execution, key=key, mesh=run.mesh)
             return logits(params, out.hidden, model)
 
-        args = (run.template.model_params, sharding.batch(run.batch).ids)
-        return JitProgram(function=forward, args=args, mesh=None if sharding.mesh is None else sharding.mesh.mesh)
+        args = (run.template.model_params, batch_shapes(run.mesh, run.batch).ids)
+        return JitProgram(function=forward, args=args, mesh=run.mesh.mesh)
 
 
 SplitOverDevices = MoELayerOnMesh | TrainingStep | ModelForward  # by the run's degrees of parallelism
@@ -250,30 +248,29 @@ SplitOverDevices = MoELayerOnMesh | TrainingStep | ModelForward  # by the run's 
 
 @dataclass(frozen=True, kw_only=True)
 class _RunDescription:
-    """A run as its settings describe it: its step, its sharding, and the shapes of its state and of a batch."""
+    """A run as its settings describe it: its step, its mesh, and the shapes of its state and of a batch."""
 
     step: ResolvedStep
-    sharding: "TrainSharding"
+    mesh: LogicalMesh
     template: "TrainState"
     batch: "Batch"
 
 
 def _describe_run(config: TrainConfig, num_layers: int | None, topology: str | None) -> _RunDescription:
     try:
-        from raggedmoe.sharding.training import train_sharding
         from raggedmoe.train.data.rows import Batch
         from raggedmoe.train.step.programs import state_template
     except ImportError as error:
         raise ValueError(f"a whole model needs more packages ({error}): pip install 'raggedmoe[train]'") from None
     devices = None if topology is None else _devices(config, topology)
     made = resolve(config, target_hardware(), 1 if devices is None else len(devices))
-    sharding, step = train_sharding(made.plan, devices), made.step
+    mesh, step = made.plan.logical_mesh(devices), made.step
     if num_layers is not None:
         step = replace(step, model=with_layers(step.model, num_layers))
     shape = (made.batch_size, made.data.sequence_length)
     tokens, weights = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
     batch = Batch(ids=tokens, targets=tokens, segments=tokens, positions=tokens, weights=weights)
-    return _RunDescription(step=step, sharding=sharding, template=state_template(step, sharding), batch=batch)
+    return _RunDescription(step=step, mesh=mesh, template=state_template(step, mesh), batch=batch)
 
 
 def with_layers(model: ModelConfig, num_layers: int) -> ModelConfig:

@@ -37,7 +37,7 @@ def resolve_on(config: TrainConfig, topology: str) -> ResolvedConfig:
     """Make what runs on a topology's devices, of as many slices as the degrees say, without its compiler."""
     chip = find_chip(topology)
     num_chips = math.prod(int(size) for size in topology.partition(":")[2].split("x"))
-    return resolve(config, chip, config.mesh.plan.least_slices * num_chips * chip.devices_per_chip)
+    return resolve(config, chip, config.mesh.plan.least.slices * num_chips * chip.devices_per_chip)
 
 
 def can_extrapolate(model: ModelConfig, num_layers: int) -> bool:
@@ -64,7 +64,7 @@ def whole_model(outcomes: Sequence[CompileOutcome]) -> WholeModel | None:
         return None
     config = resolve_on(steps[0].config, outcomes[0].case.topology)
     whole, cut = (
-        state_bytes(model, config.plan, config.step.optimizer)
+        state_bytes(model, config.plan, config.step.optimizer, config.step.kept)
         for model in (config.step.model, with_layers(config.step.model, layers[0]))
     )
     state = whole.params + whole.moments - cut.params - cut.moments

@@ -292,7 +292,7 @@ def _layer_on_devices(
 def _devices(config: TrainConfig, wanted: int | None) -> Sequence[jax.Device]:
     """Take so many devices, or as many as the degrees ask for, which must use them all."""
     plan = config.mesh.plan
-    used = None if plan.open else plan.least_devices
+    used = None if plan.open else plan.least.num_devices
     if wanted is None and used is None:
         raise ValueError("expected --devices N, as the degrees do not say how many; got none")
     if wanted is not None and (wanted < 1 or used not in (None, wanted)):

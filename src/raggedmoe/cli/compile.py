@@ -364,7 +364,7 @@ def _compile(cases: list[CompileCase], timeout: float, json: bool) -> int:
     subject, topology = cases[0].subject, cases[0].topology
     where, slices = "one device of it", 1
     if isinstance(subject, SplitOverDevices):
-        where, slices = "its devices as the degrees say", subject.config.mesh.plan.least_slices
+        where, slices = "its devices as the degrees say", subject.config.mesh.plan.least.slices
     slices_of = f"{slices} slices of " if slices > 1 else ""
     versions = f"JAX {compat.JAX_VERSION}, libtpu {libtpu_version()}"
     console.print(f"{slices_of}{topology}, {where}; {versions}; compiled, not run")

@@ -144,12 +144,12 @@ def _devices_each(words: tuple[str, ...], num_processes: int) -> int | None:
     plan = read_words(words).mesh.plan
     if plan.open or num_processes < 1:
         return None
-    if plan.least_devices % num_processes:
+    if plan.least.num_devices % num_processes:
         raise ValueError(
-            f"the degrees use {plan.least_devices} devices, which {num_processes} processes cannot share evenly; "
+            f"the degrees use {plan.least.num_devices} devices, which {num_processes} processes cannot share evenly; "
             "use degrees whose product is a multiple of --processes"
         )
-    return plan.least_devices // num_processes
+    return plan.least.num_devices // num_processes
 
 
 def _check_cluster_run(run: ClusterRun) -> list[str]:

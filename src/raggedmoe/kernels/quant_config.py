@@ -7,9 +7,11 @@ from typing import Any
 import jax
 
 from raggedmoe.kernels.qarray import LHS_FORMATS
-from raggedmoe.kernels.registry import Choice, quantizes_why_not
 from raggedmoe.names import check_known
 from raggedmoe.params import check_sizes
+
+# The field with each operand's constant scale.
+CONSTANTS = {"weights": "weight_scale", "rows": "row_scale", "cotangents": "cotangent_scale"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +19,8 @@ class QuantConfig:
     """The formats of a grouped matmul's operands, forward and backward. None: the operand is multiplied as it is.
 
     Scales are made anew for each call, so that the largest absolute value of what shares one is the largest of the
-    format; or they are a constant, and what is too large for it becomes the largest value.
+    format ("current"); or, with a history, so that the largest of some steps before is ("delayed"); or they are a
+    constant. By the latter two what is too large becomes the format's largest value.
     """
 
     weights: str  # The format of the experts' matrices: a scale for each expert and output channel.
@@ -29,15 +32,14 @@ class QuantConfig:
     row_scale: float | None = None  # The same of the rows,
     # And of the cotangents, times the other operand's scales where those are folded into them: without blocks.
     cotangent_scale: float | None = None
+    # Each operand has one scale, of the largest absolute value that it had in so many steps before: see
+    # `kernels/amax.py`. An operand with a constant scale keeps it.
+    history: int | None = None
     # Cotangents are rounded up or down by chance, so that their mean is right; this takes a random key.
     stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
-        for name, constant in (
-            ("weights", "weight_scale"),
-            ("rows", "row_scale"),
-            ("cotangents", "cotangent_scale"),
-        ):
+        for name, constant in CONSTANTS.items():
             qtype, scale = getattr(self, name), getattr(self, constant)
             if qtype is not None:
                 check_known(f"format of {name}", qtype, LHS_FORMATS)
@@ -49,8 +51,20 @@ class QuantConfig:
                 raise ValueError(f"expected {constant} > 0 and finite, got {scale}")
         if self.block is not None:
             check_sizes(self, "block")
+        if self.history is not None:
+            check_sizes(self, "history")
+            if self.block is not None:
+                raise ValueError(
+                    f"history={self.history} makes one scale for a whole operand, got block={self.block} as well; "
+                    "leave one of them out"
+                )
         if self.stochastic_rounding and self.cotangents is None:
             raise ValueError("stochastic_rounding=True is of cotangents, which are not quantised; leave it out")
+
+    def is_delayed(self, operand: str) -> bool:
+        """Tell whether the scale of "weights", "rows" or "cotangents" is made of a history."""
+        is_constant = getattr(self, CONSTANTS[operand]) is not None
+        return self.history is not None and getattr(self, operand) is not None and not is_constant
 
 
 E4M3, E5M2, INT8 = LHS_FORMATS
@@ -71,41 +85,3 @@ def rounding_key(config: QuantConfig | None, key: jax.Array | None, *numbers: An
     for number in numbers:
         key = jax.random.fold_in(key, number)
     return key
-
-
-def check_layer(
-    config: QuantConfig | None, moe_backend: str, fused: bool, strategy: str, width_chunks: int, kernels: Choice
-) -> None:
-    """Require that the experts of a layer are grouped matmuls of whole rows, by kernels that can be quantised."""
-    if config is None:
-        return
-    why_not = quantizes_why_not("grouped_matmul", kernels)
-    reasons = {
-        f"moe_backend={moe_backend!r}": fused
-        and "its fused kernel rounds nothing between its matmuls; use moe_backend='auto'",
-        f"width_chunks={width_chunks}": width_chunks > 1
-        and "a part of a row would have a scale of its own; use width_chunks=1",
-        f"strategy={strategy!r}": _why_not_strategy(strategy),
-        f"moe_backend={moe_backend!r} and the kernels of grouped_matmul": why_not,
-    }
-    for wrong, reason in reasons.items():
-        if reason:
-            raise ValueError(f"quantization cannot be used with {wrong}: {reason}, or leave the quantization out")
-
-
-def check_sizes_and_strategy(config: QuantConfig | None, strategy: str, **sizes: int) -> None:
-    """Require that blocks divide the sizes of a layer, and that its strategy has rows for each expert."""
-    if config is not None and (reason := _why_not_strategy(strategy)):
-        raise ValueError(f"quantization cannot be used with strategy={strategy!r}: {reason}, or leave it out")
-    for name, size in sizes.items():
-        if config is not None and config.block is not None and size % config.block:
-            raise ValueError(
-                f"quantization: {name}={size} is not divisible by block={config.block} (quantization_block of a run); "
-                "use a divisor of it, or none"
-            )
-
-
-def _why_not_strategy(strategy: str) -> str | None:
-    if strategy not in ("dense", "capacity"):
-        return None
-    return "it is one batched matmul of all experts; use a strategy with rows for each expert, as 'local' is"

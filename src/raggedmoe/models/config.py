@@ -13,7 +13,7 @@ from raggedmoe.models.execution import ModelExecution
 from raggedmoe.moe.config import MoEConfig
 from raggedmoe.moe.config import check_execution as check_moe_execution
 from raggedmoe.names import check_known, refuse_keywords_of
-from raggedmoe.params import check_sizes, divisors
+from raggedmoe.params import check_divides, check_sizes
 
 MOST_LAYERS = 10_000  # those of multi-token prediction included: they are listed one by one
 MOST_LAYERS_OF_A_PATTERN = 64  # that `stacks` looks for; the body of a scan that is compiled whole
@@ -72,11 +72,7 @@ class GroupedQueryConfig:
     def __post_init__(self) -> None:
         check_sizes(self, "num_heads", "num_kv_heads", "head_dim")
         check_known("qk_norm", self.qk_norm, QK_NORMS)
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; use one of "
-                f"{divisors(self.num_heads)}"
-            )
+        check_divides("num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads)
         if self.clip is not None and self.clip <= 0:
             raise ValueError(f"expected clip > 0 or None, got {self.clip}")
         if self.head_dim % 2:

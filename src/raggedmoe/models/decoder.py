@@ -28,9 +28,14 @@ from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import shared_experts
 from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.params import Params
-from raggedmoe.sharding.axes import AnyMesh, LogicalMesh, logical_mesh, shard_tokens, split_over
-from raggedmoe.sharding.dense_layers import all_gather_dense_weights, save_all_but_gathered_weights
-from raggedmoe.sharding.vocabulary import embedding_lookup, table_sharding
+from raggedmoe.sharding.axes import ONE_DEVICE, AnyMesh, LogicalMesh, logical_mesh, split_over
+from raggedmoe.sharding.dense_layers import (
+    all_gather_dense_weights,
+    embedding_lookup,
+    save_all_but_gathered_weights,
+    table_sharding,
+)
+from raggedmoe.sharding.stage import TOKENS
 
 DEFAULT_EXECUTION = ModelExecution()
 
@@ -110,7 +115,7 @@ def _hidden_states(
     config: ModelConfig,
     execution: ModelExecution,
     cache_is_empty: bool,
-    mesh: LogicalMesh | None,
+    mesh: LogicalMesh,
 ) -> DecoderOutput:
     slots = None if cache is None else _slots(cache, mask, ids.shape)
     written = None if slots is None or cache is None else jnp.where(slots < cache.size, slots, -1)
@@ -156,11 +161,11 @@ _decode = compile_once(_hidden_states, static=("config", "execution", "cache_is_
 
 
 def embed(
-    params: Params, ids: Integer[Array, "B S"], config: ModelConfig, mesh: LogicalMesh | None = None
+    params: Params, ids: Integer[Array, "B S"], config: ModelConfig, mesh: LogicalMesh = ONE_DEVICE
 ) -> Float[Array, "B S D"]:
     """Look up the tokens' vectors, in the type of the activations."""
     table = params["embedding"]
-    if mesh is not None:
+    if mesh.mesh is not None:
         return embedding_lookup(table, ids, config.dtype, table_sharding(mesh, table.shape))
     return jnp.take(table, ids, axis=0, mode="clip").astype(config.dtype)
 
@@ -182,7 +187,7 @@ class LayerContext:
     attends_to_cache: bool
     segments: jax.Array | None
     mask: jax.Array | None
-    mesh: LogicalMesh | None
+    mesh: LogicalMesh
 
 
 def run_stack(
@@ -201,7 +206,7 @@ def run_stack(
     has_experts = any(kind.moe for kind in stack.kinds)
     is_unstacked = any(isinstance(value, tuple) for value in params.values())
     in_place: Params = {}
-    if memory is not None and run.mesh is None and reads_experts_in_place(run.config, run.execution.moe, x):
+    if memory is not None and run.mesh.mesh is None and reads_experts_in_place(run.config, run.execution.moe, x):
         in_place = {name: v for name, v in params.items() if name.endswith(EXPERT_WEIGHTS)}
         in_place = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), in_place)
         params = {name: value for name, value in params.items() if name not in in_place}
@@ -319,7 +324,7 @@ def run_layer(
             mesh=run.mesh,
         )
         attended = mixer.attend(query, visible.memory, attention_weights, config.attention, context)
-        attended = shard_tokens(attended, run.mesh)
+        attended = run.mesh.constrain(attended, TOKENS)
         x = x + checkpoint_name(attended, "attn_proj_out")
     with jax.named_scope("moe" if kind.moe else "mlp"):
         normed = rms_norm(x, weights["mlp_norm"], eps)
@@ -327,7 +332,7 @@ def run_layer(
             out, report = _experts(run, normed, weights, repeat, key)
         else:
             out, report = _mlp(config, normed, weights), None
-    return shard_tokens(x + out, run.mesh), memory, report
+    return run.mesh.constrain(x + out, TOKENS), memory, report
 
 
 def _mlp(config: ModelConfig, x: Float[Array, "B S D"], weights: Params) -> Float[Array, "B S D"]:
@@ -362,11 +367,10 @@ def _experts(
 def _rematerialize(body: Any, run: LayerContext) -> Any:
     """Have the body of a stack keep for the backward pass only what the execution names."""
     remat = run.execution.remat
-    if remat == "none" and run.mesh is None:
+    if remat == "none" and run.mesh.mesh is None:
         return body
     policy = jax.checkpoint_policies.save_only_these_names(*run.execution.saved_names)
     if remat == "none":
-        assert run.mesh is not None
         policy = save_all_but_gathered_weights(run.mesh)
     # A scan already keeps the two passes apart.
     return jax.checkpoint(body, policy=policy, prevent_cse=not run.execution.scan_layers)

@@ -57,7 +57,7 @@ class _Settings:
 
     config: ModelConfig
     execution: ModelExecution
-    mesh: LogicalMesh | None
+    mesh: LogicalMesh
     sampling: Sampling
 
 
@@ -86,9 +86,9 @@ def generate(
     lengths = [len(prompt) for prompt in prompts]
     cache = empty_cache(config, len(prompts), _round_up(max(lengths) + max_new_tokens))
     key = jax.random.key(seed)
-    params = model.params
+    params = model.layer_inputs
     tokens, cache = _read_prompts(params, prompts, cache, key, settings)
-    if model.mesh is None and reads_experts_in_place(config, model.execution.moe, params["embedding"]):
+    if model.mesh.mesh is None and reads_experts_in_place(config, model.execution.moe, params["embedding"]):
         params, cache = unstack_params(params), unstack_cache(cache)
     ended, stops = np.zeros(len(prompts), bool), np.asarray(stop, np.int32)
     made, num_made, at_once = np.asarray(tokens)[None], 0, 1

@@ -23,17 +23,18 @@ from raggedmoe.kernels.native.library import takes
 from raggedmoe.kernels.placement import placement
 from raggedmoe.lora import B, dense_adapter, first_matrix
 from raggedmoe.params import Params
+from raggedmoe.sharding.axes import LogicalMesh
 
 _chip: contextvars.ContextVar[Hardware | None] = contextvars.ContextVar("chip", default=None)
 
 
 @contextlib.contextmanager
-def dense_matmuls_for(hardware: Hardware | str | None, mesh: object, array: jax.Array) -> Iterator[None]:
+def dense_matmuls_for(hardware: Hardware | str | None, mesh: LogicalMesh, array: jax.Array) -> Iterator[None]:
     """Say, while something is traced, for which chip its dense matmuls are, if they are on one device.
 
     On a mesh XLA divides them, which it can do with its own alone.
     """
-    token = _chip.set(target_hardware(hardware, (array,)) if mesh is None else None)
+    token = _chip.set(target_hardware(hardware, (array,)) if mesh.mesh is None else None)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from raggedmoe.kernels.attention.api import attention
 from raggedmoe.kernels.registry import Choice
 from raggedmoe.models.rope import RopeCosSin
 from raggedmoe.params import Params, ParamSpec
-from raggedmoe.sharding.axes import LogicalMesh
+from raggedmoe.sharding.axes import ONE_DEVICE, LogicalMesh
 from raggedmoe.sharding.dense_layers import sharded_attention
 
 Memory = dict[str, jax.Array]  # what later tokens need of earlier ones, each [B L ...]: what a cache holds
@@ -27,7 +27,7 @@ class AttentionContext:
     window: int | None
     implementation: Choice
     hardware: Any = None
-    mesh: LogicalMesh | None = None
+    mesh: LogicalMesh = ONE_DEVICE
 
 
 def run_attention(
@@ -48,8 +48,6 @@ def run_attention(
         hardware=context.hardware,
     )
     options: dict[str, Any] = {"positions": context.slots, "segments": context.segments, "sinks": sinks}
-    if context.mesh is None:
-        return compute(query, key, value, **options)
     return sharded_attention(compute, context.mesh, query, key, value, options)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from raggedmoe.models.config import GroupedQueryConfig, LatentConfig, ModelConfig, first_layers
 from raggedmoe.names import check_known, unknown
-from raggedmoe.params import divisors
+from raggedmoe.params import check_divides
 
 # The name of a size, and the fields that hold it: a part of the configuration, and its field.
 FIELDS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -84,9 +84,8 @@ def _check_together(model: ModelConfig, sizes: Mapping[str, Any], changes: Mappi
             f"use at most {experts}"
         )
     groups = changes["router"].get("num_groups", model.moe.router.num_groups)
-    if groups > 0 and experts % groups:
-        fitting = [num for num in divisors(experts) if num <= 2 * groups]
-        raise ValueError(f"num_experts={experts} is not divisible by n_routing_groups={groups}; use one of {fitting}")
+    if groups > 0:
+        check_divides("num_experts", experts, "n_routing_groups", groups)
     groups_per_token = changes["router"].get("groups_per_token", model.moe.router.groups_per_token)
     if groups_per_token > groups:
         raise ValueError(f"expected topk_routing_group <= n_routing_groups={groups}, got {groups_per_token}")
@@ -94,11 +93,7 @@ def _check_together(model: ModelConfig, sizes: Mapping[str, Any], changes: Mappi
         heads, kv_heads = (
             changes["attention"].get(name, getattr(model.attention, name)) for name in ("num_heads", "num_kv_heads")
         )
-        if heads % kv_heads:
-            raise ValueError(
-                f"base_num_query_heads={heads} is not divisible by base_num_kv_heads={kv_heads}; use one of "
-                f"{divisors(heads)} for the second"
-            )
+        check_divides("base_num_query_heads", heads, "base_num_kv_heads", kv_heads)
     for size in ("head_dim", "qk_rope_head_dim"):
         if sizes.get(size, 0) % 2:
             raise ValueError(f"expected an even {size}, as rope turns pairs, got {sizes[size]}")

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from raggedmoe.kernels.expert_ffn.api import check_activation
-from raggedmoe.kernels.quant_config import check_sizes_and_strategy
+from raggedmoe.kernels.registry import quantizes_why_not
 from raggedmoe.lora import LoraConfig, with_adapters
 from raggedmoe.moe.execution import MoEExecution
-from raggedmoe.names import check_known, refuse_keywords_of
-from raggedmoe.params import ParamSpec, check_sizes, divisors
+from raggedmoe.names import check_known, refuse_conflicts, refuse_keywords_of
+from raggedmoe.params import ParamSpec, check_divides, check_sizes
 
 EXPERT_MATRICES = ("wi_0", "wi_1", "wo")  # what may be quantised
 ROUTER_WORDS = {  # the words that each field of a `RouterConfig` takes
@@ -62,28 +62,25 @@ class RouterConfig:
     z_loss_weight: float = 0.0  # The factor of the router's z-loss in what the layer returns; 0 leaves it out.
 
     def __post_init__(self) -> None:
+        check_sizes(self, "num_groups", "groups_per_token")
         for name, known in ROUTER_WORDS.items():
             check_known(name, getattr(self, name), known)
-        if self.score == "logits" and self.normalize == "sum":
-            raise ValueError(
-                "score='logits' may be negative, so normalize='sum' can divide by zero; use normalize='softmax'"
-            )
         for name in ("aux_loss_weight", "z_loss_weight"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
         if not 0 <= self.jitter < 1:
             raise ValueError(f"expected 0 <= jitter < 1, got {self.jitter}")
-        if not 1 <= self.groups_per_token <= self.num_groups:
-            raise ValueError(
-                f"expected 1 <= groups_per_token <= num_groups, got {self.groups_per_token} and {self.num_groups}"
-            )
-        if self.selection != "learned" and (self.num_groups > 1 or self.selection_bias):
-            raise ValueError(
-                f"selection={self.selection!r} reads no group limit and no selection bias; leave num_groups and "
-                "selection_bias out, or use selection='learned'"
-            )
-        if self.selection == "expert_choice" and self.aux_loss_weight:
-            raise ValueError("selection='expert_choice' is balanced by construction; leave aux_loss_weight out")
+        learned, by_expert = self.selection == "learned", self.selection == "expert_choice"
+        too_few = self.num_groups < self.groups_per_token
+        sums_logits = self.score == "logits" and self.normalize == "sum"
+        conflicts = (
+            (too_few, "groups_per_token", "num_groups", "there are not so many"),
+            (sums_logits, "score", "normalize", "logits may be negative, and their sum zero, but not a 'softmax'"),
+            (not learned and self.num_groups > 1, "selection", "num_groups", "it reads no group limit"),
+            (not learned and self.selection_bias, "selection", "selection_bias", "it reads no selection bias"),
+            (by_expert and self.aux_loss_weight, "selection", "aux_loss_weight", "it is balanced by construction"),
+        )
+        refuse_conflicts(vars(self), conflicts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,33 +120,20 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_experts", "experts_per_token", "model_dim", "expert_dim")
-        if self.experts_per_token > self.num_experts:
-            raise ValueError(
-                f"experts_per_token={self.experts_per_token} is more than num_experts={self.num_experts}; "
-                f"a token uses an expert at most once: use at most {self.num_experts}"
-            )
-        if self.capacity_factor is not None and self.capacity_factor <= 0:
-            raise ValueError(f"expected capacity_factor > 0, got {self.capacity_factor}")
-        if is_expert_choice(self) and self.capacity_factor is None:
-            raise ValueError(
-                "selection='expert_choice' has no fixed K and needs a capacity_factor, got None; 1.0 is an even share"
-            )
-        router, experts = self.router, self.num_experts
-        if experts % router.num_groups:
-            fitting = [n for n in divisors(experts) if n <= 2 * router.num_groups]
-            padded = math.ceil(experts / router.num_groups) * router.num_groups
-            raise ValueError(
-                f"num_experts={experts} is not divisible by num_groups={router.num_groups}; "
-                f"use num_groups in {fitting}, or pad with num_experts={padded}"
-            )
-        size = experts // router.num_groups
-        if router.num_groups > 1 and router.group_score == "top2_sum" and size < 2:
-            raise ValueError("group_score='top2_sum' needs two experts in a group, got 1; use 'max' or fewer groups")
-        if router.groups_per_token * size < self.experts_per_token:
-            raise ValueError(
-                f"groups_per_token={router.groups_per_token} groups of {size} hold fewer experts than "
-                f"experts_per_token={self.experts_per_token}; use more groups per token"
-            )
+        router, factor, per_token = self.router, self.capacity_factor, self.experts_per_token
+        if factor is not None and factor <= 0:
+            raise ValueError(f"expected capacity_factor > 0, got {factor}")
+        check_divides("num_experts", self.num_experts, "num_groups", router.num_groups)
+        size = self.num_experts // router.num_groups
+        lone = router.num_groups > 1 and router.group_score == "top2_sum" and size < 2
+        too_few = router.groups_per_token * size < per_token
+        conflicts = (
+            (per_token > self.num_experts, "experts_per_token", "num_experts", "a token uses an expert at most once"),
+            (is_expert_choice(self) and factor is None, "selection", "capacity_factor", "1.0 gives each an even share"),
+            (lone, "group_score", "num_groups", "there are no two experts in a group"),
+            (too_few, "groups_per_token", "experts_per_token", f"groups of {size} hold too few experts"),
+        )
+        refuse_conflicts({**vars(self), **vars(router)}, conflicts)
 
     def sequence_capacity(self, length: int) -> int:
         """Return C, the slots that the capacity factor gives each expert in a sequence of so many tokens.
@@ -215,58 +199,43 @@ def strategy_name(config: MoEConfig, execution: MoEExecution) -> str:
     return "capacity" if config.capacity_factor is not None else execution.strategy or execution.backend.strategy
 
 
-def check_execution(
-    config: MoEConfig, execution: MoEExecution, quantized: Collection[str] = (), mesh: object = None
-) -> None:
+def check_execution(config: MoEConfig, execution: MoEExecution, quantized: Collection[str] = ()) -> None:
     """Require that a layer of this configuration can run so, where these of its parameters are quantised."""
     if not isinstance(execution, MoEExecution):
         raise TypeError(f"expected execution to be a MoEExecution, got {type(execution).__name__}")
-    strategy = strategy_name(config, execution)
-    if config.capacity_factor is not None and (
-        execution.strategy not in (None, "capacity") or execution.backend.strategy == "dense"
-    ):
-        raise ValueError(
-            f"capacity_factor={config.capacity_factor} gives the experts fixed slots, which is strategy='capacity', "
-            f"got {execution.strategy or execution.backend.strategy!r}; leave the strategy or the factor out"
-        )
-    if config.capacity_factor is None and strategy == "capacity":
-        raise ValueError("strategy='capacity' needs the MoEConfig's capacity_factor, got None; 1.0 is an even share")
-    if execution.backend.fused and config.lora is not None:
-        raise ValueError(
-            f"moe_backend={execution.moe_backend!r} fuses the experts' matmuls, between which LoRA adds its own; use "
-            "another backend"
-        )
-    fused, batched = execution.backend.fused, strategy in ("capacity", "dense")
-    unread = (
-        (fused, "grouped_matmul", "the experts are one expert_ffn"),
-        (not fused, "expert_ffn", "the experts are split into matmuls; moe_backend='expert_ffn' fuses them"),
-        (batched and not fused, "grouped_matmul", "all experts have as many rows, which is one batched matmul"),
-        (strategy == "dense", "ragged_gather", "no rows are moved"),
-        (strategy == "dense", "ragged_gather_reduce", "no rows are moved"),
-        (is_expert_choice(config), "ragged_gather_reduce", "expert choice combines by a scatter-add"),
+    backend, quantization, strategy = execution.backend, execution.quantization, strategy_name(config, execution)
+    fused, batched, chunked = backend.fused, strategy in ("capacity", "dense"), execution.width_chunks > 1
+    slots, given = config.capacity_factor is not None, f"quantised {', '.join(quantized)}"
+    why_not = quantization and quantizes_why_not("grouped_matmul", execution.kernel_choice.grouped_matmul)
+    kernels = vars(execution.kernel_choice)
+    named = {name for name, choice in kernels.items() if choice != "auto"}
+    unread = f"with moe_backend={execution.moe_backend!r} it would never be read"
+    no_slots = strategy == "capacity" and not slots
+    moves_rows = slots and execution.strategy not in (None, "capacity")
+    conflicts = (
+        (no_slots, "strategy", "capacity_factor", "it is the slots of each expert; 1.0 is an even share"),
+        (moves_rows, "capacity_factor", "strategy", "it gives the experts fixed slots, which is strategy='capacity'"),
+        (slots and backend.strategy == "dense", "capacity_factor", "moe_backend", "it gives the experts fixed slots"),
+        (slots and execution.token_chunks > 1, "capacity_factor", "token_chunks", "it is of slots in whole sequences"),
+        ("expert_ffn" in named and not fused, "expert_ffn", "strategy", f"{unread}, but with 'expert_ffn'"),
+        ("grouped_matmul" in named and (fused or batched), "grouped_matmul", "strategy", unread),
+        ("ragged_gather" in named and strategy == "dense", "ragged_gather", "strategy", unread),
+        ("ragged_gather_reduce" in named and strategy == "dense", "ragged_gather_reduce", "strategy", unread),
+        ("ragged_gather_reduce" in named and is_expert_choice(config), "ragged_gather_reduce", "expert choice", unread),
+        (fused and config.lora, "lora", "moe_backend", "it fuses the matmuls, between which LoRA adds its own"),
+        (fused and quantization, "quantization", "moe_backend", "its fused kernel rounds nothing between its matmuls"),
+        (batched and quantization, "quantization", "strategy", "it is one batched matmul of all experts"),
+        (chunked and quantization, "quantization", "width_chunks", "a part of a row would have a scale of its own"),
+        (why_not, "quantization", "moe_backend", f"its kernels of grouped_matmul: {why_not}"),
+        (quantized and quantization, given, "quantization", "it quantises arrays"),
+        (quantized and batched, given, "strategy", "it multiplies by all experts at once"),
+        (quantized and chunked, given, "width_chunks", "a part of the width may begin within a block of a scale"),
     )
-    for is_unread, operation, reason in unread:
-        if is_unread and getattr(execution.kernel_choice, operation) != "auto":
-            raise ValueError(
-                f"the kernel choice for {operation} would never be read with moe_backend={execution.moe_backend!r} and "
-                f"strategy={strategy!r}: {reason}; leave it out"
-            )
-    check_sizes_and_strategy(execution.quantization, strategy, model_dim=config.model_dim, expert_dim=config.expert_dim)
-    if config.model_dim % execution.width_chunks:
-        raise ValueError(f"model_dim={config.model_dim} is not divisible by width_chunks={execution.width_chunks}")
-    if execution.token_chunks > 1 and strategy == "capacity":
-        raise ValueError(
-            f"strategy='capacity' gives each expert slots in whole sequences; it cannot be used with "
-            f"token_chunks={execution.token_chunks}: use token_chunks=1, or leave capacity_factor out"
-        )
-    others = sorted(set(quantized) - set(EXPERT_MATRICES))
-    arrays_only = (
-        (others, f"{others} are multiplied as arrays; dequantise them"),
-        (execution.quantization, "the execution's quantization quantises arrays; leave it out"),
-        (mesh, "on a mesh experts are split and gathered as arrays; dequantise them, or run on one device"),
-        (strategy != "local", f"strategy={strategy!r} multiplies by all experts at once; use strategy='local'"),
-        (execution.width_chunks > 1, "a part of the width may begin within a block of a scale; use width_chunks=1"),
-    )
-    for applies, reason in arrays_only:
-        if quantized and applies:
-            raise ValueError(f"expected arrays as {', '.join(quantized)}, got quantised ones: {reason}")
+    settings = {**vars(config), **vars(execution), **kernels, "strategy": execution.strategy or strategy}
+    refuse_conflicts(settings, conflicts)
+    if others := sorted(set(quantized) - set(EXPERT_MATRICES)):
+        raise ValueError(f"expected arrays as {', '.join(others)}, got quantised ones; dequantise them")
+    for name in ("model_dim", "expert_dim"):
+        if quantization is not None and quantization.block is not None:
+            check_divides(name, getattr(config, name), "quantization_block", quantization.block)
+    check_divides("model_dim", config.model_dim, "width_chunks", execution.width_chunks)

@@ -4,15 +4,14 @@ import math
 from dataclasses import dataclass, field, replace
 
 from raggedmoe.kernels.qarray import LHS_FORMATS
-from raggedmoe.kernels.quant_config import QuantConfig, check_layer
+from raggedmoe.kernels.quant_config import QuantConfig
 from raggedmoe.kernels.registry import KernelChoice
-from raggedmoe.names import check_known
+from raggedmoe.names import check_known, refuse_conflicts
 from raggedmoe.params import check_sizes
 from raggedmoe.sharding.axes import SPLITS
 
 STRATEGIES = ("local", "capacity", "dense", "ring", "all_to_all")
 ACROSS_RANKS = ("ring", "all_to_all")  # strategies that are for experts on several devices
-TAKES_RANKS = (*ACROSS_RANKS, "dense", "capacity")  # and those that can have them there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,41 +68,31 @@ class MoEExecution:
         check_known("tensor_split", self.tensor_split, SPLITS)
         if self.strategy is not None:
             check_known("strategy", self.strategy, STRATEGIES)
-        for operation, choice in vars(self.kernels or KernelChoice()).items():
-            named = getattr(self.backend.kernels, operation)
-            if "auto" not in (choice, named) and choice != named:
-                raise ValueError(
-                    f"moe_backend={self.moe_backend!r} already names {named!r} for {operation}, got {choice!r}; give "
-                    "either, the other operations' kernels are free"
-                )
-        if self.backend.strategy == "dense" and self.strategy not in (None, "dense"):
-            raise ValueError(
-                f"moe_backend={self.moe_backend!r} computes every expert on every token and moves no rows; "
-                f"it cannot be used with strategy={self.strategy!r}: leave strategy out, or use another backend"
+        backend, factor, across = self.backend, self.ragged_buffer_factor, self.strategy in ACROSS_RANKS
+        strategy, kernels = self.strategy or backend.strategy, vars(self.kernels or KernelChoice())
+        fused, dtype, splits_width = backend.fused, self.dispatch_dtype, self.tensor_split == "model_dim"
+        conflicts = [
+            (
+                "auto" not in (named, kernels[name]) and named != kernels[name],
+                "moe_backend",
+                name,
+                f"it names {named!r}",
             )
-        for name, whole in (("width_chunks", 1), ("tensor_split", "expert_dim")):
-            if self.backend.fused and getattr(self, name) != whole:
-                raise ValueError(
-                    f"moe_backend={self.moe_backend!r} fuses the activation, which needs the sums over the whole width "
-                    f"and cannot be used with {name}={getattr(self, name)!r}: use {name}={whole!r} or another backend"
-                )
-        strategy, kernels = self.strategy or self.backend.strategy, self.kernel_choice.grouped_matmul
-        check_layer(self.quantization, self.moe_backend, self.backend.fused, strategy, self.width_chunks, kernels)
-        if self.recompute_dispatch and self.strategy in ACROSS_RANKS:
-            raise ValueError(
-                f"recompute_dispatch=True would send the rows of strategy={self.strategy!r} a second time; leave it "
-                "out, or use strategy='local'"
-            )
-        for name in ("ragged_buffer_factor", "dispatch_dtype"):
-            if getattr(self, name) is not None and self.strategy not in ACROSS_RANKS:
-                raise ValueError(
-                    f"{name} is of the rows that strategies {' and '.join(ACROSS_RANKS)} send to experts on other "
-                    f"devices, got {getattr(self, name)} with {strategy!r}; leave it out"
-                )
-        if self.ragged_buffer_factor is not None and not 0 < self.ragged_buffer_factor < math.inf:
-            raise ValueError(f"expected ragged_buffer_factor > 0, or None, got {self.ragged_buffer_factor}")
-        if self.dispatch_dtype is not None:
-            check_known("dispatch_dtype", self.dispatch_dtype, LHS_FORMATS)
+            for name, named in vars(backend.kernels).items()
+        ]
+        conflicts += [
+            (backend.strategy == "dense" != strategy, "moe_backend", "strategy", "it moves no rows to their experts"),
+            (fused and self.width_chunks > 1, "moe_backend", "width_chunks", "its activation needs the whole width"),
+            (fused and splits_width, "moe_backend", "tensor_split", "its activation needs the whole width"),
+            (across and self.recompute_dispatch, "recompute_dispatch", "strategy", "rows would be sent a second time"),
+            (factor is not None and not across, "ragged_buffer_factor", "strategy", "it sends rows to no other device"),
+            (dtype is not None and not across, "dispatch_dtype", "strategy", "it sends rows to no other device"),
+        ]
+        refuse_conflicts({**vars(self), **kernels, "strategy": strategy}, conflicts)
+        if factor is not None and not 0 < factor < math.inf:
+            raise ValueError(f"expected ragged_buffer_factor > 0, or None, got {factor}")
+        if dtype is not None:
+            check_known("dispatch_dtype", dtype, LHS_FORMATS)
 
     @property
     def backend(self) -> Backend:

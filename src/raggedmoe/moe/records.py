@@ -51,14 +51,6 @@ class Moves(NamedTuple):
     received: Int[Array, " P"]  # rows from each rank
     received_from: Int[Array, " P"]  # where they began there
     received_at: Int[Array, " P"]  # and where they begin in this rank's buffer
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """How the rows of a rank reach their experts on other ranks."""
-
-    moves: Moves
     grouped: Int[Array, " R"]  # the received row of each row in the order of the experts; out of range: none
     ungrouped: Int[Array, " R"]  # its inverse
 
@@ -76,7 +68,7 @@ class RouteMetadata:
     num_rows: Int[Array, " _"]  # valid rows, at the front of the buffer: one number for each device
     used: Bool[Array, " R"] | None  # the rows that stand for a token's choice; None: all valid ones do
     dropped: Int[Array, " _"]  # routed slots (expert choice: tokens that count) without a row, for each device
-    exchange: Exchange | None = None  # the rows above are sent to other ranks, whose groups they are in
+    moves: Moves | None = None  # the rows above are sent to other ranks, whose groups they are in
 
 
 @jax.tree_util.register_dataclass

@@ -1,6 +1,7 @@
 """The logical axes of a mesh: the four roles that its axes play here, whatever they are called."""
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 class LogicalMesh:
     """A mesh, and which of its axes are our logical ones. All that it holds is the same along its other axes."""
 
-    mesh: Mesh | AbstractMesh | None = None  # None: all is on one device.
+    mesh: Mesh | AbstractMesh | None = None  # None: all is on one device, wherever JAX puts it.
     mesh_axes: tuple[tuple[str, tuple[str, ...]], ...] = tuple((axis, (axis,)) for axis in AXES)
     tensor_split: str = HIDDEN_TENSOR  # What the tensor axis splits of routed experts.
 
@@ -41,16 +42,20 @@ class LogicalMesh:
 
     def size(self, *logical: str) -> int:
         """Count the devices along these logical axes together."""
-        return math.prod(self.mesh.shape[name] for name in self.axes(*logical)) if self.mesh else 1
+        return math.prod(self.mesh.shape[name] for name in self.axes(*logical)) if self.mesh is not None else 1
 
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
         """Translate a partition over logical axes to one over the mesh's own."""
         return PartitionSpec(*(self.axes(*axes_of(entry)) for entry in spec))
 
-    def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """Return the sharding of an array that is split over logical axes."""
-        assert self.mesh is not None
-        return NamedSharding(self.mesh, self.spec(spec))
+    def sharding(self, spec: PartitionSpec) -> NamedSharding | None:
+        """Return the sharding of an array that is split over logical axes; on one device there is none."""
+        return None if self.mesh is None else NamedSharding(self.mesh, self.spec(spec))
+
+    def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Have XLA split an array over logical axes."""
+        sharding = self.sharding(spec)
+        return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
     def run(self, stage: Any, *args: Any, **static: Any) -> Any:
         """Run a stage on every device's part of the arguments. All devices have the static arguments.
@@ -66,17 +71,13 @@ class LogicalMesh:
 
 
 AnyMesh = Mesh | AbstractMesh | LogicalMesh
+ONE_DEVICE = LogicalMesh()
 
 
-def shard_tokens(x: jax.Array, mesh: LogicalMesh | None) -> jax.Array:
-    """Split the first dimension of activations, tokens or sequences, over all axes that split tokens."""
-    return x if mesh is None else jax.lax.with_sharding_constraint(x, mesh.sharding(PartitionSpec(TOKEN_AXES)))
-
-
-def split_over(mesh: LogicalMesh | None, num: int, what: str, instead: str = "smaller degrees") -> int:
+def split_over(mesh: LogicalMesh, num: int, what: str, instead: str = "smaller degrees") -> int:
     """Count the tokens or sequences that each device gets of so many, which must divide evenly."""
-    shards = 1 if mesh is None else mesh.size(*TOKEN_AXES)
-    if mesh is not None and num % shards:
+    shards = mesh.size(*TOKEN_AXES)
+    if num % shards:
         degrees = " × ".join(f"{axis}_parallelism={mesh.size(axis)}" for axis in TOKEN_AXES)
         raise ValueError(
             f"{num} {what} cannot be split over {degrees} = {shards} parts; use a multiple of {shards}, or {instead}"
@@ -84,12 +85,18 @@ def split_over(mesh: LogicalMesh | None, num: int, what: str, instead: str = "sm
     return num // shards
 
 
-def logical_mesh(mesh: AnyMesh | None, mesh_axes: MeshAxes | None = None) -> LogicalMesh | None:
-    """Describe a mesh by its logical axes; None stays None. Without ``mesh_axes`` its axes have our names."""
+def even_parts(size: int, num_parts: int) -> list[slice]:
+    """Cut a size into so many parts that differ by one at most, or into fewer where some would be empty."""
+    bounds = sorted({size * i // num_parts for i in range(num_parts + 1)})
+    return [slice(start, end) for start, end in itertools.pairwise(bounds)] or [slice(0, 0)]
+
+
+def logical_mesh(mesh: AnyMesh | None, mesh_axes: MeshAxes | None = None) -> LogicalMesh:
+    """Describe a mesh, None for one device, by its logical axes. Without ``mesh_axes`` its axes have our names."""
     if mesh is None or isinstance(mesh, LogicalMesh):
         if mesh_axes is not None:
             raise ValueError(f"expected mesh_axes with a jax.sharding.Mesh, got {mesh_axes} with {mesh}; leave it out")
-        return mesh
+        return mesh or ONE_DEVICE
     names = tuple(mesh.axis_names)
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         kinds = ", ".join(f"{name} {kind.name}" for name, kind in zip(names, mesh.axis_types))

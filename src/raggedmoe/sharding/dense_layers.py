@@ -2,29 +2,36 @@
 
 A weight is stored in parts, as the plan says. A layer that uses it has it whole but for the tensor axis: its parts are
 gathered in the type of the activations just before, one layer at a time, and its gradient goes back in parts.
+
+The vocabulary's tables, embedding and head, have their entries split over the tensor axis. They are gathered by stages,
+as XLA left alone would gather all tokens' gradients to add them to a split table.
 """
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import linear_call
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
 
-from raggedmoe.params import Params, Specs
+from raggedmoe.kernels.arrays import accumulator, pvary_like
+from raggedmoe.params import Params, ParamSpec, Specs
 from raggedmoe.sharding.axes import FSDP, TENSOR, TOKEN_AXES, LogicalMesh, axes_of
 from raggedmoe.sharding.rules import WIDTH_AXES, partition
 from raggedmoe.sharding.stage import TOKENS, stage
 
 
-def all_gather_dense_weights(weights: Params, specs: Specs, mesh: LogicalMesh | None, dtype: Any) -> Params:
+def all_gather_dense_weights(weights: Params, specs: Specs, mesh: LogicalMesh, dtype: Any) -> Params:
     """Gather the dense weights of matmuls over the axes that split their width, in the type that they are used in.
 
     Routed experts and routers stay as they are stored: the MoE layer's stages gather them.
     """
-    if mesh is None:
+    if mesh.mesh is None:
         return weights
     gathered = dict(weights)
     for name, spec in specs.items():
@@ -33,8 +40,7 @@ def all_gather_dense_weights(weights: Params, specs: Specs, mesh: LogicalMesh | 
         stored = partition(name, spec, mesh)
         if any(stored):
             axes = [tuple(axis for axis in axes_of(entry) if axis not in WIDTH_AXES) for entry in stored]
-            used = mesh.sharding(PartitionSpec(*axes))
-            gathered[name] = _gather_weight(weights[name].astype(dtype), used, mesh.sharding(stored))
+            gathered[name] = _gather_weight(weights[name].astype(dtype), mesh, PartitionSpec(*axes), stored)
     return gathered
 
 
@@ -55,14 +61,14 @@ def save_all_but_gathered_weights(mesh: LogicalMesh) -> Callable[..., bool]:
     return is_saved
 
 
-def _gather_weight(weight: jax.Array, used: NamedSharding, stored: NamedSharding) -> jax.Array:
+def _gather_weight(weight: jax.Array, mesh: LogicalMesh, used: PartitionSpec, stored: PartitionSpec) -> jax.Array:
     """Lay a weight out as it is used, and its gradient as the weight is stored.
 
     XLA alone would lay the gradient out as the weight is used: whole, on every device.
     """
     return linear_call(
-        lambda _, weight: lax.with_sharding_constraint(weight, used),
-        lambda _, cotangent: lax.with_sharding_constraint(cotangent, stored),
+        lambda _, weight: mesh.constrain(weight, used),
+        lambda _, cotangent: mesh.constrain(cotangent, stored),
         (),
         weight,
     )
@@ -94,3 +100,60 @@ def sharded_attention(
         return attention(query, key, value, **options)
 
     return mesh.run(attend, query, key, value, options)
+
+
+@dataclass(frozen=True)
+class TableSharding:
+    """How a table ``[V D]`` lies on a mesh. Its methods are for use in stages."""
+
+    mesh: LogicalMesh
+    spec: PartitionSpec  # The partition of the table over the logical axes.
+    num_entries: int  # The entries of each tensor rank: V of them, or its own part.
+    entry_axes: tuple[str, ...]  # The mesh's axes that entries are split over; none: every rank has all of them.
+    width_axes: tuple[str, ...]  # The mesh's axes that widths are split over.
+
+    def gather_width(self, part: jax.Array) -> jax.Array:
+        """Gather this rank's entries ``[V/tensor D]`` from the parts that its devices store."""
+        return lax.all_gather(part, self.width_axes, axis=1, tiled=True)
+
+    def scatter_gradient(self, gradient: jax.Array) -> jax.Array:
+        """Add up the gradients ``[V/tensor D]`` of all devices' tokens, and return the part that is stored here."""
+        # Scattered first, so that the sum over the other axes is of the part alone.
+        gradient = lax.psum_scatter(gradient, self.width_axes, scatter_dimension=1, tiled=True)
+        return lax.psum(gradient, tuple(axis for axis in self.mesh.axes(*TOKEN_AXES) if axis not in self.width_axes))
+
+    def local_ids(self, ids: jax.Array) -> jax.Array:
+        """Return the tokens' places among this rank's entries; out of range if they are another's."""
+        return ids - (lax.axis_index(self.entry_axes) * self.num_entries if self.entry_axes else 0)
+
+
+def table_sharding(mesh: LogicalMesh, shape: tuple[int, ...]) -> TableSharding:
+    """Return the sharding of a table of this shape, by the rules that split all parameters."""
+    spec = partition("table", ParamSpec(shape=shape, dtype=None, axes=("vocab", "model_dim")), mesh)
+    return TableSharding(mesh, spec, shape[0] // mesh.size(*axes_of(spec[0])), *map(axes_of, mesh.spec(spec)))
+
+
+def embedding_lookup(
+    table: Float[Array, "V D"], ids: Int[Array, "B S"], dtype: Any, sharding: TableSharding
+) -> Float[Array, "B S D"]:
+    """Look up the tokens' vectors in a table that is split over the mesh, in the type of the activations."""
+
+    @stage(ids=TOKENS, part=sharding.spec, result=TOKENS)
+    def look_up(ids: jax.Array, part: jax.Array) -> jax.Array:
+        entries, here = sharding.gather_width(part.astype(dtype)), sharding.local_ids(jnp.clip(ids, 0, last_id))
+        vectors = jnp.take(entries, here, axis=0, mode="clip")
+        if not sharding.entry_axes:
+            return vectors
+        is_here = (here >= 0) & (here < sharding.num_entries)
+        return lax.psum(jnp.where(is_here[..., None], vectors, 0), sharding.entry_axes)
+
+    @stage(ids=TOKENS, cotangent=TOKENS, result=sharding.spec)
+    def add_gradients(ids: jax.Array, cotangent: jax.Array) -> jax.Array:
+        wide = cotangent.astype(accumulator(cotangent.dtype)).reshape(-1, table.shape[1])
+        here = sharding.local_ids(jnp.clip(ids, 0, last_id)).reshape(-1)
+        here = jnp.where(here < 0, sharding.num_entries, here)  # out of range: added to nothing
+        zeros = pvary_like(jnp.zeros((sharding.num_entries, table.shape[1]), wide.dtype), wide, here)
+        return sharding.scatter_gradient(zeros.at[here].add(wide, mode="drop")).astype(table.dtype)
+
+    last_id, run = table.shape[0] - 1, sharding.mesh.run
+    return linear_call(functools.partial(run, look_up), functools.partial(run, add_gradients), ids, table)

@@ -9,10 +9,11 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from raggedmoe.kernels.qarray import QuantizedForm
 from raggedmoe.names import check_known
 from raggedmoe.params import ParamSpec, Specs, divisors
 from raggedmoe.sharding.axes import AXES, DATA, SPLITS, TOKEN_AXES, LogicalMesh, MeshAxes, axes_of, logical_mesh
-from raggedmoe.sharding.rules import param_shardings, partition
+from raggedmoe.sharding.rules import param_shardings, partition, stored_partition
 
 SLICES = "dcn_data_parallelism"  # the setting: slices, which a data centre's network connects
 
@@ -61,14 +62,9 @@ class Plan:
         return tuple(name for name in AXES if getattr(self, name) == -1)
 
     @property
-    def least_slices(self) -> int:
-        """The slices that the plan asks for; all that there are count as one."""
-        return max(self.slices, 1)
-
-    @property
-    def least_devices(self) -> int:
-        """The devices of the degrees that are known."""
-        return math.prod(max(size, 1) for size in self._degrees.values())
+    def least(self) -> "Plan":
+        """The plan with 1 for the degrees, and the number of slices, that are not known."""
+        return replace(self, slices=max(self.slices, 1), **dict.fromkeys(self.open, 1))  # type: ignore[arg-type]
 
     @property
     def num_devices(self) -> int:
@@ -92,7 +88,7 @@ class Plan:
                 "it out for all of them"
             )
         plan = replace(self, slices=slices)
-        used, shown = plan.least_devices, {name: size for name, size in plan._degrees.items() if size > 1}
+        used, shown = plan.least.num_devices, {name: size for name, size in plan._degrees.items() if size > 1}
         text = " × ".join(f"{name}={size}" for name, size in shown.items()) or "all degrees 1"
         if plan.open:
             if num_devices % used:
@@ -130,21 +126,44 @@ class Plan:
             )
         return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
+    def logical_mesh(self, devices: Sequence[jax.Device] | None = None) -> LogicalMesh:
+        """Say where a run of this plan is: on the mesh of these devices or of the first that there are, or on one."""
+        mesh = None if self.num_devices == 1 else self.mesh(devices)
+        return LogicalMesh(mesh, tensor_split=self.tensor_split)
+
     def spec(self, name: str, spec: ParamSpec) -> PartitionSpec:
         """Return the partition of a parameter over the logical axes."""
-        mesh = AbstractMesh(tuple(self.sizes.values()), AXES)
-        return partition(name, spec, LogicalMesh(mesh, tensor_split=self.tensor_split))
+        return partition(name, spec, self._logical_mesh)
+
+    @property
+    def _logical_mesh(self) -> LogicalMesh:
+        """The mesh without its devices."""
+        return LogicalMesh(AbstractMesh(tuple(self.sizes.values()), AXES), tensor_split=self.tensor_split)
 
     def shardings(
         self, mesh: Mesh | LogicalMesh, specs: Specs, mesh_axes: MeshAxes | None = None
-    ) -> dict[str, NamedSharding]:
+    ) -> dict[str, NamedSharding | None]:
         """Return the sharding of every parameter on the mesh that this plan made.
 
         On a mesh of your own, ``mesh_axes`` says which of its axes are ours; the degrees are then that mesh's.
         """
-        on_mesh = logical_mesh(mesh, mesh_axes)
-        assert on_mesh is not None
-        return param_shardings(replace(on_mesh, tensor_split=self.tensor_split), specs)
+        return param_shardings(replace(logical_mesh(mesh, mesh_axes), tensor_split=self.tensor_split), specs)
+
+    def device_bytes(self, name: str, spec: ParamSpec, form: QuantizedForm | None = None) -> int:
+        """Count the bytes of a parameter on one device: of an array of its type, or as it is stored quantised."""
+        if form is None:
+            return self.device_elements(name, spec) * np.dtype(spec.dtype).itemsize
+        parts = self.quantized_parts(name, spec, form)
+        return sum(num // math.prod(self.sizes[axis] for axis in axes) for num, axes in parts)
+
+    def quantized_parts(self, name: str, spec: ParamSpec, form: QuantizedForm) -> list[tuple[int, tuple[str, ...]]]:
+        """Return the bytes of a quantised parameter's values and of its scales, and the axes that split each."""
+        stored = form.struct(spec.shape)
+        places = stored_partition(name, spec, stored, self._logical_mesh)
+        return [
+            (part.size * part.dtype.itemsize, tuple(axis for entry in place for axis in axes_of(entry)))
+            for part, place in ((stored.qvalue, places.qvalue), (stored.scale, places.scale))
+        ]
 
     def device_elements(self, name: str, spec: ParamSpec) -> int:
         """Count the elements of a parameter on one device."""

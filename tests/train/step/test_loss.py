@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 
 from raggedmoe.sharding import stage
 from raggedmoe.sharding.axes import TENSOR, logical_mesh
+from raggedmoe.sharding.dense_layers import table_sharding
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.sharding.vocabulary import table_sharding
 from raggedmoe.train.step import loss as loss_module
 from raggedmoe.train.step.loss import chunk_tokens, cross_entropy_sum
 

@@ -11,7 +11,7 @@ from raggedmoe.kernels.arrays import pvary_over
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.dispatch import all_to_all, capacity, dense, local, ring
 from raggedmoe.moe.dispatch.strategy import may_drop
-from raggedmoe.moe.execution import ACROSS_RANKS, TAKES_RANKS
+from raggedmoe.moe.execution import ACROSS_RANKS
 from raggedmoe.moe.records import RouteMetadata, RouteOutput, StageSettings
 from raggedmoe.sharding.axes import EXPERT, HIDDEN_TENSOR, TENSOR, TOKEN_AXES, WIDTH_TENSOR
 from raggedmoe.sharding.stage import PER_DEVICE, REPLICATED, TOKENS, TOKENS_AND_WIDTH, stage
@@ -100,7 +100,7 @@ def check_ranks(settings: StageSettings) -> None:
             "rank's part of a row would have a scale of its own, and results depend on the mesh; use "
             "tensor_split='expert_dim'"
         )
-    if num_ranks > 1 and name not in TAKES_RANKS:
+    if num_ranks > 1 and name == "local":
         raise ValueError(
             f"strategy={name!r} needs all experts on every device, got a mesh with expert_parallelism={num_ranks}; "
             f"use {' or '.join(map(repr, ACROSS_RANKS))}"

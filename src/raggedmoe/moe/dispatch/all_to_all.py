@@ -23,7 +23,7 @@ from raggedmoe.moe.dispatch.strategy import (
     send_rows,
     weighs_input,
 )
-from raggedmoe.moe.records import Exchange, Moves, RouteMetadata, RouteOutput, StageSettings
+from raggedmoe.moe.records import Moves, RouteMetadata, RouteOutput, StageSettings
 from raggedmoe.sharding.axes import EXPERT
 
 
@@ -65,15 +65,13 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
         num_rows=metadata.num_rows,
         used=None,
         dropped=(sizes[rank] - kept[rank]).sum(dtype=jnp.int32, keepdims=True),
-        exchange=Exchange(
-            moves=Moves(
-                sent=kept[rank],
-                sent_from=sent_from[rank],
-                sent_to=arrives_at[rank],
-                received=kept[:, rank],
-                received_from=sent_from[:, rank],
-                received_at=arrives_at[:, rank],
-            ),
+        moves=Moves(
+            sent=kept[rank],
+            sent_from=sent_from[rank],
+            sent_to=arrives_at[rank],
+            received=kept[:, rank],
+            received_from=sent_from[:, rank],
+            received_at=arrives_at[:, rank],
             grouped=grouped,
             ungrouped=ungrouped,
         ),
@@ -84,29 +82,27 @@ def dispatch(
     x: Float[Array, "T D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "R D"]:
     """Send each token's rows to the ranks of their experts, and put them into the order of the experts there."""
-    exchange = metadata.exchange
-    assert exchange is not None
+    moves = metadata.moves
+    assert moves is not None
     assert routing.experts is not None
     if weighs_input(settings):  # the weights multiply what 8 bits hold, as in `ring`
         x = send_rows(lambda x, _: x, x, None, settings)
     rows, buffer = gather_rows(x, metadata, settings), receive_rows(settings, *routing.experts.shape)
     shape = routing.experts.shape
-    received = send_rows(
-        lambda rows, moves: _exchange(rows, moves, buffer, shape, settings), rows, exchange.moves, settings
-    )
-    return _reorder(received, exchange.grouped, exchange.ungrouped, exchange.moves, settings)
+    received = send_rows(lambda rows, moves: _exchange(rows, moves, buffer, shape, settings), rows, moves, settings)
+    return _reorder(received, moves.grouped, moves.ungrouped, moves, settings)
 
 
 def unpermute(
     rows: Float[Array, "R D"], routing: RouteOutput, metadata: RouteMetadata, settings: StageSettings
 ) -> Float[Array, "T D"]:
     """Send the rows back to the ranks of their tokens, and add up each token's, weighted."""
-    exchange = metadata.exchange
-    assert exchange is not None
+    moves = metadata.moves
+    assert moves is not None
     assert routing.experts is not None
-    rows = _reorder(rows, exchange.ungrouped, exchange.grouped, exchange.moves, settings)
+    rows = _reorder(rows, moves.ungrouped, moves.grouped, moves, settings)
     shape = routing.experts.shape
-    back = _exchange(rows, reverse_moves(exchange.moves), shape[0] * shape[1], shape, settings)
+    back = _exchange(rows, reverse_moves(moves), shape[0] * shape[1], shape, settings)
     return combine_rows(back, metadata, settings)
 
 

@@ -23,6 +23,8 @@ def reverse_moves(moves: Moves) -> Moves:
         received=moves.sent,
         received_from=moves.sent_to,
         received_at=moves.sent_from,
+        grouped=moves.ungrouped,
+        ungrouped=moves.grouped,
     )
 
 

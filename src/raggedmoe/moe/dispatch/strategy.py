@@ -4,7 +4,6 @@ A strategy is a file beside this one with three functions, `prepare`, `dispatch`
 part of the tokens, in `shard_map` where there are several, and any columns of it: see width chunks.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from raggedmoe.kernels.quantized_move import move_quantized
 from raggedmoe.kernels.ragged_gather.api import ragged_gather
 from raggedmoe.kernels.ragged_gather_reduce.api import ragged_gather_reduce
 from raggedmoe.moe.records import RouteMetadata, StageSettings
-from raggedmoe.params import divisors
+from raggedmoe.params import check_divides
 from raggedmoe.sharding.axes import EXPERT
 
 
@@ -54,12 +53,7 @@ def buffer_rows(num_tokens: int, per_token: int, held: int, num_ranks: int, fact
 def num_held(settings: StageSettings) -> int:
     """Return G, the number of experts on each rank, which must be the same on all."""
     num_experts, num_ranks = settings.config.num_experts, settings.on_mesh.size(EXPERT)
-    if num_experts % num_ranks:
-        padded = math.ceil(num_experts / num_ranks) * num_ranks
-        raise ValueError(
-            f"num_experts={num_experts} is not divisible by expert_parallelism={num_ranks}; "
-            f"use one of {divisors(num_experts)}, or pad with num_experts={padded}"
-        )
+    check_divides("num_experts", num_experts, "expert_parallelism", num_ranks)
     return num_experts // num_ranks
 
 

@@ -20,7 +20,8 @@ from raggedmoe.models.count import count_params
 from raggedmoe.models.fingerprint import fingerprint
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.params import Params, Specs
-from raggedmoe.sharding.training import TrainSharding
+from raggedmoe.sharding.axes import LogicalMesh
+from raggedmoe.sharding.training import put
 from raggedmoe.storage import AnyPath
 from raggedmoe.train.checkpoint.checkpoints import Checkpoints, RestoredCheckpoint
 from raggedmoe.train.data.batches import Data
@@ -38,6 +39,8 @@ def startup_summary(config: ResolvedConfig, data: Data, hardware: Hardware) -> s
     """Summarize the run that is about to start, for the screen."""
     model, count = config.step.model, count_params(config.step.model)
     trained = "" if model.lora is None else f", {count.trained / 1e6:.2f}M of them trained"
+    formats = sorted({form.qtype for form in config.step.kept.values()})
+    trained += f" beside experts in {' and '.join(formats)}" if formats else ""
     degrees = ", ".join(f"{axis} {size}" for axis, size in config.plan.sizes.items() if size > 1)
     devices = f"{hardware.name} × {config.plan.num_devices} ({degrees})" if degrees else hardware.name
     return (
@@ -76,6 +79,11 @@ def _is_named(choice: Choice, direction: str) -> bool:
     return order_of(choice, direction) != "auto"
 
 
+# Settings that a run of adapters may be resumed with other values of: they say how the frozen weights are held, which
+# are known again in any type, and of which nothing was computed so far.
+TYPES_OF_FROZEN = ("weight_dtype",)
+
+
 def settings_to_resume(config: TrainConfig) -> Mapping[str, Any]:
     """Return the settings of the run that this one goes on with, as its run.json has them; none if it begins anew."""
     folder = run_folder_of(config)
@@ -91,7 +99,7 @@ def check_resumable(
 ) -> None:
     """Refuse to resume a run with other data, another base, or other values of settings that may not change."""
     differences = [
-        *list_changes(earlier.get("settings", {}), config.asked.values()),
+        *list_changes(earlier.get("settings", {}), config.asked.values(), () if base is None else TYPES_OF_FROZEN),
         *_batch_size_changes(config, earlier),
     ]
     if differences:
@@ -105,7 +113,7 @@ def check_resumable(
             "run_name to begin anew"
         )
     began_with = earlier.get("base")
-    if base is not None and began_with is not None and began_with["fingerprint"] != base.origin.fingerprint:
+    if base is not None and began_with is not None and not base.is_known_as(began_with["fingerprint"]):
         raise ValueError(
             f"{where} is of a run of adapters beside other weights than {base.origin.folder} has now; restore them, "
             "or use another run_name to begin anew"
@@ -151,7 +159,7 @@ def restore_state(
     config: ResolvedConfig,
     data: Data,
     checkpoints: Checkpoints | None,
-    sharding: TrainSharding,
+    mesh: LogicalMesh,
     base: Base | None = None,
 ) -> RestoredCheckpoint | None:
     """Restore the newest good checkpoint, and require that it is this run's; None if there is none."""
@@ -161,7 +169,7 @@ def restore_state(
     earlier = run_folder.read_description(folder)
     if earlier is not None:  # before its arrays are read, whose shapes may differ
         check_resumable(config, data, earlier, f"{folder / run_folder.RUN}", base)
-    restored = checkpoints.restore(replace(state_template(config.step, sharding), frozen={}))
+    restored = checkpoints.restore(replace(state_template(config.step, mesh), frozen={}))
     assert restored is not None
     check_resumable(config, data, restored.extra, str(restored.path), base)
     if base is not None:
@@ -172,26 +180,26 @@ def restore_state(
     return restored
 
 
-def find_start(config: ResolvedConfig, data: Data, checkpoints: Checkpoints | None, sharding: TrainSharding) -> Start:
+def find_start(config: ResolvedConfig, data: Data, checkpoints: Checkpoints | None, mesh: LogicalMesh) -> Start:
     """Find what the run begins with: its own checkpoint, that of another run, or parameters that are loaded."""
-    base = load_base(config, sharding)
+    base = load_base(config, mesh)
     origin = None if base is None else base.origin
-    restored = restore_state(config, data, checkpoints, sharding, base)
+    restored = restore_state(config, data, checkpoints, mesh, base)
     if restored is not None:
         return replace(resumed_start(config, restored), base=origin)
     if config.run.init_from is not None:
-        return replace(branched_start(config, data, sharding, base), base=origin)
+        return replace(branched_start(config, data, mesh, base), base=origin)
     if base is not None:
         placed: Params = {**base.others, **base.frozen}
     else:
         params = load_initial_params(config)
         if params is None:
             return Start()
-        placed = sharding.put(params, state_template(config.step, sharding).params)
-    return Start(state=state_from_loaded(config.step, sharding)(placed, jax.random.key(config.run.seed)), base=origin)
+        placed = put(params, state_template(config.step, mesh).params)
+    return Start(state=state_from_loaded(config.step, mesh)(placed, jax.random.key(config.run.seed)), base=origin)
 
 
-def load_base(config: ResolvedConfig, sharding: TrainSharding) -> Base | None:
+def load_base(config: ResolvedConfig, mesh: LogicalMesh) -> Base | None:
     """Load the weights that adapters are trained beside, at every start: no checkpoint has them. None: no adapters."""
     model, folder = config.step.model, config.asked.base_folder
     if model.lora is None:
@@ -201,7 +209,8 @@ def load_base(config: ResolvedConfig, sharding: TrainSharding) -> Base | None:
             f"lora_rank={model.lora.rank}: expected a model with parameters, got the preset "
             f"{config.asked.model_name}, of which there are none; name the folder of a checkpoint"
         )
-    loaded = interop.load(folder, dtype=model.dtype, param_dtype=model.param_dtype, progress=True)
+    types = {"dtype": model.dtype, "param_dtype": model.param_dtype}
+    loaded = interop.load(folder, **types, keep_quantised=bool(config.step.kept), progress=True)
     if loaded.config.lora not in (None, model.lora):
         raise ValueError(
             f"load_parameters_path={folder}: expected no adapters, or those of {lora_settings(model.lora)}, got a "
@@ -211,12 +220,15 @@ def load_base(config: ResolvedConfig, sharding: TrainSharding) -> Base | None:
     specs = param_specs(model)
     new = {name for name in specs if is_adapter(name) and name not in loaded.params}
     _check_params(config, loaded.params, {name: spec for name, spec in specs.items() if name not in new}, folder)
-    placed = sharding.put(loaded.params, _only(state_template(config.step, sharding).model_params, loaded.params))
+    placed = put(loaded.params, _only(state_template(config.step, mesh).model_params, loaded.params))
     frozen = {name: value for name, value in placed.items() if specs[name].updated_by is None}
     known = None if loaded.companions is None else loaded.companions.base  # the folder has adapters itself
     absolute = folder.absolute() if isinstance(folder, Path) else folder
-    origin = AdapterBase(folder=str(absolute) if known is None else known.folder, fingerprint=fingerprint(frozen))
-    return Base(origin=origin, frozen=frozen, others={n: value for n, value in placed.items() if n not in frozen})
+    origin = AdapterBase(
+        folder=str(absolute) if known is None else known.folder, fingerprint=fingerprint(frozen, model)
+    )
+    others = {name: value for name, value in placed.items() if name not in frozen}
+    return Base(origin=origin, model=model, frozen=frozen, others=others)
 
 
 def _only(arrays: Params, names: Params) -> Params:

@@ -23,8 +23,9 @@ from raggedmoe.launch.processes import (
 )
 from raggedmoe.models.flops import train_flops
 from raggedmoe.models.module import Decoder
+from raggedmoe.sharding.axes import LogicalMesh
 from raggedmoe.sharding.plan import count_slices
-from raggedmoe.sharding.training import TrainSharding, check_all_take_part, train_sharding
+from raggedmoe.sharding.training import check_all_take_part
 from raggedmoe.storage import AnyPath
 from raggedmoe.train.data.batches import Data, open_data
 from raggedmoe.train.data.rows import Batch
@@ -102,15 +103,16 @@ def _check_and_train(config: TrainConfig, callbacks: Sequence[Callback], quiet: 
         screen.say(f"made {num_made} host devices of this CPU, {where}as the degrees ask for so many")
     memory = memory_bytes(hardware, -(-plan.num_devices // jax.process_count()))
     device_tokens = resolved.micro_batch_size * resolved.data.sequence_length // plan.num_token_shards
-    check_fit(config.model_name, model, device_tokens, memory, plan, resolved.step.optimizer)
-    devices = RunDevices(hardware=hardware, sharding=train_sharding(plan), memory=memory)
-    check_all_take_part(devices.sharding)
+    step = resolved.step
+    check_fit(config.model_name, model, device_tokens, memory, plan, step.optimizer, step.kept)
+    devices = RunDevices(hardware=hardware, mesh=plan.logical_mesh(), memory=memory)
+    check_all_take_part(devices.mesh)
     return _train(resolved, devices, screen, callbacks)
 
 
 def _train(config: ResolvedConfig, devices: RunDevices, screen: Screen, callbacks: Sequence[Callback]) -> RunOutcome:
     """Open the data and the folder, resume or begin, compile, and take the steps."""
-    step, sharding = config.step, devices.sharding
+    step, mesh = config.step, devices.mesh
     data = open_data(config.data, step.model.vocab_size, config.batch_size)
     check_processes_agree(config, data.fingerprint)
     with run_folder.lock_folder(config.folder):
@@ -118,12 +120,12 @@ def _train(config: ResolvedConfig, devices: RunDevices, screen: Screen, callback
         for note in config.notes:
             screen.say(f"  {note}")
         with open_checkpoints(config) as checkpoints:
-            start = find_start(config, data, checkpoints, sharding)
+            start = find_start(config, data, checkpoints, mesh)
             with open_metrics(config, start, screen) as metrics:
                 held_out = data.held_out_batches(config.run.batches_per_evaluation, config.micro_batch_size)
                 began = time.perf_counter()
                 example = next(iter(held_out.values()))[0] if held_out else None
-                programs = compile_programs(step, next(data.train_batches()), example, sharding)
+                programs = compile_programs(step, next(data.train_batches()), example, mesh)
                 check_compiled_fit(programs.bytes_needed, devices.memory, config.plan)
                 screen.say(f"compiled in {time.perf_counter() - began:.1f} s")
                 for line in kernel_summary(programs.kernels, step.execution.moe.kernel_choice):
@@ -138,7 +140,7 @@ def _train(config: ResolvedConfig, devices: RunDevices, screen: Screen, callback
                     programs=programs,
                     checkpoints=checkpoints,
                     log=RunLog(config, metrics, screen, speed, callbacks),
-                    sampler=_make_sampler(config, data, held_out, sharding, screen),
+                    sampler=_make_sampler(config, data, held_out, mesh, screen),
                     companions=companions_of_run(config, data),
                     parent=start.parent,
                     base=start.base,
@@ -151,13 +153,13 @@ def _train(config: ResolvedConfig, devices: RunDevices, screen: Screen, callback
 
 
 def _make_sampler(
-    config: ResolvedConfig, data: Data, held_out: dict[str, list[Batch]], sharding: TrainSharding, screen: Screen
+    config: ResolvedConfig, data: Data, held_out: dict[str, list[Batch]], mesh: LogicalMesh, screen: Screen
 ) -> Sampler | None:
     """Make what the run samples its text with, and say where it cannot."""
     if config.run.num_sample_tokens and jax.process_count() > 1:
         screen.say(f"sample_tokens={config.run.num_sample_tokens}: no text is sampled in a run of several processes")
         return None
-    return make_sampler(config, data, next(iter(held_out.values()), []), sharding.mesh)
+    return make_sampler(config, data, next(iter(held_out.values()), []), mesh)
 
 
 def _speed(config: ResolvedConfig, devices: RunDevices) -> Speed:

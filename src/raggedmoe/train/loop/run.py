@@ -13,7 +13,8 @@ from raggedmoe.models.companions import AdapterBase, Companions
 from raggedmoe.models.config_json import to_json
 from raggedmoe.models.count import count_params
 from raggedmoe.models.module import Decoder
-from raggedmoe.sharding.training import TrainSharding, on_first_host
+from raggedmoe.sharding.axes import LogicalMesh
+from raggedmoe.sharding.training import local_rows, on_first_host
 from raggedmoe.train.checkpoint.checkpoints import Checkpoints
 from raggedmoe.train.data.batches import Batches, Data
 from raggedmoe.train.data.rows import Batch
@@ -32,10 +33,10 @@ from raggedmoe.version import __version__
 
 @dataclass(frozen=True, kw_only=True)
 class RunDevices:
-    """The devices of a run, and how its arrays lie on them."""
+    """The devices of a run, and the mesh that they are."""
 
     hardware: Hardware
-    sharding: TrainSharding
+    mesh: LogicalMesh
     memory: int | None  # of each device, in bytes; None: nobody says
 
 
@@ -57,7 +58,7 @@ class Run:
     batches: Batches = field(init=False)
 
     def __post_init__(self) -> None:
-        rows = self.devices.sharding.local_rows(self.config.batch_size, self.config.step.micro_batches)
+        rows = local_rows(self.devices.mesh, self.config.batch_size, self.config.step.micro_batches)
         self.batches = self.data.train_batches(rows)
 
     def describe(self, speed: Speed) -> None:
@@ -126,7 +127,7 @@ class Run:
         text = f"{dropped} rows dropped with ragged_buffer_factor={before}: run again with {factor or 'room for all'}"
         self.log.event(step, "rerun", text)
         self.log.say(f"step {step}: {text}")
-        programs = compile_programs(larger, next(self.data.train_batches()), None, self.devices.sharding)
+        programs = compile_programs(larger, next(self.data.train_batches()), None, self.devices.mesh)
         check_compiled_fit(programs.bytes_needed, self.devices.memory, self.config.plan)
         self.config = replace(self.config, step=larger)
         self.programs = replace(programs, held_out=self.programs.held_out)
@@ -138,7 +139,7 @@ class Run:
         """
         loss = self._evaluate_losses(state, step)
         if self.sampler is not None:
-            self.log.sample(step, self.sampler(state.model_params))
+            self.log.sample(step, self.sampler(state.model_params, state.amax_history))
         return loss
 
     def _evaluate_losses(self, state: TrainState, step: int) -> float | None:
@@ -147,7 +148,7 @@ class Run:
             return None
         losses = {}
         for name, batches in self.held_out.items():
-            losses[name] = _mean_loss(jax.device_get([evaluate(state.model_params, batch) for batch in batches]))
+            losses[name] = _mean_loss(jax.device_get([evaluate(state.layer_inputs, batch) for batch in batches]))
         self.log.held_out(step, losses)
         return next(iter(losses.values())).loss
 

@@ -35,14 +35,14 @@ class Sampler:
 
     config: ModelConfig
     execution: ModelExecution
-    mesh: LogicalMesh | None
+    mesh: LogicalMesh
     tokenizer: TextTokenizer
     prompt: Sequence[int]
     num_tokens: int
     num_copies: int  # of the prompt: each shard of tokens of a mesh gets one
 
-    def __call__(self, params: Params) -> TextSample:
-        model = Decoder(self.config, params=params, execution=self.execution, mesh=self.mesh)
+    def __call__(self, params: Params, amax_history: Params) -> TextSample:
+        model = Decoder(self.config, params=params, execution=self.execution, mesh=self.mesh, amax_history=amax_history)
         stop = () if self.tokenizer.end is None else (self.tokenizer.end,)
         prompts = [self.prompt] * self.num_copies
         tokens = generate(model, prompts, max_new_tokens=self.num_tokens, sampling=SAMPLING, stop=stop, seed=SEED)
@@ -50,9 +50,7 @@ class Sampler:
         return TextSample(prompt=self.tokenizer.decode(self.prompt), text=self.tokenizer.decode(made))
 
 
-def make_sampler(
-    config: ResolvedConfig, data: Data, held_out: Sequence[Batch], mesh: LogicalMesh | None
-) -> Sampler | None:
+def make_sampler(config: ResolvedConfig, data: Data, held_out: Sequence[Batch], mesh: LogicalMesh) -> Sampler | None:
     """Make what a run samples its text with; None: it is not asked to, or its tokens are no text."""
     model, tokenizer, asked = config.step.model, data.tokenizer, config.run
     if not asked.num_sample_tokens or tokenizer is None:

@@ -7,8 +7,10 @@ import jax
 
 from raggedmoe.lora import LoraConfig
 from raggedmoe.models.companions import AdapterBase
+from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.fingerprint import is_fingerprint_of
 from raggedmoe.params import Params
-from raggedmoe.sharding.training import TrainSharding
+from raggedmoe.sharding.axes import LogicalMesh
 from raggedmoe.train.checkpoint.checkpoints import RestoredCheckpoint
 from raggedmoe.train.checkpoint.stored import StoredCheckpoint
 from raggedmoe.train.data.batches import Data
@@ -42,8 +44,13 @@ class Base:
     """The frozen weights that adapters are trained beside, in their places; and what else was loaded with them."""
 
     origin: AdapterBase
+    model: ModelConfig
     frozen: Params
     others: Params  # routers that are trained, and adapters where the folder has them
+
+    def is_known_as(self, written: str) -> bool:
+        """Tell whether a fingerprint that an earlier run wrote down is that of these weights."""
+        return written == self.origin.fingerprint or is_fingerprint_of(written, self.frozen, self.model)
 
 
 def resumed_start(config: ResolvedConfig, restored: RestoredCheckpoint) -> Start:
@@ -77,19 +84,19 @@ def schedule_change(config: ResolvedConfig, earlier: TrainConfig, step: int, ski
     return f"steps={steps}, before {before}: the {asked.schedule} schedule now spans {steps}; the learning rate {rate}"
 
 
-def branched_start(config: ResolvedConfig, data: Data, sharding: TrainSharding, base: Base | None) -> Start:
+def branched_start(config: ResolvedConfig, data: Data, mesh: LogicalMesh, base: Base | None) -> Start:
     """Read the start of a run from the checkpoint of another that ``init_from`` names."""
     run, whole = _parent(config), config.run.init_state == "all"
     stored = run.open_checkpoint()
     _check_adapters(config, stored, base)
-    steps, template = config.run.num_steps, replace(state_template(config.step, sharding), frozen={})
+    steps, template = config.run.num_steps, replace(state_template(config.step, mesh), frozen={})
     if whole and stored.step >= steps:
         raise ValueError(
             f"steps={steps}: expected more than the {stored.step} that {run} has done, as init_state=all counts on "
             "from there; use more steps, or init_state=weights, which begins at step 0"
         )
     try:
-        state = stored.read(template) if whole else _with_weights(config, stored, template, sharding, base)
+        state = stored.read(template) if whole else _with_weights(config, stored, template, mesh, base)
     except ValueError as error:
         settings = f"`raggedmoe train {run.folder / RUN} init_from={run} run_name=…` takes the settings of that run"
         raise ValueError(f"init_from={config.run.init_from}: {error}\n{settings}") from None
@@ -153,7 +160,7 @@ def _check_adapters(config: ResolvedConfig, stored: StoredCheckpoint, base: Base
                 "which learned with another factor, size or router; give lora_rank, lora_alpha and lora_router its "
                 "values"
             )
-    if base is not None and theirs is not None and theirs["fingerprint"] != base.origin.fingerprint:
+    if base is not None and theirs is not None and not base.is_known_as(theirs["fingerprint"]):
         raise ValueError(
             f"{named}: expected a run of adapters beside {base.origin.folder}, got one beside other weights, those of "
             f"{theirs['folder']}"
@@ -168,9 +175,9 @@ def lora_settings(lora: LoraConfig) -> str:
 
 
 def _with_weights(
-    config: ResolvedConfig, stored: StoredCheckpoint, template: TrainState, sharding: TrainSharding, base: Base | None
+    config: ResolvedConfig, stored: StoredCheckpoint, template: TrainState, mesh: LogicalMesh, base: Base | None
 ) -> TrainState:
     """Make the state of a new run with the parameters of a checkpoint."""
     params = stored.read({"params": template.params})["params"]
     frozen = {} if base is None else base.frozen
-    return state_from_loaded(config.step, sharding)({**params, **frozen}, jax.random.key(config.run.seed))
+    return state_from_loaded(config.step, mesh)({**params, **frozen}, jax.random.key(config.run.seed))

@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Integer
 
 from raggedmoe.kernels.arrays import accumulator, int32, matmul_precision, pvary_like
 from raggedmoe.models.matmul import wide_project
-from raggedmoe.sharding.axes import TOKEN_AXES, AnyMesh, LogicalMesh, logical_mesh
+from raggedmoe.sharding.axes import TOKEN_AXES, AnyMesh, logical_mesh
+from raggedmoe.sharding.dense_layers import TableSharding, table_sharding
 from raggedmoe.sharding.stage import REPLICATED, TOKENS, stage
-from raggedmoe.sharding.vocabulary import TableSharding, table_sharding
 
 CHUNK_ELEMENTS = 2**24  # logits that exist at once: 64 MB in float32
 LEAST_CHUNKS = 4  # tokens are cut into at least this many chunks
@@ -45,7 +45,7 @@ def cross_entropy_sum(
     hidden state holds. The weights get no gradient, as they are not learned. With a mesh, T is
     split over its token axes.
     """
-    sharding = table_sharding(logical_mesh(mesh) or LogicalMesh(), head.shape)
+    sharding = table_sharding(logical_mesh(mesh), head.shape)
     return _cross_entropy_sum(hidden, head, int32(targets), weights, sharding)
 
 

@@ -12,13 +12,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from raggedmoe.lora import RANK
 from raggedmoe.params import ParamSpec, Specs, contracted_axes
-from raggedmoe.sharding.axes import EXPERT, FSDP, TENSOR, LogicalMesh
+from raggedmoe.sharding.axes import EXPERT, FSDP, ONE_DEVICE, TENSOR, LogicalMesh
 from raggedmoe.sharding.rules import is_routed, partition
 from raggedmoe.train.settings.sections import OptimizerConfig
 
@@ -43,7 +42,7 @@ def takes_muon(name: str, spec: ParamSpec) -> bool:
 
 
 def scale_by_muon(
-    config: OptimizerConfig, specs: Specs, mesh: LogicalMesh | None = None
+    config: OptimizerConfig, specs: Specs, mesh: LogicalMesh = ONE_DEVICE
 ) -> optax.GradientTransformation:
     """Make the transformation of gradients to orthogonal updates, of the matrices among these parameters.
 
@@ -75,7 +74,7 @@ def scale_by_muon(
 
 
 def _orthogonal_update(
-    momentum: jax.Array, name: str, spec: ParamSpec, config: OptimizerConfig, mesh: LogicalMesh | None
+    momentum: jax.Array, name: str, spec: ParamSpec, config: OptimizerConfig, mesh: LogicalMesh
 ) -> jax.Array:
     num_inputs, num_outputs = fans(name, spec)
     if config.muon_consistent_rms is None:
@@ -83,13 +82,11 @@ def _orthogonal_update(
     else:
         scale = config.muon_consistent_rms * math.sqrt(max(num_inputs, num_outputs))
     shape = matrix_shape(name, spec)
-    if mesh is None:
-        return scale * orthogonalize(momentum.reshape(shape), config.adam_eps).reshape(spec.shape)
-    stored, whole = (mesh.sharding(rule(name, spec, mesh)) for rule in (partition, batch_partition))
+    stored, whole = (rule(name, spec, mesh) for rule in (partition, batch_partition))
     # As it is stored first, or XLA would move gradient and momentum instead of what is made of them.
-    momentum = lax.with_sharding_constraint(lax.with_sharding_constraint(momentum, stored), whole)
+    momentum = mesh.constrain(mesh.constrain(momentum, stored), whole)
     update = scale * orthogonalize(momentum.reshape(shape), config.adam_eps).reshape(spec.shape)
-    return lax.with_sharding_constraint(lax.with_sharding_constraint(update, whole), stored)
+    return mesh.constrain(mesh.constrain(update, whole), stored)
 
 
 def orthogonalize(matrices: Float[Array, "*batch rows columns"], epsilon: float) -> Float[Array, "*batch rows columns"]:
