@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
-from raggedmoe.params import Params, Specs
+from raggedmoe.params import Params, Specs, check_divides
 from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh, even_parts
 from raggedmoe.sharding.rules import param_shardings
 from raggedmoe.sharding.stage import REPLICATED, TOKENS
@@ -42,8 +42,7 @@ def in_micro_batches(batch: Any, parts: int) -> Any:
     """Set the micro-batches of a batch ``[B S]`` apart: ``[parts B/parts S]``."""
 
     def split(array: Any) -> Any:
-        if array.shape[0] % parts:
-            raise ValueError(f"a batch of {array.shape[0]} sequences cannot be cut into {parts} equal micro-batches")
+        check_divides("batch_size", array.shape[0], "gradient_accumulation_steps", parts)
         return array.reshape(parts, -1, *array.shape[1:])
 
     return jax.tree.map(split, batch)
@@ -74,13 +73,12 @@ def check_all_take_part(mesh: LogicalMesh) -> None:
     """Require a device of the mesh in every process: one without would wait for ever, or train a run of its own."""
     sharding = mesh.sharding(REPLICATED)
     devices = jax.devices()[:1] if sharding is None else sharding.device_set
-    used = {device.process_index for device in devices}
-    if len(used) < jax.process_count():
+    idle = set(range(jax.process_count())) - {device.process_index for device in devices}
+    if idle:
         raise ValueError(
-            f"expected degrees that give each of {jax.process_count()} processes a device, got "
-            f"{len(devices)} of {jax.device_count()} devices, none of process "
-            f"{min(set(range(jax.process_count())) - used)}; use them all, fsdp_parallelism=-1 for example, or fewer "
-            "processes"
+            f"expected degrees that give each of {jax.process_count()} processes a device, got {len(devices)} of "
+            f"{jax.device_count()} devices, none of process {min(idle)}; use them all, fsdp_parallelism=-1 for "
+            "example, or fewer processes"
         )
 
 
@@ -94,10 +92,9 @@ def on_first_host(params: Params) -> Params | None:
         return params if is_first else None
     gathered = {}
     for name, value in params.items():
-        whole = np.empty(value.shape, value.dtype) if is_first else None
+        gathered[name] = np.empty(value.shape, value.dtype)  # which takes memory where it is written to
         for part in even_parts(value.shape[0], math.ceil(value.nbytes / TRANSFER_BYTES)):
             here = multihost_utils.process_allgather(value[part], tiled=True)
-            if whole is not None:
-                whole[part] = here
-        gathered[name] = whole
+            if is_first:
+                gathered[name][part] = here
     return gathered if is_first else None
