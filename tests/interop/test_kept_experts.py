@@ -13,8 +13,10 @@ from raggedmoe.interop import native
 from raggedmoe.interop.kept_experts import MATRICES
 from raggedmoe.kernels.dequantize import dequantize
 from raggedmoe.kernels.qarray import QArray
+from raggedmoe.models.decoder import decode, logits
 from raggedmoe.models.generate import generate
-from tests.interop.folders import GOLDEN, bits, stored_quantised, write_checkpoint
+from tests.interop.folders import GOLDEN, bits, expected_of, stored_quantised, write_checkpoint
+from tests.interop.test_golden import TOLERANCE
 from tests.interop.test_quantized import fp8_folder, mxfp4_folder
 
 
@@ -131,6 +133,24 @@ def test_a_matrix_of_which_one_expert_is_not_quantised_is_dequantised(tmp_path):
     of_ups = {isinstance(array, QArray) for key, array in kept.items() if key.endswith(".moe.wi_0")}
     assert False in of_downs
     assert of_ups == {True}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["quantised/deepseek_v3_fp8", "quantised/gpt_oss_mxfp4"])
+def test_a_golden_model_that_others_quantised_writes_the_text_that_transformers_writes(name):
+    """Kept as it is stored and dequantised, both, as bfloat16 holds its weights exactly; activations in float32."""
+    expected = expected_of(name)
+    prompt = expected["ids"][:1, :8].tolist()
+    for keep in (True, False):
+        model = interop.load(GOLDEN / name, keep_quantised=keep, dtype="float32")
+        scores = jax.jit(
+            lambda params, ids, config=model.config: logits(params, decode(params, ids, config).hidden, config)
+        )
+        found = scores(model.params, jnp.asarray(expected["ids"]))
+        np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=TOLERANCE)
+        text = [token for (token,) in generate(model, prompt, max_new_tokens=expected["greedy"].shape[1])]
+        assert text == expected["greedy"][0].tolist()
+        assert any(isinstance(array, QArray) for array in model.params.values()) == keep
 
 
 @pytest.mark.ci

@@ -18,9 +18,22 @@ from raggedmoe.interop.families.registry import FAMILIES
 from raggedmoe.interop.hf_config import ConfigReader
 from raggedmoe.interop.quantized import Mxfp4Tensor
 from raggedmoe.interop.safetensors_file import read_header
+from raggedmoe.kernels.dequantize import dequantize
+from raggedmoe.kernels.qarray import QArray
 from raggedmoe.models.decoder import decode, logits
+from raggedmoe.models.generate import generate
 from raggedmoe.models.presets import PRESETS
-from tests.interop.folders import FIXTURES, GOLDEN, SINGLE, TINY, drawn_model, expected_of, layouts_of
+from tests.interop.folders import (
+    FIXTURES,
+    GOLDEN,
+    SINGLE,
+    TINY,
+    bits,
+    drawn_model,
+    expected_of,
+    layouts_of,
+    stored_quantised,
+)
 
 REASON = "needs torch and transformers, which the library itself does not"
 torch = pytest.importorskip("torch", reason=REASON)
@@ -151,6 +164,60 @@ def test_mxfp4_is_what_transformers_says(tmp_path):
     theirs = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
     # Theirs is inputs first.
     np.testing.assert_array_equal(ours.astype(np.float32), theirs.float().numpy().transpose(0, 2, 1))
+
+
+def test_what_transformers_quantises_to_fp8_is_what_it_dequantises(tmp_path):
+    """In blocks of 128 × 128: our reading, and the text that we make of it, against its own."""
+    pytest.importorskip("accelerate", reason="transformers quantises with it")
+    from tests.interop.fp8_by_transformers import save_in_fp8
+
+    config = transformers.DeepseekV3Config(
+        vocab_size=120,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=128,
+        kv_lora_rank=128,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=128,
+        v_head_dim=32,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    save_in_fp8(transformers.DeepseekV3ForCausalLM(config), tmp_path / "fp8", (128, 128))
+    stored = stored_quantised(tmp_path / "fp8")
+    in_fp8 = {name for name, tensor in stored.items() if tensor.dtype == ml_dtypes.float8_e4m3fn}
+    matrices = {name for name, tensor in stored.items() if tensor.ndim == 2 and not name.endswith("_scale_inv")}
+    assert {name for name in matrices if "embed" not in name and "head" not in name and ".gate." not in name} == in_fp8
+
+    from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16).to(torch.float32)
+    ours = interop.load(tmp_path / "fp8", dtype="float32")
+    ids = np.random.default_rng(1).integers(0, config.vocab_size, (2, 24))
+    expected = their_logits(theirs, ids)
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(our_logits(ours, ids), expected, rtol=0, atol=TOLERANCE)
+    prompt = torch.from_numpy(ids[:1, :8])
+    with torch.no_grad():
+        text = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False)
+    assert [token for (token,) in generate(ours, prompt.tolist(), max_new_tokens=24)] == text[0, 8:].tolist()
+    kept = interop.load(tmp_path / "fp8", keep_quantised=True, dtype="float32")
+    for name, array in kept.params.items():
+        if isinstance(array, QArray):
+            whole = np.asarray(dequantize(array, jnp.float32)).astype(ml_dtypes.bfloat16)
+            np.testing.assert_array_equal(bits(whole), bits(ours.params[name]), err_msg=name)
+    assert any(isinstance(array, QArray) for array in kept.params.values())
 
 
 TEMPLATE = (

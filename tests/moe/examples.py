@@ -114,14 +114,14 @@ def finite_differences(x, params, config, cotangent, names, step=1e-6, **options
     return gradients
 
 
-def assert_close(actual, expected, name="", scale=None):
+def assert_close(actual, expected, name="", scale=None, roundings=ROUNDINGS):
     """Equal but for rounding in the type of `actual`; `scale` is Σ|terms|, by default the largest expected value."""
     expected = np.asarray(expected, np.float64)
     eps = float(jnp.finfo(actual.dtype).eps)
     scale = max(1.0, np.abs(expected).max(initial=0.0)) if scale is None else scale
     difference = np.abs(np.asarray(actual, np.float64) - expected)
     assert actual.shape == expected.shape, f"{name}: expected shape {expected.shape}, got {actual.shape}"
-    assert (difference <= ROUNDINGS * eps * scale).all(), f"{name}: off by {difference.max()}, scale {scale}"
+    assert (difference <= roundings * eps * scale).all(), f"{name}: off by {difference.max()}, scale {scale}"
 
 
 def magnitude(x, params, config, result):

@@ -12,6 +12,7 @@ from raggedmoe.bench.contender import OURS, Prepared, contender
 from raggedmoe.bench.problem import read_array, routing_of, touch
 from raggedmoe.interop.arrays import to_device
 from raggedmoe.kernels.grouped_matmul.api import grouped_matmul
+from raggedmoe.kernels.qarray import QArray
 from raggedmoe.kernels.quantize import quantize
 from raggedmoe.kernels.registry import Choice, KernelChoice, implementations, record_selections
 from raggedmoe.kernels.value_and_gradients import gradients, value_and_gradients
@@ -31,15 +32,19 @@ def device_array(case: Case, name: str) -> jax.Array:
 
 
 def expert_array(case: Case, name: str, qtype: str | None) -> Any:
-    """Map the experts' matrices of the problem, or quantise them, one after the other."""
+    """Map the experts' matrices of the problem, or quantise them one by one, to bits as loaded models have."""
     array = device_array(case, name)
     if qtype is None:
         return array
     experts, hidden, width = array.shape
-    return _quantize(array, qtype, (experts, 1, width) if name == "wo" else (experts, hidden, 1))
+    return jax.block_until_ready(_quantize(array, qtype, (experts, 1, width) if name == "wo" else (experts, hidden, 1)))
 
 
-_quantize = jax.jit(quantize, static_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _quantize(array: jax.Array, qtype: str, scale_shape: tuple[int, ...]) -> QArray:
+    quantized = quantize(array, qtype, scale_shape)
+    values = quantized.qvalue if qtype == "int8" else jax.lax.bitcast_convert_type(quantized.qvalue, jnp.uint8)
+    return QArray(values, quantized.scale, None, qtype)
 
 
 def prepare_jax(function: Callable[..., Any], arguments: tuple[Any, ...], names: Callable[[Any], Any]) -> Prepared:

@@ -25,6 +25,7 @@ from raggedmoe.names import close_names
 from raggedmoe.storage import ObjectPath
 
 BOOLS = {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}
+TYPES = ("float32", "bfloat16")  # of numbers, that a setting may name
 METADATA = "setting"  # where a field's metadata has the declaration
 
 

@@ -1,12 +1,11 @@
-"""The settings of a run, in sections: name, type, default, limits and help of each are here, and nowhere else.
+"""The settings of a run, in sections: name, type, default, limits and help of each are said once, in its field.
+
+Those of the model, of how it runs, of the mesh and of a step are here, the others in a file for each kind of section.
 
 A setting that MaxText has too has its name there; `raggedmoe.interop.maxtext` translates MaxText's other settings.
 """
 
-import re
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import date
 from typing import Any
 
 from raggedmoe.kernels.qarray import LHS_FORMATS
@@ -18,9 +17,44 @@ from raggedmoe.moe.config import ROUTER_WORDS
 from raggedmoe.moe.execution import BACKENDS, canonical_backend
 from raggedmoe.sharding.axes import SPLITS
 from raggedmoe.sharding.plan import Plan
-from raggedmoe.train.settings.fields import Section, section_class, setting
+from raggedmoe.train.settings.data_section import (
+    BYTE_LENGTH,
+    BYTES,
+    HELD_OUT,
+    OF_CONVERSATIONS,
+    OF_FILES,
+    TOKENS_PER_DEVICE,
+    WITHOUT_TOKENIZER,
+    DataConfig,
+)
+from raggedmoe.train.settings.fields import TYPES, Section, section_class, setting
+from raggedmoe.train.settings.optimizer_section import PEAK_LEARNING_RATE, OptimizerConfig
+from raggedmoe.train.settings.run_sections import RECIPES, SHORT_RUN, CheckpointConfig, RunConfig
 
-TYPES = ("float32", "bfloat16")
+# All sections are imported from here, whichever file they stand in.
+__all__ = [
+    "BYTES",
+    "BYTE_LENGTH",
+    "HELD_OUT",
+    "LEFT",
+    "OF_CONVERSATIONS",
+    "OF_FILES",
+    "PEAK_LEARNING_RATE",
+    "RECIPES",
+    "SHORT_RUN",
+    "TOKENS_PER_DEVICE",
+    "TYPES",
+    "WITHOUT_TOKENIZER",
+    "CheckpointConfig",
+    "DataConfig",
+    "ExecutionSettings",
+    "MeshSettings",
+    "ModelOverrides",
+    "OptimizerConfig",
+    "RunConfig",
+    "StepSettings",
+]
+
 LEFT = "; -1: all devices that are left"
 
 
@@ -342,144 +376,6 @@ class MeshSettings(Section):
         return self.plan.least.num_devices
 
 
-BYTE_LENGTH, TOKENS_PER_DEVICE = 256, 4096  # of a sequence of bytes, and of a micro-batch
-PEAK_LEARNING_RATE = 3e-3  # the demo's
-BYTES = "bytes"  # the tokenizer_path that says so
-OF_FILES = ("text", "chat", "hf", "tokens")  # the datasets that are read from dataset_path
-OF_CONVERSATIONS = ("chat", "hf")  # those that a chat template may write
-HELD_OUT = "held-out"  # what the share of the data that is not trained on is called among sets to evaluate on
-WITHOUT_TOKENIZER = ("tokens", "synthetic")  # the datasets that no tokenizer of the run makes
-
-
-@section_class
-class DataConfig(Section):
-    """What to train on, and in which rows and order.
-
-    The datasets: "stdlib" is the source code of the Python that runs, and needs no download. "text" is your own files.
-    Both are read as bytes or through a tokenizer. "chat" is conversations, whose answers alone are learned. "hf" is a
-    dataset of Hugging Face on this machine, of texts or of conversations. "synthetic" is random tokens with something
-    to learn in them.
-    """
-
-    dataset_type: str | None = setting(
-        default=None,
-        otherwise="stdlib",
-        help="Training data: Python's own sources (has to be asked for, unless the model is one of bytes), text files, "
-        "conversations (jsonl), a dataset of Hugging Face (parquet, arrow), what `raggedmoe tokenize` wrote, or random "
-        "tokens",
-        choices=("stdlib", "text", "chat", "hf", "tokens", "synthetic"),
-    )
-    dataset_path: tuple[str, ...] = setting(
-        default=(), help="Files or folders, separated by commas, for dataset_type=text, chat, hf, tokens"
-    )
-    dataset_split: str | None = setting(
-        default=None, help="Split of dataset_type=hf, such as test; none: train, or all if there is none of that name"
-    )
-    dataset_column: str | None = setting(
-        default=None,
-        help="Column of text or of messages, for dataset_type=hf; none: messages, prompt and completion, or text",
-    )
-    dataset_suffixes: tuple[str, ...] = setting(
-        default=(), help="Suffixes of the files to read in folders; none: the usual ones"
-    )
-    tokenizer_path: str | None = setting(
-        default=None, help="A tokenizer.json; bytes: tokens are bytes; none: that of the model's folder, or else bytes"
-    )
-    add_eos: bool = setting(default=True, help="End each document with the end-of-text token, which a model learns")
-    eos_token: str | None = setting(
-        default=None, help="Text of the end-of-text token; none: what belongs to the tokenizer says; of bytes, 0xff"
-    )
-    chat_date: str | None = setting(
-        default=None, help="Date, as 2026-05-31, that a chat template may ask for; none: the day on which the run began"
-    )
-    max_target_length: int | None = setting(
-        default=None,
-        help="Sequence length in tokens; none: 256 for models of bytes, else 2048 or the most that the model has",
-        at_least=2,
-    )
-    per_device_batch_size: int | None = setting(
-        default=None,
-        help="Sequences per device in a micro-batch; none: 16, or 4096 tokens where max_target_length is none too",
-        may_change=True,
-        at_least=1,
-    )
-    packing: bool = setting(default=True, help="Pack several documents into a row; false: one per row, padded")
-    held_out: float = setting(
-        default=0.05, help="Share of the data that is held out for evaluation", at_least=0, at_most=0.5
-    )
-    eval_paths: tuple[str, ...] = setting(
-        default=(),
-        help="More data to evaluate on, as NAME=PATH,NAME=PATH, read as dataset_path is; each name has a loss",
-    )
-    data_seed: int = setting(default=0, help="Seed of the train/held-out split and of the shuffling")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dataset in OF_FILES and not self.dataset_path:
-            raise ValueError(
-                f"dataset_type={self.dataset}: expected dataset_path with files or folders, got none; give at least one"
-            )
-        if self.dataset == "tokens" and len(self.dataset_path) != 1:
-            raise ValueError(f"dataset_type=tokens: expected one folder, got {','.join(self.dataset_path)}")
-        unread = None
-        if self.dataset in WITHOUT_TOKENIZER and self.tokenizer_path is not None:
-            unread = f"tokenizer_path={self.tokenizer_path}"
-        elif self.dataset not in OF_FILES and self.dataset_path:
-            unread = f"dataset_path={','.join(self.dataset_path)}"
-        if unread is not None:
-            raise ValueError(f"dataset_type={self.dataset} reads no {unread}; leave it out, or use dataset_type=text")
-        if not all(suffix.startswith(".") for suffix in self.dataset_suffixes):
-            raise ValueError(f"expected dataset_suffixes such as .txt, got {','.join(self.dataset_suffixes)}")
-        self._check_eval_paths()
-        if self.chat_date is not None:
-            try:
-                date.fromisoformat(self.chat_date)
-            except ValueError:
-                raise ValueError(f"chat_date={self.chat_date}: expected a date such as 2026-05-31") from None
-
-    @property
-    def dataset(self) -> str:
-        """What the data are made of: the type that was asked for, or else Python's own sources."""
-        return self.value_of("dataset_type")
-
-    def _check_eval_paths(self) -> None:
-        for entry in self.eval_paths:
-            name, _, path = entry.partition("=")
-            if not re.fullmatch(r"[\w.-]+", name) or name == HELD_OUT or not path:
-                raise ValueError(
-                    f"eval_paths={','.join(self.eval_paths)}: expected NAME=PATH, with a name of letters and digits "
-                    f"other than {HELD_OUT}, got {entry!r}"
-                )
-        if self.eval_paths and self.dataset == "synthetic":
-            raise ValueError(
-                f"dataset_type=synthetic reads no eval_paths={','.join(self.eval_paths)}; leave it out, or use "
-                "dataset_type=text"
-            )
-
-    @property
-    def named_eval_paths(self) -> dict[str, tuple[str, ...]]:
-        """The files or folders of each set to evaluate on, by its name."""
-        paths: dict[str, tuple[str, ...]] = {}
-        for name, _, path in (entry.partition("=") for entry in self.eval_paths):
-            paths[name] = (*paths.get(name, ()), path)
-        return paths
-
-    @property
-    def holds_out(self) -> bool:
-        """Whether there is anything to evaluate on."""
-        return self.held_out > 0 or bool(self.eval_paths)
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens of a sequence; without a model to follow, the demo's."""
-        return BYTE_LENGTH if self.max_target_length is None else self.max_target_length
-
-    @property
-    def sequences_per_device(self) -> int:
-        """Sequences that a device holds at once."""
-        return TOKENS_PER_DEVICE // BYTE_LENGTH if self.per_device_batch_size is None else self.per_device_batch_size
-
-
 @section_class
 class StepSettings(Section):
     """What a step adds up, beside the optimizer."""
@@ -501,299 +397,3 @@ class StepSettings(Section):
     def selection_bias_rate(self) -> float:
         """What the selection bias of an expert moves by in a step."""
         return self.value_of("bias_update_rate")
-
-
-@section_class
-class OptimizerConfig(Section):
-    """The settings of the optimizer, AdamW or Muon, and of its schedule."""
-
-    opt_type: str = setting(
-        default="adamw",
-        help="Optimizer: adamw; muon trains matrices of the layers by Muon, and the rest by AdamW",
-        choices=("adamw", "muon"),
-    )
-    learning_rate: float | None = setting(
-        default=None,
-        help="Peak learning rate; none: 3e-3, less for models wider than the demo, a tenth for loaded parameters",
-        above=0,
-    )
-    schedule: str = setting(
-        default="cosine", help="Learning-rate schedule after the warm-up", choices=("cosine", "wsd", "constant")
-    )
-    warmup_steps: int | None = setting(
-        default=None, help="Steps of linear warm-up; none: set by warmup_fraction", at_least=0
-    )
-    warmup_fraction: float = setting(
-        default=0.02, help="Warm-up as a share of the steps, if warmup_steps is none", at_least=0, at_most=1
-    )
-    warmup_from: str = setting(
-        default="first",
-        help="Learning rate of warm-up step i of n, counted from 0: first has (i + 1)/n of the peak, zero has i/n, so "
-        "that the first step changes nothing",
-        choices=("first", "zero"),
-    )
-    schedule_steps: int | None = setting(
-        default=None, help="Steps that the schedule spans, then the rate is 0; none: all steps", at_least=1
-    )
-    decay_fraction: float = setting(
-        default=0.2, help="Share of the steps over which schedule=wsd decays", at_least=0, at_most=1
-    )
-    decay_style: str = setting(
-        default="linear", help="Shape of the decay of schedule=wsd", choices=("linear", "cosine")
-    )
-    final_fraction: float | None = setting(
-        default=None, otherwise=0.1, help="Final learning rate as a share of the peak", at_least=0, at_most=1
-    )
-    adam_b1: float = setting(default=0.9, help="Adam's beta1, decay of the first moment", at_least=0, below=1)
-    adam_b2: float = setting(default=0.95, help="Adam's beta2, decay of the second moment", at_least=0, below=1)
-    adam_eps: float = setting(default=1e-8, help="Adam's epsilon, added outside the square root", above=0)
-    adam_eps_root: float = setting(default=0.0, help="Adam's epsilon inside the square root", at_least=0)
-    muon_beta: float = setting(default=0.95, help="Decay of Muon's momentum", at_least=0, below=1)
-    muon_consistent_rms: float | None = setting(
-        default=0.2,
-        help="Root mean square of Muon's updates before the learning rate, 0.2 being about AdamW's; none: each "
-        "singular value is about one, or the root of outputs/inputs where there are more outputs",
-        above=0,
-    )
-    muon_weight_decay: float | None = setting(
-        default=None, help="Weight decay of the parameters that Muon trains; none: weight_decay", at_least=0
-    )
-    weight_decay: float = setting(default=0.1, help="Weight decay", at_least=0)
-    weight_decay_of: str = setting(
-        default="matrices", help="Parameters that decay: matrices, or all", choices=("matrices", "all")
-    )
-    grad_dtype: str = setting(
-        default="float32", help="Type that gradients are rounded to before clipping", choices=TYPES
-    )
-    mu_dtype: str = setting(
-        default="float32",
-        help="Type of Adam's first moment and of Muon's momentum; Adam's second is float32",
-        choices=TYPES,
-    )
-    gradient_clipping_threshold: float = setting(
-        default=1.0, help="Largest global norm of the gradients; 0: no clipping", at_least=0
-    )
-
-    def for_run(self, steps: int) -> "OptimizerConfig":
-        """Return the configuration for a run of so many steps, which the schedule spans if it is not told otherwise."""
-        made = replace(self, schedule_steps=steps) if self.schedule_steps is None else self
-        made.check_fits(made.num_steps, f"{'schedule_' if made is self else ''}steps={made.num_steps}")
-        return made
-
-    def check_fits(self, steps: int, of: str, shown: Callable[[str], str] | None = None) -> None:
-        """Refuse a warm-up and a decay that are longer than so many steps of a schedule, which ``of`` calls them.
-
-        ``shown`` is how the user wrote a setting, if it was not in Python.
-        """
-        shown = shown or (lambda name: f"{name}={getattr(self, name)}")
-        warmup, decay = self._warmup_steps_of(steps), int(self.decay_fraction * steps)
-        asked = shown("warmup_steps")
-        if self.warmup_steps is None:
-            asked = f"{shown('warmup_fraction')} ({warmup} steps)"
-        if warmup > steps:
-            raise ValueError(
-                f"{asked} is more than {of}: the learning rate would never reach its peak; use fewer warm-up steps or "
-                "more steps"
-            )
-        if self.schedule == "wsd" and warmup + decay > steps:
-            raise ValueError(
-                f"{asked} and {shown('decay_fraction')} ({decay} steps) together are more than {of}; use less of either"
-            )
-
-    def _warmup_steps_of(self, steps: int) -> int:
-        return int(self.warmup_fraction * steps) if self.warmup_steps is None else self.warmup_steps
-
-    @property
-    def peak_learning_rate(self) -> float:
-        """The learning rate after the warm-up; without a model to follow, the demo's."""
-        return PEAK_LEARNING_RATE if self.learning_rate is None else self.learning_rate
-
-    @property
-    def final_share(self) -> float:
-        """The final learning rate as a share of the peak."""
-        return self.value_of("final_fraction")
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that the schedule spans."""
-        if self.schedule_steps is None:
-            raise ValueError("expected schedule_steps, got None: the schedule's length; `for_run` fills it in")
-        return self.schedule_steps
-
-    @property
-    def num_warmup_steps(self) -> int:
-        """Steps over which the learning rate rises."""
-        return self._warmup_steps_of(self.num_steps)
-
-    @property
-    def decay_steps(self) -> int:
-        """Steps over which "wsd" decays."""
-        return int(self.decay_fraction * self.num_steps)
-
-
-SHORT_RUN = 20  # steps of a run that prints every one
-
-
-@section_class
-class RunConfig(Section):
-    """A run's length, folder and seed, and what is done how often beside its steps."""
-
-    steps: int | None = setting(
-        default=None,
-        otherwise=1000,
-        help="Number of training steps, which the schedule spans by default",
-        may_change=True,
-        at_least=1,
-    )
-    seed: int = setting(
-        default=0, help="Seed of the initial parameters and of all randomness in a step", at_least=0, below=2**32
-    )
-    load_parameters_path: str | None = setting(
-        default=None, help="Checkpoint to start from: a Hugging Face folder or one of ours; alone, it is the model too"
-    )
-    from_scratch: bool = setting(
-        default=False, help="Of a model's folder take architecture and tokenizer, and begin with new parameters"
-    )
-    base_output_directory: str = setting(default="out", help="Folder in which runs are written", may_change=True)
-    run_name: str | None = setting(
-        default=None, help="Name of the run and of its folder; none: the model's name", may_change=True
-    )
-    init_from: str | None = setting(
-        default=None, help="Another run to begin with: RUN for its newest checkpoint, or RUN@STEP; see init_state"
-    )
-    init_state: str = setting(
-        default="weights",
-        help="What to take of init_from: weights (a new run, from step 0), or all, the optimizer's state too (the run "
-        "goes on at that step of the schedule, and where it was in the data if they and the batch are the same)",
-        choices=("weights", "all"),
-    )
-    line_period: int | None = setting(
-        default=None,
-        help="Steps between printed lines, not on a terminal; none: 10, or 1 in a run of 20 steps or fewer",
-        may_change=True,
-        at_least=1,
-    )
-    load_period: int = setting(
-        default=10, help="Steps between lines of load.jsonl, the load of every expert", may_change=True, at_least=1
-    )
-    eval_interval: int | None = setting(
-        default=None,
-        otherwise=100,
-        help="Steps between evaluations; 0: at the start and the end only",
-        may_change=True,
-        at_least=0,
-    )
-    eval_steps: int | None = setting(
-        default=None, otherwise=16, help="Batches per evaluation", may_change=True, at_least=1
-    )
-    sample_tokens: int | None = setting(
-        default=None,
-        otherwise=0,
-        help="Tokens of the text that the model writes at each evaluation, for the log and the report; 0: no text",
-        may_change=True,
-        at_least=0,
-    )
-    sample_prompt: str | None = setting(
-        default=None,
-        help="What that text continues; none: the beginning of the first row that is held out",
-        may_change=True,
-    )
-    max_skipped_steps: int = setting(
-        default=10,
-        help="Steps in a row whose loss or gradient is not finite, each skipped, after which the run stops",
-        may_change=True,
-        at_least=1,
-    )
-    tensorboard: bool = setting(default=True, help="Write TensorBoard events as well", may_change=True)
-    profiler: str = setting(
-        default="none", help="xplane records a trace for xprof", choices=("none", "xplane"), may_change=True
-    )
-    profiler_steps: int = setting(default=3, help="Number of steps in the trace", may_change=True, at_least=1)
-    skip_first_n_steps_for_profiler: int = setting(
-        default=1, help="Number of steps before the trace", may_change=True, at_least=0
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.init_from is not None and self.load_parameters_path is not None:
-            raise ValueError(
-                f"init_from={self.init_from} and load_parameters_path={self.load_parameters_path} contradict each "
-                "other: both say what the run begins with; leave one out"
-            )
-        if self.traces and self.steps is not None and self.steps <= self.skip_first_n_steps_for_profiler:
-            raise ValueError(
-                f"steps={self.steps} leaves nothing to trace after skip_first_n_steps_for_profiler="
-                f"{self.skip_first_n_steps_for_profiler}; use more steps or skip fewer"
-            )
-
-    @property
-    def traces(self) -> bool:
-        """Whether a trace is recorded."""
-        return self.profiler != "none"
-
-    @property
-    def num_steps(self) -> int:
-        """Training steps."""
-        return self.value_of("steps")
-
-    @property
-    def steps_between_lines(self) -> int:
-        """Steps between printed lines."""
-        return self.line_period or (1 if self.num_steps <= SHORT_RUN else 10)
-
-    @property
-    def steps_between_evaluations(self) -> int:
-        """Steps between evaluations; 0: at the start and the end only."""
-        return self.value_of("eval_interval")
-
-    @property
-    def batches_per_evaluation(self) -> int:
-        """Batches that are held out for an evaluation."""
-        return self.value_of("eval_steps")
-
-    @property
-    def num_sample_tokens(self) -> int:
-        """Tokens that the model writes at an evaluation."""
-        return self.value_of("sample_tokens")
-
-
-@section_class
-class CheckpointConfig(Section):
-    """When checkpoints are written, and which are kept."""
-
-    enable_checkpointing: bool = setting(
-        default=True, help="Write checkpoints, and resume from the newest", may_change=True
-    )
-    checkpoint_period: int | None = setting(
-        default=None, otherwise=100, help="Steps between checkpoints", may_change=True, at_least=1
-    )
-    keep_last: int = setting(default=2, help="Number of newest checkpoints to keep", may_change=True, at_least=1)
-    keep_best: bool = setting(
-        default=True, help="Also keep the checkpoint with the lowest held-out loss", may_change=True
-    )
-    async_checkpointing: bool = setting(
-        default=True, help="Write checkpoints while training continues", may_change=True
-    )
-
-    @property
-    def steps_between_checkpoints(self) -> int:
-        """Steps between checkpoints."""
-        return self.value_of("checkpoint_period")
-
-
-# What a model brings along for settings whose default is None. The demo takes about two minutes on two cores, in which
-# a bias that moves by the published 0.001 a step would not balance the experts; small batches learn most in that time
-# (docs/log.md).
-RECIPES: Mapping[str, Mapping[str, Any]] = {
-    "demo": {
-        "steps": 1200,
-        "per_device_batch_size": 4,
-        "final_fraction": 0.02,
-        "bias_update_rate": 0.01,
-        "eval_interval": 300,
-        "eval_steps": 32,
-        "sample_tokens": 64,
-        "checkpoint_period": 300,
-        "scan_layers": False,
-    }
-}
