@@ -77,6 +77,16 @@ def with_adapters(specs: Specs, lora: LoraConfig | None, prefix: str = "") -> di
     return declared
 
 
+def check_adapted(specs: Specs, lora: LoraConfig | None) -> Specs:
+    """Require that a layer with LoRA has an adapter, and return what it declares; else nothing of it would learn."""
+    if lora is not None and not any(map(is_adapter, specs)):
+        raise ValueError(
+            f"lora: expected targets that this layer has, such as experts, mlp or moe.wo, got "
+            f"{', '.join(lora.targets)}; name one of its matrices, or leave out lora"
+        )
+    return specs
+
+
 def is_matrix(spec: ParamSpec) -> bool:
     """Tell whether a parameter is a matrix, or one for each layer and expert, with outputs and inputs."""
     inputs = contracted_axes(spec)

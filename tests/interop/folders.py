@@ -120,6 +120,42 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[s
     return folder
 
 
+def write_fp8(folder: Path, out: Path, block: tuple[int, int]) -> Path:
+    """A checkpoint of experts one by one again, with the matrices of its layers in blocks of fp8, as DeepSeek's are."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": list(block),
+        "activation_scheme": "dynamic",
+    }
+    tensors: dict[str, np.ndarray] = {}
+    for name, tensor in stored_quantised(folder).items():
+        if tensor.ndim != 2 or name.endswith(("embed_tokens.weight", "head.weight", "gate.weight", "eh_proj.weight")):
+            tensors[name] = tensor
+            continue
+        values = tensor.astype(np.float32)
+        scales = np.zeros([-(-size // step) for size, step in zip(values.shape, block)], np.float32)
+        for at in np.ndindex(scales.shape):
+            part = tuple(slice(i * step, (i + 1) * step) for i, step in zip(at, block))
+            scales[at] = np.abs(values[part]).max() / 448
+            values[part] /= scales[at]
+        tensors[name], tensors[f"{name}_scale_inv"] = values.astype(ml_dtypes.float8_e4m3fn), scales
+    return write_checkpoint(out, config, tensors)
+
+
+def write_mxfp4(folder: Path, out: Path, seed: int = 0) -> Path:
+    """A gpt-oss again with any experts of its sizes, in mxfp4."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    tensors, rng = {**stored_quantised(folder)}, np.random.default_rng(seed)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        tensors[f"{name}_scales"] = rng.integers(120, 124, (experts, outputs, inputs // 32), np.uint8)
+    return write_checkpoint(out, config, tensors)
+
+
 def change_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], None], file: str = SINGLE) -> None:
     """Write one of a folder's files again with its tensors changed in place."""
     tensors = load_file(folder / file)

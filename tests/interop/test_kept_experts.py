@@ -20,8 +20,8 @@ from tests.interop.test_golden import TOLERANCE
 from tests.interop.test_quantized import fp8_folder, mxfp4_folder
 
 
-def assert_stands_for_what_is_loaded(folder):
-    kept, loaded = interop.load(folder, keep_quantised=True), interop.load(folder)
+def assert_stands_for_what_is_loaded(folder, dtype="bfloat16"):
+    kept, loaded = (interop.load(folder, keep_quantised=keep, param_dtype=dtype) for keep in (True, False))
     assert kept.config == loaded.config
     quantised = {name for name, array in kept.params.items() if isinstance(array, QArray)}
     matrices = {name for name in loaded.params if name.endswith(MATRICES)}
@@ -29,7 +29,7 @@ def assert_stands_for_what_is_loaded(folder):
     for name, array in loaded.params.items():
         found = kept.params[name]
         if name in quantised:
-            found = jax.jit(lambda stored: dequantize(stored, jnp.float32))(found).astype(jnp.bfloat16)
+            found = jax.jit(lambda stored: dequantize(stored, jnp.float32))(found).astype(dtype)
         np.testing.assert_array_equal(bits(found), bits(array), err_msg=name)
     return kept
 
@@ -39,6 +39,7 @@ def assert_stands_for_what_is_loaded(folder):
 def test_experts_in_fp8_stand_for_those_that_are_dequantised(block, tmp_path):
     folder, _, _, _ = fp8_folder(tmp_path / "fp8", block)
     kept = assert_stands_for_what_is_loaded(folder)
+    assert_stands_for_what_is_loaded(folder, "float32")
     for name in (name for name in kept.params if name.endswith(MATRICES)):
         array = kept.params[name]
         assert array.qvalue.nbytes == np.prod(array.shape)

@@ -178,6 +178,11 @@ def test_what_peft_has_no_form_for_is_refused(base, tmp_path):
             interop.save_peft(routed, tmp_path / "peft")
 
 
+def test_adapters_are_not_written_to_an_object_store(base):
+    with pytest.raises(ValueError, match="s3://bucket/peft: expected a folder of this machine"):
+        interop.save_peft(adapted(base), "s3://bucket/peft")
+
+
 # --- PEFT itself
 
 SIZES = {"vocab_size": 67, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -154,13 +154,27 @@ def test_it_is_read_as_it_was_written_whole_or_kept(written, wide):
             assert found.qvalue.nbytes == array.size
             found = jax.jit(lambda operand: dequantize(operand, jnp.float32))(found).astype(jnp.bfloat16)
         np.testing.assert_array_equal(bits(found), bits(array), err_msg=name)
+    exact = interop.load(out, param_dtype="float32").params
     for expert in range(8):
         for matrix, param in (("w1", "wi_0"), ("w3", "wi_1"), ("w2", "wo")):
             name = f"model.layers.0.block_sparse_moe.experts.{expert}.{matrix}.weight"
             values, scale = parts_of(to, tensors, name, before[name].shape)
-            meant = (values * scale).astype(np.float32).astype(ml_dtypes.bfloat16)
-            found = np.asarray(loaded.params[f"stacks.0.0.moe.{param}"])[0, expert]
-            np.testing.assert_array_equal(bits(found), bits(meant.T if matrix == "w2" else meant), err_msg=name)
+            meant = (values * scale).astype(np.float32)
+            meant = meant.T if matrix == "w2" else meant
+            for params, expected in ((exact, meant), (loaded.params, meant.astype(ml_dtypes.bfloat16))):
+                found = np.asarray(params[f"stacks.0.0.moe.{param}"])[0, expert]
+                np.testing.assert_array_equal(bits(found), bits(expected), err_msg=name)
+
+
+@pytest.mark.parametrize("to", ["fp8", "int8"])
+def test_a_head_that_is_the_embedding_is_named_among_what_is_not_quantised(to, tmp_path):
+    """It has no tensor, but is a linear layer to those who would make one of 8 bits of it."""
+    interop.quantise(GOLDEN / "qwen3_moe_tied", tmp_path / "out", to)
+    assert not any("lm_head" in name for name in stored_quantised(tmp_path / "out"))
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    named = settings["modules_to_not_convert" if to == "fp8" else "ignore"]
+    assert named.count("lm_head") == 1
+    assert interop.load(tmp_path / "out").config.tied_embeddings
 
 
 @pytest.mark.parametrize("to", ["fp8", "int8"])
@@ -190,7 +204,11 @@ def test_modules_of_multi_token_prediction_are_quantised_but_for_what_joins_them
     interop.quantise(GOLDEN / "deepseek_v3_mtp", tmp_path / "out", "fp8")
     before, after = stored(GOLDEN / "deepseek_v3_mtp"), stored_quantised(tmp_path / "out")
     assert {name for name in before if f"{name}_scale_inv" in after} == matrices_of(before)
-    interop.load(tmp_path / "out", keep_quantised=True)
+    kept, exact = (interop.load(tmp_path / "out", keep_quantised=keep, param_dtype="float32") for keep in (True, False))
+    assert isinstance(kept.params["mtp.0.moe.wo"], QArray)
+    ids = jnp.asarray([[5, 9, 2, 17, 3, 1]])
+    (found,), (expected,) = kept.mtp_logits(ids), exact.mtp_logits(ids)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_a_matrix_whose_last_block_would_be_cut_stays(tmp_path):
@@ -258,13 +276,8 @@ def test_transformers_reads_the_same_weights(family, to, tmp_path):
     # It would quantise the weights of int8 anew in every call.
     options = {} if to == "fp8" else {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, **options)
-    kept = json.loads((out / "config.json").read_text())["quantization_config"]
     ids = np.arange(1, 13).reshape(2, 6) * 5
     with torch.no_grad():
-        stays = {f"{name}.weight" for name in kept.get("modules_to_not_convert", kept.get("ignore"))}
-        for name, weights in theirs.named_parameters():
-            if weights.ndim > 1 and not name.endswith(UNQUANTISED) and name not in stays:
-                weights.copy_(weights.to(torch.bfloat16))  # as we read them
         want = theirs(torch.from_numpy(ids)).logits.numpy()
     found = interop.load(out, param_dtype="float32")(jnp.asarray(ids))
     np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * np.abs(want).max())

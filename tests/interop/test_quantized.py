@@ -32,14 +32,14 @@ def fp4_value(nibble):
 FP8_VALUES = np.asarray([fp8_value(byte) for byte in range(256)], np.float32)
 
 
-def fp8_matrix(stored_bytes, factors, block):
+def fp8_matrix(stored_bytes, factors, block, dtype=ml_dtypes.bfloat16):
     rows, columns = stored_bytes.shape
     out = np.empty((rows, columns), np.float32)
     for i in range(rows):
         for first in range(0, columns, block[1]):
             part = slice(first, first + block[1])
             out[i, part] = FP8_VALUES[stored_bytes[i, part]] * factors[i // block[0], first // block[1]]
-    return out.astype(ml_dtypes.bfloat16)
+    return out.astype(dtype)
 
 
 def mxfp4_rows(blocks, scales):
@@ -85,6 +85,23 @@ def test_fp8_weights_are_those_of_a_plain_loop(block, tmp_path):
     assert loaded.config.param_dtype == jnp.bfloat16
     for name, array in expected.params.items():
         np.testing.assert_array_equal(bits(loaded.params[name]), bits(array), err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_fp8_weights_are_rounded_once_to_the_type_that_is_asked_for(dtype, tmp_path):
+    """To float32 not at all: it has 24 bits of a value with 4 times a factor, and not the 8 of bfloat16."""
+    block = (9, 7)
+    folder, config, meant, tensors = fp8_folder(tmp_path / "fp8", block)
+    del config["quantization_config"]
+    for name in meant:
+        if f"{name}_scale_inv" in tensors:
+            raw, factors = tensors[name].view(np.uint8), tensors[f"{name}_scale_inv"]
+            meant[name] = fp8_matrix(raw, factors, block, np.dtype(dtype))
+    expected = interop.load(write_checkpoint(tmp_path / "plain", config, meant), param_dtype=dtype).params
+    matrix = np.asarray(expected["stacks.1.0.moe.wo"])
+    assert (matrix.astype(ml_dtypes.bfloat16).astype(dtype) != matrix).any()
+    for name, array in interop.load(folder, param_dtype=dtype).params.items():
+        np.testing.assert_array_equal(bits(array), bits(expected[name]), err_msg=name)
 
 
 def test_fp8_factors_may_be_bfloat16(tmp_path):

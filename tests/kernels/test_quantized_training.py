@@ -205,9 +205,7 @@ def test_each_call_of_the_backward_pass_is_chosen_by_what_it_is_given():
 def test_a_kernel_without_a_transposed_matmul_of_its_own_is_refused_for_that_gradient():
     arrays, sizes = draw(), jnp.asarray(SIZES)
     choice = Directions(backward="tokamax")
-    with pytest.raises(
-        CannotRunError, match=r"\(dlhs\) .*\n  tokamax: (it computes both gradients together|.*for cpu|.*tokamax)"
-    ):
+    with pytest.raises(CannotRunError, match=r"\(dlhs\) .*\n  tokamax: (it takes no quantised operands|.*tokamax)"):
         quantized_matmuls(
             jnp.asarray(arrays[0]),
             tuple(map(jnp.asarray, arrays[1])),

@@ -5,11 +5,12 @@ The same list is read off the compiled program by a test: what is printed here i
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from raggedmoe.kernels.qarray import QuantizedForm
 from raggedmoe.kernels.registry import BACKWARD, FORWARD
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.config import MoEConfig, is_expert_choice, strategy_name
@@ -65,6 +66,8 @@ class StepSizes:
     num_sequences: int = 1  # of one device, which strategy "capacity" counts slots in
     dtype: str = "bfloat16"  # of activations, and of weights as they are multiplied
     ragged: bool = True  # the platform has a ragged all-to-all; XLA's CPU backend has not
+    # The layer's frozen matrices that are stored quantised, and sent so.
+    kept: Mapping[str, QuantizedForm] = field(default_factory=dict, hash=False)
 
 
 def layer_collectives(config: MoEConfig, execution: MoEExecution, plan: Plan, step: StepSizes) -> list[Collective]:
@@ -217,6 +220,13 @@ def _of_weights(config: MoEConfig, plan: Plan, step: StepSizes) -> Iterator[Coll
     size, sizes = np.dtype(step.dtype).itemsize, plan.sizes
     for name, spec in config.param_specs().items():
         if not is_routed(name, spec):
+            continue
+        if name in step.kept:
+            for what, (num_bytes, axes) in zip(
+                (name, f"{name} scales"), plan.quantized_parts(name, spec, step.kept[name])
+            ):
+                others = math.prod(sizes[axis] for axis in axes if axis != FSDP)
+                yield _collective(GATHER, what, FORWARD, (FSDP,) if FSDP in axes else (), num_bytes // others)
             continue
         split = _split_axes(plan, name, spec)
         here = spec.num_elements * size // math.prod(sizes[axis] for axis in split if axis != FSDP)

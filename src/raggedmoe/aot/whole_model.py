@@ -64,7 +64,7 @@ def whole_model(outcomes: Sequence[CompileOutcome]) -> WholeModel | None:
         return None
     config = resolve_on(steps[0].config, outcomes[0].case.topology)
     whole, cut = (
-        state_bytes(model, config.plan, config.step.optimizer)
+        state_bytes(model, config.plan, config.step.optimizer, config.step.kept)
         for model in (config.step.model, with_layers(config.step.model, layers[0]))
     )
     state = whole.params + whole.moments - cut.params - cut.moments

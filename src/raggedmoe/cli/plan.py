@@ -24,7 +24,6 @@ from raggedmoe.aot.collectives import (
 from raggedmoe.hardware import HARDWARE, Hardware, hardware_by_name
 from raggedmoe.launch.slices import parse_slice
 from raggedmoe.lora import is_adapter
-from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.config import MoEConfig, strategy_name
 from raggedmoe.moe.execution import ACROSS_RANKS, MoEExecution
@@ -75,10 +74,11 @@ def plan(
         num_sequences=sequences,
         dtype=str(np.dtype(model.dtype)),
         ragged=chip.platform != "cpu",
+        kept={name.rpartition(".moe.")[2]: form for name, form in config.step.kept.items()},
     )
     collectives = layer_collectives(model.moe_layer, execution.moe, made, step)
     across = collectives_across_slices(config.step, made, step)
-    state = state_bytes(model, made, config.step.optimizer)
+    state = state_bytes(model, made, config.step.optimizer, config.step.kept)
     if json:
         print(dumps(_as_json(config.step, made, step, collectives, across, state, moe_layers), indent=1))
         return 0
@@ -91,7 +91,7 @@ def plan(
         console.print(f"  {missing}")
     console.print(f"strategy {strategy}; {tokens:,} tokens of a micro-batch on each device, {step.dtype}")
     console.print()
-    console.print(_parameter_table(made, model))
+    console.print(_parameter_table(made, config.step))
     total = state.total
     room = f" of {_size(_device_bytes(chip))}" if chip.hbm_bytes else ""
     console.print(
@@ -186,13 +186,14 @@ def _device_bytes(chip: Hardware) -> int:
     return chip.hbm_bytes // chip.devices_per_chip
 
 
-def _parameter_table(made: Plan, model: ModelConfig) -> Table:
+def _parameter_table(made: Plan, run: ResolvedStep) -> Table:
     """Write the table of the parameters; those of a kind that are split alike are one line."""
     groups: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for name, spec in param_specs(model).items():
-        entry, itemsize = groups[_kind(name, spec), _split(made, name, spec)], np.dtype(spec.dtype).itemsize
-        entry[0] += spec.num_elements * itemsize
-        entry[1] += made.device_elements(name, spec) * itemsize
+    for name, spec in param_specs(run.model).items():
+        form = run.kept.get(name)
+        entry = groups[_kind(name, spec) + ("" if form is None else f" ({form.qtype})"), _split(made, name, spec)]
+        entry[0] += Plan().device_bytes(name, spec, form)
+        entry[1] += made.device_bytes(name, spec, form)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("parameters", "split", "whole", "on a device"):
         table.add_column(title, justify="left" if title in ("parameters", "split") else "right")
@@ -302,7 +303,7 @@ def _as_json(
             name: {
                 "axes": spec.axes,
                 "split": [axes_of(entry) for entry in made.spec(name, spec)],
-                "bytes": made.device_elements(name, spec) * np.dtype(spec.dtype).itemsize,
+                "bytes": made.device_bytes(name, spec, run.kept.get(name)),
             }
             for name, spec in param_specs(model).items()
         },

@@ -41,8 +41,9 @@ class Int8Tensor:
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         stop = self.shape[0] if stop is None else stop
-        scales = self.scales.read(start, stop).astype(np.float32).repeat(self.kept_block[1], axis=1)
-        return (self.read_codes(start, stop).astype(np.float32) * scales).astype(self.dtype)
+        product = product_dtype(self.dtype)
+        scales = self.scales.read(start, stop).astype(product).repeat(self.kept_block[1], axis=1)
+        return (self.read_codes(start, stop).astype(product) * scales).astype(self.dtype)
 
     @property
     def qtype(self) -> str:
@@ -62,6 +63,11 @@ class Int8Tensor:
 
     def read_scales(self) -> np.ndarray:
         return self.scales.read().astype(np.float32)
+
+
+def product_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the type in which values are multiplied by scales, to be rounded to ``dtype``: float32 at least."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def pack(values: np.ndarray) -> np.ndarray:

@@ -9,9 +9,8 @@ from raggedmoe.interop.arrays import aligned_empty, to_device
 from raggedmoe.interop.layout import parameter_views
 from raggedmoe.interop.matching import Target
 from raggedmoe.interop.quantized import QuantizedTensor, ReadableTensor
-from raggedmoe.kernels.qarray import QArray
-from raggedmoe.models.module import Decoder
-from raggedmoe.params import ParamSpec
+from raggedmoe.kernels.qarray import QArray, QuantizedForm
+from raggedmoe.params import Params, ParamSpec
 
 MATRICES = (".moe.wi_0", ".moe.wi_1", ".moe.wo")
 
@@ -29,9 +28,9 @@ class KeptBuffer:
         return QArray(to_device(self.values), to_device(self.scales), None, self.qtype)
 
 
-def check_is_of_arrays(model: Decoder) -> None:
-    """Require a model that can be written: all of its parameters are arrays."""
-    quantised = [name for name, array in model.params.items() if isinstance(array, QArray)]
+def check_are_arrays(params: Params) -> None:
+    """Require parameters that can be written in our own format: all of them are arrays."""
+    quantised = [name for name, array in params.items() if isinstance(array, QArray)]
     if quantised:
         raise ValueError(
             f"expected a model of arrays to write, got quantised {', '.join(quantised[:3])}"
@@ -40,18 +39,19 @@ def check_is_of_arrays(model: Decoder) -> None:
         )
 
 
-def kept_params(pairs: Sequence[tuple[Target, ReadableTensor]]) -> set[str]:
-    """Find the experts' matrices of which every tensor is quantised alike, so that they can stay as they are."""
-    forms: dict[str, set[object]] = {}
+def kept_forms(pairs: Sequence[tuple[Target, ReadableTensor]]) -> dict[str, QuantizedForm]:
+    """Find the experts' matrices of which every tensor is quantised alike, so that they can stay so, and say how."""
+    forms: dict[str, set[QuantizedForm | None]] = {}
     for target, tensor in pairs:
         for param, spec in zip(target.params, target.specs):
             if param.endswith(MATRICES):
                 forms.setdefault(param, set()).add(_form(target, spec, tensor))
-    return {param for param, param_forms in forms.items() if len(param_forms) == 1 and None not in param_forms}
+    alike = {param: found.pop() for param, found in forms.items() if len(found) == 1}
+    return {param: form for param, form in alike.items() if form is not None}
 
 
-def _form(target: Target, spec: ParamSpec, tensor: ReadableTensor) -> object:
-    """Return what must be the same for all tensors of a parameter; None: it cannot stay as it is stored."""
+def _form(target: Target, spec: ParamSpec, tensor: ReadableTensor) -> QuantizedForm | None:
+    """Return how a tensor is quantised, as a part of a parameter; None: it cannot stay as it is stored."""
     if not isinstance(tensor, QuantizedTensor):
         return None
     dims = target.entry.layout.dims
@@ -59,24 +59,17 @@ def _form(target: Target, spec: ParamSpec, tensor: ReadableTensor) -> object:
         return None  # a block that holds numbers of several parameters
     if tensor.qtype == "mxfp4" and spec.shape[-1] % 2:
         return None  # two neighbours are not in one row
-    return tensor.qtype, _scale_shape(target, spec, tensor)
+    blocks = {axis: block for dim, block in zip(dims, tensor.kept_block) for axis in dim}
+    rows, columns = (blocks[axis] for axis in spec.axes[-2:])
+    scale_dtype = "uint8" if tensor.qtype == "mxfp4" else "float32"
+    return QuantizedForm(qtype=tensor.qtype, block=(rows, columns), scale_dtype=scale_dtype)
 
 
-def _scale_shape(target: Target, spec: ParamSpec, tensor: QuantizedTensor) -> tuple[int, ...]:
-    """Return the shape of a parameter's scales: each of its axes divided by what shares a scale there."""
-    blocks = {axis: block for dim, block in zip(target.entry.layout.dims, tensor.kept_block) for axis in dim}
-    return tuple(size // blocks[axis] for axis, size in zip(spec.axes, spec.shape))
-
-
-def make_buffer(param: str, whole: ParamSpec, target: Target, tensor: QuantizedTensor) -> KeptBuffer:
-    """Allocate a parameter; ``whole`` declares it with all layers and experts."""
-    spec = target.specs[target.params.index(param)]
-    lead = whole.shape[: len(target.index)]
-    shape = whole.shape if tensor.qtype != "mxfp4" else (*whole.shape[:-1], whole.shape[-1] // 2)
-    scales = (*lead, *_scale_shape(target, spec, tensor))
-    dtype = np.uint8 if tensor.qtype == "mxfp4" else np.float32
-    codes = np.int8 if tensor.qtype == "int8" else np.uint8
-    return KeptBuffer(values=aligned_empty(shape, codes), scales=aligned_empty(scales, dtype), qtype=tensor.qtype)
+def make_buffer(spec: ParamSpec, form: QuantizedForm) -> KeptBuffer:
+    """Allocate a parameter, with all layers and experts."""
+    struct = form.struct(spec.shape)
+    values, scales = (aligned_empty(part.shape, part.dtype) for part in (struct.qvalue, struct.scale))
+    return KeptBuffer(values=values, scales=scales, qtype=form.qtype)
 
 
 def fill_values(target: Target, piece: np.ndarray, place: slice, axis: int, buffers: Sequence[KeptBuffer]) -> None:
@@ -94,7 +87,8 @@ def fill_values(target: Target, piece: np.ndarray, place: slice, axis: int, buff
 def fill_scales(target: Target, tensor: QuantizedTensor, buffers: Sequence[KeptBuffer]) -> None:
     """Write a tensor's scales to those of its parameters."""
     stored = tensor.read_scales()
-    specs = [replace(spec, shape=_scale_shape(target, spec, tensor)) for spec in target.specs]
+    parts_of = zip(target.specs, buffers)
+    specs = [replace(spec, shape=buffer.scales.shape[len(target.index) :]) for spec, buffer in parts_of]
     first = target.entry.layout.axes[0]
     parts = parameter_views(stored, target.entry.layout, specs, specs[0].shape[specs[0].axes.index(first)])
     for buffer, part in zip(buffers, parts):

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,21 +13,24 @@ from jax.typing import DTypeLike
 from raggedmoe.interop import kept_experts, native
 from raggedmoe.interop.arrays import PIECE_BYTES, aligned_empty, to_device
 from raggedmoe.interop.companions import read_companions
-from raggedmoe.interop.folder import read_tensor_headers
+from raggedmoe.interop.folder import has_tensors, read_tensor_headers
 from raggedmoe.interop.hf_config import read_config_json, read_model_config
 from raggedmoe.interop.layout import first_axis, parameter_views
 from raggedmoe.interop.matching import Target, match_tensors
 from raggedmoe.interop.named_model import has_float64, load_config, majority_dtype, read_family, without_missing_mtp
-from raggedmoe.interop.peft import is_peft, load_peft
+from raggedmoe.interop.peft import is_peft, load_peft, read_adapters
 from raggedmoe.interop.progress import Advance, bytes_bar
-from raggedmoe.interop.quantized import QuantizedTensor, ReadableTensor, dequantize_tensors
+from raggedmoe.interop.quantized import ReadableTensor, dequantize_tensors, read_as
+from raggedmoe.kernels.qarray import QuantizedForm
 from raggedmoe.models.companions import AdapterBase
 from raggedmoe.models.config import ModelConfig
-from raggedmoe.models.fingerprint import fingerprint
+from raggedmoe.models.fingerprint import fingerprint, has_no_type, is_fingerprint_of
 from raggedmoe.models.module import Decoder
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.params import Params
-from raggedmoe.storage import ObjectPath, as_path
+from raggedmoe.storage import AnyPath, ObjectPath, as_path
+
+Pairs = list[tuple[Target, ReadableTensor]]
 
 
 def load(
@@ -44,8 +48,8 @@ def load(
         `raggedmoe import` or a run made; it may be in an object store, ``s3://bucket/folder``.
       dtype: the type of activations; by default that of the weights.
       param_dtype: the type of the weights; by default that of most of the checkpoint. Routers stay in float32.
-      keep_quantised: leave the experts in the fp8, int8 or mxfp4 that the folder has, for inference on one device. The
-        other weights are dequantised, as all are otherwise.
+      keep_quantised: leave the experts in the fp8, int8 or mxfp4 that the folder has, or the folder of the model that
+        its adapters are for. The other weights are dequantised, as all are otherwise.
       progress: show a bar on standard error.
 
     Raises:
@@ -55,23 +59,13 @@ def load(
     path = as_path(folder)
     if any(jnp.dtype(name) == np.float64 for name in (dtype, param_dtype) if name is not None) and not has_float64():
         raise ValueError("float64 is switched off in JAX; switch it on with JAX_ENABLE_X64=1, or use float32")
+    options: dict[str, Any] = {"keep_quantised": keep_quantised, "progress": progress}
     if is_peft(path):
-        if keep_quantised:
-            raise ValueError(f"{path}: expected a checkpoint with quantised experts, found adapters")
-        return load_peft(path, load, load_config, dtype=dtype, param_dtype=param_dtype, progress=progress)
+        return load_peft(path, load, load_config, dtype=dtype, param_dtype=param_dtype, **options)
     if native.is_native(path):
-        if keep_quantised:
-            raise ValueError(f"{path}: expected a checkpoint with quantised experts, found one of arrays")
-        return native.load(path, load_base, dtype=dtype, param_dtype=param_dtype, progress=progress)
-    reader = read_config_json(path)
-    family = read_family(reader)
-    tensors = dequantize_tensors(reader, read_tensor_headers(path))
-    config = without_missing_mtp(path, read_model_config(reader, family.read_config), tensors)
-    reader.warn_of_unread()
-    param_dtype = param_dtype or majority_dtype(tensors)
-    config = replace(config, param_dtype=jnp.dtype(param_dtype), dtype=jnp.dtype(dtype or param_dtype))
-    pairs = match_tensors(path, family, config, tensors)
-    kept = kept_experts.kept_params(pairs) if keep_quantised else set()
+        return native.load(path, load_base, dtype=dtype, param_dtype=param_dtype, **options)
+    config, pairs = _match_folder(path, dtype, param_dtype, warns=True)
+    kept = kept_experts.kept_forms(pairs) if keep_quantised else {}
     if keep_quantised and not kept:
         raise ValueError(
             f"{path}: expected experts that are quantised, with blocks that fit, for keep_quantised; found none"
@@ -80,33 +74,72 @@ def load(
     return Decoder(config, params=params, companions=read_companions(path))
 
 
-def load_base(base: AdapterBase, config: ModelConfig, where: str, progress: bool = False) -> Params:
+def read_kept_forms(folder: AnyPath) -> dict[str, QuantizedForm]:
+    """Read how `load` stores the experts of a folder, or of its adapters' base, if they stay quantised; {}: none can.
+
+    No tensor is read.
+    """
+    if is_peft(folder):
+        return read_kept_forms(read_adapters(folder, load_config).base)
+    if native.is_native(folder):
+        base = native.read_base(folder)
+        return {} if base is None else read_kept_forms(as_path(base.folder))
+    if not has_tensors(folder) or read_config_json(folder).get("quantization_config") is None:
+        return {}
+    return kept_experts.kept_forms(_match_folder(folder, None, None)[1])
+
+
+def _match_folder(
+    path: AnyPath, dtype: DTypeLike | None, param_dtype: DTypeLike | None, *, warns: bool = False
+) -> tuple[ModelConfig, Pairs]:
+    """Read the configuration of a Hugging Face folder, and match its tensors with the parameters that they hold."""
+    reader = read_config_json(path)
+    family = read_family(reader)
+    tensors = dequantize_tensors(reader, read_tensor_headers(path))
+    config = without_missing_mtp(path, read_model_config(reader, family.read_config), tensors)
+    if warns:
+        reader.warn_of_unread()
+    param_dtype = param_dtype or majority_dtype(tensors)
+    config = replace(config, param_dtype=jnp.dtype(param_dtype), dtype=jnp.dtype(dtype or param_dtype))
+    pairs = match_tensors(path, family, config, tensors)
+    return config, [(target, read_as(tensor, target.specs[0].dtype)) for target, tensor in pairs]
+
+
+def load_base(
+    base: AdapterBase, config: ModelConfig, where: str, *, keep_quantised: bool = False, progress: bool = False
+) -> tuple[Params, AdapterBase]:
     """Load the frozen weights of a model with adapters, and require that they are those that the adapters are for.
 
-    ``where`` is the file that names them.
+    They have the type of ``config``, or a wider one. ``where`` is the file that names them. The base is returned as it
+    is to be written from now on.
     """
     if not as_path(base.folder).is_dir():
         raise ValueError(
             f"{where}: expected the model that its adapters are for at {base.folder}, found no folder there; put it "
             "back, or correct the folder's name in that file"
         )
-    params = load(base.folder, param_dtype=config.param_dtype, progress=progress).params
+    # Rounded to float16, weights in bfloat16 could not be told from others.
+    config = replace(config, param_dtype=jnp.promote_types(config.param_dtype, jnp.bfloat16))
+    options: dict[str, Any] = {"keep_quantised": keep_quantised, "progress": progress}
+    params = load(base.folder, param_dtype=config.param_dtype, **options).params
     specs = {name: spec for name, spec in param_specs(config).items() if spec.updated_by is None}
     frozen = {name: value for name, value in params.items() if name in specs}
     wrong = sorted(
         name for name, spec in specs.items() if name not in frozen or tuple(frozen[name].shape) != spec.shape
     )
-    if wrong or fingerprint(frozen) != base.fingerprint:
+    if wrong or not is_fingerprint_of(base.fingerprint, frozen, config):
         shapes = f" ({', '.join(wrong[:3])} differ in shape)" if wrong else ""
         raise ValueError(
             f"{where}: its adapters are for another model than the one that is now at {base.folder}{shapes}; restore "
             "that one"
         )
-    return frozen
+    if has_no_type(base.fingerprint):
+        base = replace(base, fingerprint=fingerprint(frozen, config))
+    return frozen, base
 
 
 def _load_params(
-    pairs: list[tuple[Target, ReadableTensor]], config: ModelConfig, kept: set[str], progress: bool
+    pairs: Pairs, config: ModelConfig, kept: Mapping[str, QuantizedForm], progress: bool
 ) -> dict[str, Any]:
     """Read the parameters one after the other. A buffer becomes a JAX array as soon as its last tensor is in it.
 
@@ -120,11 +153,10 @@ def _load_params(
         for target, tensor in pairs:
             for param in target.params:
                 if param not in buffers and param in kept:
-                    assert isinstance(tensor, QuantizedTensor)
-                    buffers[param] = kept_experts.make_buffer(param, specs[param], target, tensor)
+                    buffers[param] = kept_experts.make_buffer(specs[param], kept[param])
                 elif param not in buffers:
                     buffers[param] = aligned_empty(specs[param].shape, specs[param].dtype)
-            if kept.issuperset(target.params):
+            if all(param in kept for param in target.params):
                 _keep(target, tensor, buffers, advance)
             elif target.copy:
                 _compare(target, tensor, buffers, advance)

@@ -151,7 +151,7 @@ NO_EFFECT: dict[str, str] = {
 
 # Features that do not exist here: refused with the reason, and with what comes nearest, unless the value is harmless.
 REFUSED: dict[str, str] = {
-    "scales are made by the largest value of a row or channel, or constant; use quantization=fp8_full or int8": (
+    "scales are those of a row or channel, of a history, or constant; use quantization=fp8_full or int8": (
         "use_manual_quantization=false replicate_quant_scale=false quant_cfg_path= quantization_local_shard_count=-1 "
         "constant_bound_config="
     ),

@@ -14,16 +14,17 @@ from raggedmoe.interop.arrays import PIECE_BYTES, aligned_empty, fetch_to_host, 
 from raggedmoe.interop.companions import companions_of, read_companions, write_companions, write_kept_config
 from raggedmoe.interop.folder import read_tensor_headers
 from raggedmoe.interop.json_file import read_json_object
-from raggedmoe.interop.kept_experts import check_is_of_arrays
+from raggedmoe.interop.kept_experts import check_are_arrays
 from raggedmoe.interop.progress import bytes_bar
 from raggedmoe.interop.safetensors_file import NewTensor
 from raggedmoe.interop.writing import SHARD_BYTES, new_folder, replaced_objects, write_json, write_tensors
+from raggedmoe.kernels.qarray import QArray
 from raggedmoe.models.companions import AdapterBase, Companions
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.config_json import from_json, to_json
 from raggedmoe.models.module import Decoder
 from raggedmoe.models.parameters import param_specs
-from raggedmoe.params import Params
+from raggedmoe.params import Params, Specs
 from raggedmoe.storage import AnyPath, ObjectPath, as_path
 
 CONFIG, FORMAT = "raggedmoe.json", 1
@@ -49,18 +50,19 @@ def save(
     adapters that was loaded beside a base, the frozen weights are not written, but where they are and how they are
     known again.
     """
-    check_is_of_arrays(model)
+    base = None if model.companions is None or model.config.lora is None else model.companions.base
+    specs = param_specs(model.config)
+    if base is not None:
+        specs = {name: spec for name, spec in specs.items() if spec.updated_by is not None}
+    check_are_arrays({name: model.params[name] for name in specs})
     belongings, path = companions_of(model, companions), as_path(folder)
     with replaced_objects(path) if isinstance(path, ObjectPath) else new_folder(path) as partial:
-        specs = param_specs(model.config)
         description = {
             "format": FORMAT,
             "config": to_json(model.config),
-            "axes": {name: list(spec.axes) for name, spec in specs.items()},
+            "axes": {name: list(spec.axes) for name, spec in param_specs(model.config).items()},
         }
-        base = None if model.companions is None or model.config.lora is None else model.companions.base
         if base is not None:
-            specs = {name: spec for name, spec in specs.items() if spec.updated_by is not None}
             description["base"] = vars(base)
         write_json(partial / CONFIG, description)
         tensors = [
@@ -92,21 +94,25 @@ def _pieces(array: jax.Array | np.ndarray) -> Iterator[np.ndarray]:
 
 def load(
     folder: AnyPath,
-    load_base: Callable[[AdapterBase, ModelConfig, str], Params],
+    load_base: Callable[..., tuple[Params, AdapterBase]],
     *,
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
+    keep_quantised: bool = False,
     progress: bool = False,
 ) -> Decoder:
     """Read a folder that `save` wrote. By default activations have the type of the weights that is asked for.
 
-    ``load_base`` is given what the folder says of the base of its adapters, if it has no frozen weights.
+    ``load_base`` is given what the folder says of the base of its adapters, if it has no frozen weights, whose experts
+    may stay quantised.
     """
     config, axes, base = _read_description(folder)
+    if keep_quantised and base is None:
+        raise ValueError(f"{folder}: expected a checkpoint with quantised experts, found one of arrays")
     specs, tensors = param_specs(config), read_tensor_headers(folder)
     frozen: Params = {}
     if base is not None:
-        frozen = load_base(base, config, str(folder / CONFIG))
+        frozen, base = load_base(base, config, str(folder / CONFIG), keep_quantised=keep_quantised, progress=progress)
         specs = {name: spec for name, spec in specs.items() if name not in frozen}
     problems = [f"{name}: missing" for name in sorted(specs.keys() - tensors.keys())]
     problems += [f"{name}: unknown" for name in sorted(tensors.keys() - specs.keys())]
@@ -140,8 +146,15 @@ def load(
                 buffer[start:stop] = piece
                 advance(piece.nbytes)
             params[name] = to_device(buffer)
-    params |= {name: value.astype(target_specs[name].dtype) for name, value in frozen.items()}
+    params |= cast_arrays(frozen, target_specs)
     return Decoder(config, params=params, companions=replace(read_companions(folder), base=base))
+
+
+def cast_arrays(params: Params, specs: Specs) -> Params:
+    """Cast parameters to the types that are declared; experts that stayed quantised have none."""
+    return {
+        name: value if isinstance(value, QArray) else value.astype(specs[name].dtype) for name, value in params.items()
+    }
 
 
 def _read_description(folder: AnyPath) -> tuple[ModelConfig, dict[str, Any], AdapterBase | None]:

@@ -32,7 +32,7 @@ from raggedmoe.models.fingerprint import fingerprint
 from raggedmoe.models.module import Decoder
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.params import Params, ParamSpec
-from raggedmoe.storage import AnyPath, as_path
+from raggedmoe.storage import AnyPath, ObjectPath, as_path
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -65,7 +65,9 @@ def save_peft(
       base: what the folder calls the model that the adapters are for; by default the folder that it was loaded from.
       progress: show a bar on standard error.
     """
-    lora, config = model.config.lora, model.config
+    lora, config, path = model.config.lora, model.config, as_path(folder)
+    if isinstance(path, ObjectPath):
+        raise ValueError(f"{path}: expected a folder of this machine for the adapters; write there, and copy it")
     if lora is None:
         raise ValueError("expected a model with adapters, got one of weights alone; write it with interop.save")
     family = family_by_model_type(config.family, "the model")
@@ -107,7 +109,7 @@ def save_peft(
         "modules_to_save": ["mlp.gate"] if is_trained_router else None,
         "inference_mode": True,
     }
-    with new_folder(as_path(folder)) as partial:  # type: ignore[arg-type]
+    with new_folder(path) as partial:
         write_json(partial / CONFIG, description)
         write_file(partial / TENSORS, tensors, {"format": "pt"}, lambda _: None)
         write_companions(companions_of(model, None), partial)
@@ -269,7 +271,7 @@ def load_peft(
     specs, params = param_specs(config), dict(model.params)
     frozen = {name: value for name, value in params.items() if specs[name].updated_by is None}
     absolute = adapters.base.absolute() if isinstance(adapters.base, Path) else adapters.base
-    base = AdapterBase(folder=str(absolute), fingerprint=fingerprint(frozen))
+    base = AdapterBase(folder=str(absolute), fingerprint=fingerprint(frozen, config))
     changed: dict[str, np.ndarray] = {}
     for target, tensor in adapters.routers:
         (name,) = target.params

@@ -1,19 +1,19 @@
 """Quantized checkpoints: DeepSeek's fp8 with a scale for each block, gpt-oss's mxfp4, int8 of compressed-tensors.
 
-A dequantized tensor, in bfloat16, takes the place of the stored ones that it is made of, and is read like them, some
-rows at a time. `kept_experts.py` reads its values and scales apart instead.
+A dequantized tensor takes the place of the stored ones that it is made of, and is read like them, some rows at a time:
+in bfloat16, unless another type is asked for. `kept_experts.py` reads its values and scales apart instead.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
 
 from raggedmoe.interop import compressed_tensors
-from raggedmoe.interop.compressed_tensors import Int8Tensor
+from raggedmoe.interop.compressed_tensors import Int8Tensor, product_dtype
 from raggedmoe.interop.hf_config import ConfigReader
 from raggedmoe.interop.safetensors_file import BrokenFileError, StoredTensor
 from raggedmoe.storage import AnyPath
@@ -70,10 +70,11 @@ class BlockFp8Tensor:
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         stop = self.shape[0] if stop is None else stop
         tall, wide = self.block
-        scales = self.scales.read(start // tall, -(-stop // tall)).astype(np.float32)
+        product = product_dtype(self.dtype)
+        scales = self.scales.read(start // tall, -(-stop // tall)).astype(product)
         scales = scales.repeat(tall, axis=0)[start % tall :][: stop - start]
         scales = scales.repeat(wide, axis=1)[:, : self.shape[1]]
-        return (self.values.read(start, stop).astype(np.float32) * scales).astype(self.dtype)
+        return (self.values.read(start, stop).astype(product) * scales).astype(self.dtype)
 
     @property
     def qtype(self) -> str:
@@ -146,6 +147,11 @@ class Mxfp4Tensor:
 
 
 QuantizedTensor = BlockFp8Tensor | Mxfp4Tensor | Int8Tensor
+
+
+def read_as(tensor: ReadableTensor, dtype: Any) -> ReadableTensor:
+    """Have a quantised tensor dequantised to a type, rounded once; others are read as they are stored."""
+    return replace(tensor, dtype=np.dtype(dtype)) if isinstance(tensor, QuantizedTensor) else tensor
 
 
 def dequantize_tensors(reader: ConfigReader, tensors: Mapping[str, StoredTensor]) -> dict[str, ReadableTensor]:

@@ -69,6 +69,27 @@ class QArray:
         return jnp.dtype(jnp.float32) if self.scale.dtype.itemsize == 1 else self.scale.dtype
 
 
+@dataclass(frozen=True, kw_only=True)
+class QuantizedForm:
+    """How matrices are stored quantised, in the form that kernels read, whatever their number and size."""
+
+    qtype: str  # one of FORMATS
+    block: tuple[int, int]  # the rows and columns of a matrix that share a scale
+    scale_dtype: str
+
+    def struct(self, shape: tuple[int, ...]) -> QArray:
+        """Describe the values and scales of so many matrices of that size, by their shapes alone."""
+        *lead, rows, columns = shape
+        values = (*lead, rows, columns // 2 if self.qtype == "mxfp4" else columns)
+        scales = (*lead, rows // self.block[0], columns // self.block[1])
+        return QArray(
+            jax.ShapeDtypeStruct(values, jnp.int8 if self.qtype == "int8" else jnp.uint8),
+            jax.ShapeDtypeStruct(scales, jnp.dtype(self.scale_dtype)),
+            None,
+            self.qtype,
+        )
+
+
 def check_operand(
     operation: str, name: str, operand: Any, dims: str, formats: tuple[str, ...] = FORMATS
 ) -> Array | QArray:

@@ -50,13 +50,15 @@ def absmax_scale(array: Float[Array, "..."], qtype: str, scale_shape: tuple[int,
     return jnp.where(largest == 0, 1, scale)
 
 
-def constant_scale(array: Float[Array, "..."], value: float, scale_shape: tuple[int, ...]) -> Float[Array, "..."]:
+def constant_scale(
+    array: Float[Array, "..."], value: float | Float[Array, ""], scale_shape: tuple[int, ...]
+) -> Float[Array, "..."]:
     """Return scales that are all one value, but NaN where they are of something that is not finite.
 
     Int8 has no NaN, and what is too large becomes the format's largest value: neither may hide what went wrong.
     """
     finite = jnp.all(jnp.isfinite(_in_blocks(array, scale_shape)), axis=tuple(range(1, 2 * array.ndim, 2)))
-    return jnp.where(finite, np.asarray(value, accumulator(array.dtype)), jnp.nan)
+    return jnp.where(finite, jnp.asarray(value, accumulator(array.dtype)), jnp.nan)
 
 
 def encode(array: Float[Array, "..."], scale: Float[Array, "..."], qtype: str, key: jax.Array | None = None) -> Array:

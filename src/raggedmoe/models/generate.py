@@ -86,7 +86,7 @@ def generate(
     lengths = [len(prompt) for prompt in prompts]
     cache = empty_cache(config, len(prompts), _round_up(max(lengths) + max_new_tokens))
     key = jax.random.key(seed)
-    params = model.params
+    params = model.layer_inputs
     tokens, cache = _read_prompts(params, prompts, cache, key, settings)
     if model.mesh.mesh is None and reads_experts_in_place(config, model.execution.moe, params["embedding"]):
         params, cache = unstack_params(params), unstack_cache(cache)

@@ -2,19 +2,39 @@
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from raggedmoe.kernels.qarray import Quantized
+from raggedmoe.kernels.arrays import accumulator
+from raggedmoe.kernels.dequantize import dequantize
+from raggedmoe.kernels.qarray import QArray
 from raggedmoe.lora import B, first_matrix, is_adapter, merged_weight
 from raggedmoe.models.module import Decoder
 from raggedmoe.models.parameters import param_specs
+from raggedmoe.params import ParamSpec
+
+
+def _merge(weight: Any, first: jax.Array, second: jax.Array, *, spec: ParamSpec, scale: float) -> jax.Array:
+    """Add an adapter's product to a weight, each matrix of a stack of quantised ones by itself."""
+    dtype = jnp.dtype(spec.dtype)
+    if not isinstance(weight, QArray):
+        return merged_weight(weight, spec, first, second, scale)
+    one = replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
+
+    def add(parts: tuple[QArray, jax.Array, jax.Array]) -> jax.Array:
+        stored, a, b = parts
+        return merged_weight(dequantize(stored, accumulator(dtype)), one, a, b, scale).astype(dtype)
+
+    return jax.lax.map(add, (weight, first, second))
 
 
 def merge_lora(model: Decoder) -> Decoder:
     """Make the model that computes the same without adapters: each weight plus its adapter's product.
 
-    The sum is computed in float32 at least and rounded once, to the weight's type. What was trained whole is taken as
+    The sum is computed in float32 at least and rounded once, to the weight's type. A weight that stayed quantised
+    becomes an array of the model's type; those without an adapter stay as they are. What was trained whole is taken as
     it is. Without adapters the model is returned.
     """
     lora = model.config.lora
@@ -26,9 +46,7 @@ def merge_lora(model: Decoder) -> Decoder:
             continue
         merged[name] = arrays[name]
         if f"{name}{B}" in arrays:
-            if isinstance(arrays[name], Quantized):
-                raise ValueError(f"expected arrays to merge adapters with, got a quantised {name}; load it dequantised")
-            add = jax.jit(functools.partial(merged_weight, spec=spec, scale=lora.scale))
+            add = jax.jit(functools.partial(_merge, spec=spec, scale=lora.scale))
             merged[name] = add(arrays[name], first=arrays[first_matrix(name)], second=arrays[f"{name}{B}"])
     return Decoder(
         replace(model.config, lora=None),

@@ -14,10 +14,10 @@ from raggedmoe.models.config import ModelConfig, check_execution
 from raggedmoe.models.decoder import DEFAULT_EXECUTION, DecoderOutput, decode, logits
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.mtp import mtp_forward
-from raggedmoe.models.parameters import check_lora, check_model_params, param_specs
+from raggedmoe.models.parameters import check_lora, check_model_params, empty_amax_histories, param_specs
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.dispatch import check_has_mesh
-from raggedmoe.moe.module import KINDS
+from raggedmoe.moe.module import KINDS, AmaxHistory
 from raggedmoe.params import Params
 from raggedmoe.sharding.axes import AnyMesh, MeshAxes, logical_mesh
 from raggedmoe.sharding.rules import make_params
@@ -44,6 +44,7 @@ class Decoder(nnx.Module):
         mesh: AnyMesh | None = None,
         mesh_axes: MeshAxes | None = None,
         companions: Companions | None = None,
+        amax_history: Params | None = None,
     ) -> None:
         """Make a model with new parameters or with given ones.
 
@@ -57,6 +58,8 @@ class Decoder(nnx.Module):
             which takes ``mesh_axes`` too.
           mesh_axes: for a mesh with other axes, which of them are "data", "fsdp", "expert" and "tensor", as for `MoE`.
           companions: the tokenizer and whatever else belongs to its checkpoint, for `raggedmoe.interop.save`.
+          amax_history: for an execution with delayed scales what they are made of, such as `TrainState.amax_history`;
+            empty histories by default. No checkpoint has them.
         """
         check_execution(config, execution)
         check_lora(config)
@@ -65,6 +68,9 @@ class Decoder(nnx.Module):
         params = make_params(specs, params, rngs, replace(self.mesh, tensor_split=execution.moe.tensor_split))
         check_model_params(specs, params)
         self.config, self.execution, self.companions = config, execution, companions
+        if amax_history is None:
+            amax_history = empty_amax_histories(config, execution.moe.quantization, mtp_layers=config.mtp_layers)
+        self.amax_history = nnx.Dict({name: AmaxHistory(value) for name, value in amax_history.items()})
         # Axes are kept beside the values: sharding and checkpoints go by them.
         self.variables = nnx.Dict(
             {name: KINDS[spec.updated_by](params[name], axes=spec.axes) for name, spec in specs.items()}
@@ -74,6 +80,11 @@ class Decoder(nnx.Module):
     def params(self) -> Params:
         """The parameters as the functions of `raggedmoe.models.decoder` take them."""
         return {name: variable.get_value() for name, variable in self.variables.items()}
+
+    @property
+    def layer_inputs(self) -> Params:
+        """The parameters, and the histories of delayed scales."""
+        return {**self.params, **{name: history.get_value() for name, history in self.amax_history.items()}}
 
     def __call__(
         self,
@@ -103,7 +114,7 @@ class Decoder(nnx.Module):
         """Compute hidden states, what the experts did, and the cache: see `raggedmoe.models.decoder.decode`."""
         self._check_ids(ids)
         return decode(
-            self.params,
+            self.layer_inputs,
             ids,
             self.config,
             execution or self.execution,
@@ -116,7 +127,7 @@ class Decoder(nnx.Module):
 
     def mtp_logits(self, ids: Integer[Array, "B S"]) -> list[Float[Array, "B S V"]]:
         """Compute, for each module of multi-token prediction, the logits of one token further than the last."""
-        params, hidden = self.params, self.hidden(ids).hidden
+        params, hidden = self.layer_inputs, self.hidden(ids).hidden
         states, _ = mtp_forward(params, hidden, ids, self.config, self.execution, mesh=self.mesh)
         return [logits(params, further, self.config) for further in states]
 

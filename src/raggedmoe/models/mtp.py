@@ -100,7 +100,7 @@ def _mtp_states(
             axis=-1,
         )
         module_key = None if key is None else jax.random.fold_in(key, len(config.stacks) + m)
-        layer = {f"0.{name}": value[None] for name, value in module.items()}
+        layer = {f"0.{name}": jax.tree.map(lambda a: a[None], value) for name, value in module.items()}
         x, _, report = run_stack(run, stack, project(joined, dense["projection"]), layer, None, module_key)
         hidden = rms_norm(x, module["final_norm"], config.norm_epsilon)
         hidden_states.append(hidden)

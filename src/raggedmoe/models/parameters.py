@@ -9,12 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from raggedmoe.kernels.quant_config import QuantConfig
 from raggedmoe.lora import GROUPS, ONE_LINEAR, is_matrix, with_adapters
 from raggedmoe.models.config import GroupedQueryConfig, LatentConfig, LayerKind, ModelConfig
 from raggedmoe.models.grouped_query import GROUPED_QUERY
 from raggedmoe.models.latent import LATENT
 from raggedmoe.models.mixer import Mixer
+from raggedmoe.moe.amax_history import empty_histories
 from raggedmoe.params import Params, ParamSpec, Specs, stack_spec
 
 MIXERS: dict[type, Mixer] = {GroupedQueryConfig: GROUPED_QUERY, LatentConfig: LATENT}
@@ -90,6 +93,24 @@ def param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
     for m in range(config.mtp_layers):
         specs.update({f"mtp.{m}.{name}": spec for name, spec in module.items()})
     return specs
+
+
+def empty_amax_histories(
+    config: ModelConfig, quantization: QuantConfig | None, *, mtp_layers: int = 0
+) -> dict[str, jax.Array]:
+    """Make the histories of the delayed scales of all layers with experts before the first step, by name.
+
+    ``mtp_layers``: modules of multi-token prediction that are trained.
+    """
+    of_layer = empty_histories(config.moe_layer, quantization)
+    histories: dict[str, jax.Array] = {}
+    for s, stack in enumerate(config.stacks):
+        for p in (p for p, kind in enumerate(stack.kinds) if kind.moe):
+            for name, history in of_layer.items():
+                histories[f"stacks.{s}.{p}.moe.{name}"] = jnp.zeros((stack.repeats, *history.shape), history.dtype)
+    for m in range(mtp_layers if config.kind(config.num_layers).moe else 0):
+        histories.update({f"mtp.{m}.moe.{name}": history for name, history in of_layer.items()})
+    return histories
 
 
 def check_lora(config: ModelConfig) -> None:

@@ -192,9 +192,7 @@ def strategy_name(config: MoEConfig, execution: MoEExecution) -> str:
     return "capacity" if config.capacity_factor is not None else execution.strategy or execution.backend.strategy
 
 
-def check_execution(
-    config: MoEConfig, execution: MoEExecution, quantized: Collection[str] = (), mesh: object = None
-) -> None:
+def check_execution(config: MoEConfig, execution: MoEExecution, quantized: Collection[str] = ()) -> None:
     """Require that a layer of this configuration can run so, where these of its parameters are quantised."""
     if not isinstance(execution, MoEExecution):
         raise TypeError(f"expected execution to be a MoEExecution, got {type(execution).__name__}")
@@ -222,8 +220,7 @@ def check_execution(
         (chunked and quantization, "quantization", "width_chunks", "a part of a row would have a scale of its own"),
         (why_not, "quantization", "moe_backend", f"its kernels of grouped_matmul: {why_not}"),
         (quantized and quantization, given, "quantization", "it quantises arrays"),
-        (quantized and mesh is not None, given, "a mesh", "experts are split and gathered as arrays"),
-        (quantized and strategy != "local", given, "strategy", "it multiplies by all experts at once"),
+        (quantized and batched, given, "strategy", "it multiplies by all experts at once"),
         (quantized and chunked, given, "width_chunks", "a part of the width may begin within a block of a scale"),
     )
     settings = {**vars(config), **vars(execution), **kernels, "strategy": execution.strategy or strategy}

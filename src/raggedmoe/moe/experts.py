@@ -21,6 +21,7 @@ from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
 from raggedmoe.kernels.grouped_matmul.quantized_matmuls import grouped_matmuls
 from raggedmoe.kernels.qarray import QArray
 from raggedmoe.lora import add_grouped_adapter, dense_adapter
+from raggedmoe.moe.amax_history import LargestBefore, amax_of_call
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.records import RouteMetadata, StageSettings
 from raggedmoe.params import Params
@@ -30,12 +31,21 @@ from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, REPLICATED
 UpSums = dict[str, Float[Array, "R F"]]  # by the names of the up projections
 
 
-@stage(rows=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, key=REPLICATED, result=PER_DEVICE, checked=False)
+@stage(
+    rows=PER_DEVICE,
+    weights=PER_DEVICE,
+    metadata=TOKENS,
+    key=REPLICATED,
+    amax=PER_DEVICE,
+    result=PER_DEVICE,
+    checked=False,
+)
 def gmm_up(
     rows: Float[Array, "R columns"],
     weights: Params,
     metadata: RouteMetadata,
     key: jax.Array | None = None,
+    amax: LargestBefore | None = None,
     *,
     settings: StageSettings,
     columns: slice,
@@ -43,7 +53,7 @@ def gmm_up(
     """Multiply some columns of the rows by both up projections: what they add to the float32 sums, without biases."""
     matmul = functools.partial(_matmul, metadata, settings, dtype=accumulator(rows.dtype))
     parts = {name: _columns(weights[name], columns) for name in ("wi_0", "wi_1") if name in weights}
-    quantized = settings.execution.quantization, key, settings.on_mesh.axes(*AXES)
+    quantized = settings.execution.quantization, key, settings.on_mesh.axes(*AXES), amax_of_call(amax, tuple(parts))
     sums = zip(parts, grouped_matmuls(rows, tuple(parts.values()), matmul(transpose_rhs=True), *quantized))
     lora = settings.config.lora
     return {name: add_grouped_adapter(out, rows, weights, name, lora, matmul, inputs=columns) for name, out in sums}
@@ -68,12 +78,21 @@ def activate(
     return pvary_over(hidden, settings.on_mesh.axes(TENSOR))
 
 
-@stage(hidden=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, key=REPLICATED, result=PER_DEVICE, checked=False)
+@stage(
+    hidden=PER_DEVICE,
+    weights=PER_DEVICE,
+    metadata=TOKENS,
+    key=REPLICATED,
+    amax=PER_DEVICE,
+    result=PER_DEVICE,
+    checked=False,
+)
 def gmm_down(
     hidden: Float[Array, "R F"],
     weights: Params,
     metadata: RouteMetadata,
     key: jax.Array | None = None,
+    amax: LargestBefore | None = None,
     *,
     settings: StageSettings,
     columns: slice,
@@ -82,7 +101,7 @@ def gmm_down(
     wo, bias, lora = _columns(weights["wo"], columns), _down_bias(weights, settings), settings.config.lora
     wide = hidden.dtype if bias is None and lora is None else accumulator(hidden.dtype)
     matmul = functools.partial(_matmul, metadata, settings, dtype=wide)
-    quantized = settings.execution.quantization, key, settings.on_mesh.axes(*AXES)
+    quantized = settings.execution.quantization, key, settings.on_mesh.axes(*AXES), amax_of_call(amax, ("wo",))
     (out,) = grouped_matmuls(hidden, (wo,), matmul(transpose_rhs=False), *quantized)
     out = add_grouped_adapter(out, hidden, weights, "wo", lora, matmul, outputs=columns)
     if bias is None:

@@ -13,6 +13,7 @@ from raggedmoe.kernels.eager import compile_once
 from raggedmoe.kernels.qarray import Quantized, check_operand
 from raggedmoe.kernels.quant_config import rounding_key
 from raggedmoe.lora import scale_adapters
+from raggedmoe.moe.amax_history import is_amax_history, largest_before
 from raggedmoe.moe.config import MoEConfig, check_execution, is_expert_choice
 from raggedmoe.moe.dispatch import check_ranks, dispatch, prepare, unpermute
 from raggedmoe.moe.execution import MoEExecution
@@ -20,7 +21,16 @@ from raggedmoe.moe.experts import activate, expert_ffn, fuses_experts, gmm_down,
 from raggedmoe.moe.records import MoEOutput, RouteMetadata, RouteOutput, StageSettings
 from raggedmoe.moe.router import check_replay, route
 from raggedmoe.params import Params
-from raggedmoe.sharding.axes import TOKEN_AXES, WIDTH_TENSOR, AnyMesh, LogicalMesh, even_parts, logical_mesh, split_over
+from raggedmoe.sharding.axes import (
+    AXES,
+    TOKEN_AXES,
+    WIDTH_TENSOR,
+    AnyMesh,
+    LogicalMesh,
+    even_parts,
+    logical_mesh,
+    split_over,
+)
 from raggedmoe.sharding.rules import all_gather_params
 from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, TOKENS_AND_WIDTH, stage
 
@@ -28,12 +38,10 @@ DEFAULT_EXECUTION = MoEExecution()
 KEEP_MATMULS = jax.checkpoint_policies.save_only_these_names("moe_up", "moe_down")
 
 
-def _check_call(
-    x: Any, params: Params, config: MoEConfig, execution: Any = DEFAULT_EXECUTION, *, mesh: Any = None, **options: Any
-) -> None:
+def _check_call(x: Any, params: Params, config: MoEConfig, execution: Any = DEFAULT_EXECUTION, **options: Any) -> None:
     """Refuse what cannot run; the values of a recorded routing can be looked at here, outside of jit, alone."""
     quantized = [name for name, array in params.items() if isinstance(array, Quantized)]
-    check_execution(config, execution, quantized, logical_mesh(mesh).mesh)
+    check_execution(config, execution, quantized)
     replay = options.get("replay")
     if replay is not None and not is_expert_choice(config):
         check_replay(replay, x.shape[0], config.experts_per_token, config.num_experts)
@@ -56,7 +64,9 @@ def moe_route_and_compute(
 ) -> MoEOutput:
     """Compute the layer on a batch of tokens. `raggedmoe.moe.router.route` describes the optional arguments.
 
-    ``params``: arrays by the names of ``config.param_specs()``. On one device wi_0, wi_1 and wo may be quantised.
+    ``params``: arrays by the names of ``config.param_specs()``. Those of wi_0, wi_1 and wo may be quantised. With
+    delayed scales also the histories that these are made of (`raggedmoe.moe.amax_history`); without them, and while
+    they are empty, a scale is made of the call's own largest value.
     ``mesh``: devices to compute it on, with the axes of `raggedmoe.sharding.axes`; arrays are global, and the result
     does not depend on the mesh. Tokens are split over all axes but "tensor", parameters by `raggedmoe.sharding.rules`.
     ``first_expert``: where this layer's experts begin in weights that hold several layers', one after the other.
@@ -104,7 +114,7 @@ def routed_experts(
     experts: dict[str, Any] = {
         name: check_operand("MoE", name, array, "G F D") if isinstance(array, Quantized) else array.astype(x.dtype)
         for name, array in params.items()
-        if not name.startswith(("router_", "shared_"))
+        if not name.startswith(("router_", "shared_")) and not is_amax_history(name)
     }
     biases = {name: experts.pop(name) for name in params if name.startswith("bias_wi")}
     weights = all_gather_params(experts, specs, on_mesh, PER_DEVICE)
@@ -112,8 +122,16 @@ def routed_experts(
     width_parts = even_parts(x.shape[1] // on_mesh.size(WIDTH_TENSOR), execution.width_chunks)
     fused = fuses_experts(x, experts, settings)
     key_of = functools.partial(rounding_key, execution.quantization, key)
+    token_chunks = even_parts(x.shape[0] // on_mesh.size(*TOKEN_AXES), execution.token_chunks)
+    amax = largest_before(params, len(token_chunks), on_mesh.size(*AXES))
+    if amax and on_mesh.mesh is not None and on_mesh.mesh.size != on_mesh.size(*AXES):
+        raise ValueError(
+            f"delayed scales: expected a mesh whose axes are all among mesh_axes, got {dict(on_mesh.mesh.shape)} and "
+            f"{dict(on_mesh.mesh_axes)}; along another axis the largest values would be added up"
+        )
 
     def weighted_sum(x: Float[Array, "T D"], metadata: RouteMetadata, tokens: slice) -> Float[Array, "T D"]:
+        amax_of_chunk = {name: values[token_chunks.index(tokens)] for name, values in amax.items()}
         if fused:
             rows = run(dispatch, x, routing, metadata, tokens=tokens, columns=width_parts[0])
             rows = checkpoint_name(run(expert_ffn, rows, weights, up_biases, metadata), "moe_down")
@@ -121,12 +139,12 @@ def routed_experts(
         sums, columns_out = None, []
         for columns in width_parts:
             rows = run(dispatch, x, routing, metadata, tokens=tokens, columns=columns)
-            more = run(gmm_up, rows, weights, metadata, key_of(tokens.start, 0), columns=columns)
+            more = run(gmm_up, rows, weights, metadata, key_of(tokens.start, 0), amax_of_chunk, columns=columns)
             sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
         sums = run(tp_reduce, sums)
         hidden = run(activate, checkpoint_name(sums, "moe_up"), up_biases, metadata, dtype=x.dtype)
         for columns in width_parts:
-            rows = run(gmm_down, hidden, weights, metadata, key_of(tokens.start, 1), columns=columns)
+            rows = run(gmm_down, hidden, weights, metadata, key_of(tokens.start, 1), amax_of_chunk, columns=columns)
             rows = checkpoint_name(rows, "moe_down")
             columns_out.append(run(unpermute, rows, routing, metadata, tokens=tokens))
         return on_mesh.run(concatenate, columns_out, dim=1)
@@ -134,7 +152,7 @@ def routed_experts(
     if execution.recompute_dispatch:
         weighted_sum = jax.checkpoint(weighted_sum, policy=KEEP_MATMULS, static_argnums=2)
     outputs, dropped = [], jnp.zeros((), jnp.int32)
-    for tokens in even_parts(x.shape[0] // on_mesh.size(*TOKEN_AXES), execution.token_chunks):
+    for tokens in token_chunks:
         metadata, more = run(prepare, routing, first_expert, tokens=tokens, num_stacked=params["wi_0"].shape[0])
         dropped = dropped + more
         outputs.append(weighted_sum(x, metadata, tokens))

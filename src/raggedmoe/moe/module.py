@@ -10,6 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Integer
 
 from raggedmoe.kernels.qarray import Quantized, check_operand
+from raggedmoe.lora import check_adapted
+from raggedmoe.moe.amax_history import empty_histories
 from raggedmoe.moe.config import MoEConfig, check_execution, strategy_name
 from raggedmoe.moe.dispatch import check_has_mesh
 from raggedmoe.moe.execution import MoEExecution
@@ -22,6 +24,10 @@ from raggedmoe.sharding.rules import make_params
 
 class SelectionBias(nnx.Variable):
     """A bias that only decides who is chosen: no `nnx.Param`, no gradient; `update_selection_bias` moves it."""
+
+
+class AmaxHistory(nnx.Variable):
+    """The largest values that delayed scales are made of. In place of a gradient it has its value after the step."""
 
 
 class FrozenParam(nnx.Variable):
@@ -61,7 +67,7 @@ class MoE(nnx.Module):
           config: what the layer is.
           rngs: whose key new weights are drawn from.
           params: given weights, by the names of ``config.param_specs()``. Those of the experts may be quantised
-            (docs/quantised.md), on one device and for inference.
+            (docs/quantised.md), for inference or frozen beside adapters.
           axes: the names of each given weight's dimensions, as in ``config.param_specs()``. A transposed weight is then
             refused where the sizes agree, too.
           execution: how it runs, unless a call says otherwise.
@@ -73,7 +79,9 @@ class MoE(nnx.Module):
         check_execution(config, execution)
         check_has_mesh(strategy_name(config, execution), mesh)
         self.config, self.execution, self.mesh = config, execution, logical_mesh(mesh, mesh_axes)
-        specs = config.param_specs()
+        histories = empty_histories(config, execution.quantization)
+        self.amax_history = nnx.Dict({name: AmaxHistory(value) for name, value in histories.items()})
+        specs = check_adapted(config.param_specs(), config.lora)
         if axes is not None:
             check_params(specs, params or {}, axes)
         params = make_params(specs, params, rngs, replace(self.mesh, tensor_split=execution.tensor_split))
@@ -126,8 +134,9 @@ class MoE(nnx.Module):
             raise TypeError(f"expected a mask of bool, got {mask.dtype}; use mask.astype(bool)")
         tokens, execution = x.reshape(-1, width), execution or self.execution
         parts = max(tokens.shape[0] // lead[-1], 1) if lead[-1] else 1
+        inputs = {**self.params, **{name: history.get_value() for name, history in self.amax_history.items()}}
         out = moe_route_and_compute(
-            tokens, self.params, self.config, execution, mesh=self.mesh, key=key, num_sequences=parts, **flat
+            tokens, inputs, self.config, execution, mesh=self.mesh, key=key, num_sequences=parts, **flat
         )
         experts = None if out.experts is None else out.experts.reshape(*lead, out.experts.shape[-1])
         return replace(out, output=out.output.reshape(x.shape), experts=experts)

@@ -9,10 +9,11 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from raggedmoe.kernels.qarray import QuantizedForm
 from raggedmoe.names import check_known
 from raggedmoe.params import ParamSpec, Specs, divisors
 from raggedmoe.sharding.axes import AXES, DATA, SPLITS, TOKEN_AXES, LogicalMesh, MeshAxes, axes_of, logical_mesh
-from raggedmoe.sharding.rules import Shardings, param_shardings, partition
+from raggedmoe.sharding.rules import Shardings, param_shardings, partition, stored_partition
 
 SLICES = "dcn_data_parallelism"  # the setting: slices, which a data centre's network connects
 
@@ -129,8 +130,12 @@ class Plan:
 
     def spec(self, name: str, spec: ParamSpec) -> PartitionSpec:
         """Return the partition of a parameter over the logical axes."""
-        mesh = AbstractMesh(tuple(self.sizes.values()), AXES)
-        return partition(name, spec, LogicalMesh(mesh, tensor_split=self.tensor_split))
+        return partition(name, spec, self._logical_mesh)
+
+    @property
+    def _logical_mesh(self) -> LogicalMesh:
+        """The mesh without its devices."""
+        return LogicalMesh(AbstractMesh(tuple(self.sizes.values()), AXES), tensor_split=self.tensor_split)
 
     def shardings(self, mesh: Mesh | LogicalMesh, specs: Specs, mesh_axes: MeshAxes | None = None) -> Shardings:
         """Return the sharding of every parameter on the mesh that this plan made.
@@ -138,6 +143,22 @@ class Plan:
         On a mesh of your own, ``mesh_axes`` says which of its axes are ours; the degrees are then that mesh's.
         """
         return param_shardings(replace(logical_mesh(mesh, mesh_axes), tensor_split=self.tensor_split), specs)
+
+    def device_bytes(self, name: str, spec: ParamSpec, form: QuantizedForm | None = None) -> int:
+        """Count the bytes of a parameter on one device: of an array of its type, or as it is stored quantised."""
+        if form is None:
+            return self.device_elements(name, spec) * np.dtype(spec.dtype).itemsize
+        parts = self.quantized_parts(name, spec, form)
+        return sum(num // math.prod(self.sizes[axis] for axis in axes) for num, axes in parts)
+
+    def quantized_parts(self, name: str, spec: ParamSpec, form: QuantizedForm) -> list[tuple[int, tuple[str, ...]]]:
+        """Return the bytes of a quantised parameter's values and of its scales, and the axes that split each."""
+        stored = form.struct(spec.shape)
+        places = stored_partition(name, spec, stored, self._logical_mesh)
+        return [
+            (part.size * part.dtype.itemsize, tuple(axis for entry in place for axis in axes_of(entry)))
+            for part, place in ((stored.qvalue, places.qvalue), (stored.scale, places.scale))
+        ]
 
     def device_elements(self, name: str, spec: ParamSpec) -> int:
         """Count the elements of a parameter on one device."""

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from raggedmoe.kernels.arrays import pvary_over
+from raggedmoe.kernels.qarray import QArray
 from raggedmoe.params import ParamSpec, Specs, divisors, init_params
 from raggedmoe.sharding.axes import EXPERT, FSDP, TENSOR, LogicalMesh, axes_of
 from raggedmoe.sharding.stage import stage
@@ -58,31 +59,68 @@ def partition(name: str, spec: ParamSpec, mesh: LogicalMesh) -> PartitionSpec:
     return PartitionSpec(*entries) if splits else PartitionSpec()
 
 
+def stored_partition(name: str, spec: ParamSpec, array: Any, mesh: LogicalMesh) -> Any:
+    """Say how a parameter is split as it is stored: as `partition` says, and of a quantised one values and scales.
+
+    A scale has its values' axes. It is split as they are where each part has whole blocks, and else is whole along that
+    dimension, which is gathered before use. What the tensor axis splits is used in parts, so blocks must not be cut.
+    """
+    whole = partition(name, spec, mesh)
+    if not isinstance(array, QArray):
+        return whole
+    scales = []
+    for dim, entry, stored, num in zip(spec.axes, whole, array.qvalue.shape, array.scale.shape):
+        axes = axes_of(entry)
+        if stored % mesh.size(*axes):
+            raise ValueError(
+                f"{name}: its {dim} is stored as {stored} bytes, of two values each, which are not divisible by "
+                f"{_degrees(axes, mesh)}"
+            )
+        while num % mesh.size(*axes):
+            axes = axes[:-1]
+        cut = [axis for axis in axes_of(entry) if axis == TENSOR and axis not in axes and mesh.size(axis) > 1]
+        if cut and num > 1:
+            raise ValueError(
+                f"{name}: its {dim} has {num} blocks that share a scale, which are not divisible by "
+                f"{_degrees(axes_of(entry), mesh)}"
+            )
+        scales.append(axes)
+    return QArray(whole, PartitionSpec(*scales), None, array.qtype)
+
+
+def _degrees(axes: tuple[str, ...], mesh: LogicalMesh) -> str:
+    return " × ".join(f"{axis}_parallelism={mesh.size(axis)}" for axis in axes if mesh.size(axis) > 1)
+
+
 def param_shardings(mesh: LogicalMesh, specs: Specs) -> Shardings:
     """Return the sharding of every parameter on a mesh; on one device there is none."""
     return {name: mesh.sharding(partition(name, spec, mesh)) for name, spec in specs.items()}
 
 
-def all_gather_params(
-    params: dict[str, jax.Array], specs: Specs, mesh: LogicalMesh, result: PartitionSpec
-) -> dict[str, jax.Array]:
+def all_gather_params(params: dict[str, Any], specs: Specs, mesh: LogicalMesh, result: PartitionSpec) -> dict[str, Any]:
     """Gather some of a layer's parameters as its stages use them: what FSDP split is there whole, just before use.
 
     Backward, the gradients are summed and split again the same way: one reduce-scatter for each all-gather.
     """
     if mesh.mesh is None:
         return params
-    stored = {name: partition(name, specs[name], mesh) for name in params}
+    stored = {name: stored_partition(name, specs[name], array, mesh) for name, array in params.items()}
 
     @stage(parts=stored, result=result)
-    def all_gather_weights(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        # Each device's own before the gather: backward, the sum over the other axes is of the part that is kept.
-        weights = {name: pvary_over(part, mesh.axes(*axes_of(result[0]))) for name, part in parts.items()}
-        for name, spec in stored.items():
-            for i, (dim, entry) in enumerate(zip(specs[name].axes, spec)):
+    def all_gather_weights(parts: dict[str, Any]) -> dict[str, Any]:
+        def gather(dims: tuple[str, ...], part: jax.Array, spec: PartitionSpec) -> jax.Array:
+            # Each device's own before the gather: backward, the sum over the other axes is of the part that is kept.
+            weight = pvary_over(part, mesh.axes(*axes_of(result[0])))
+            for i, (dim, entry) in enumerate(zip(dims, spec)):
                 axes = mesh.axes(*(axis for axis in axes_of(entry) if axis in WIDTH_AXES and dim != "expert"))
-                weights[name] = lax.all_gather(weights[name], axes, axis=i, tiled=True)
-        return weights
+                weight = lax.all_gather(weight, axes, axis=i, tiled=True)
+            return weight
+
+        # Of a quantised weight, values and scales.
+        return {
+            name: jax.tree.map(functools.partial(gather, specs[name].axes), part, stored[name])
+            for name, part in parts.items()
+        }
 
     return mesh.run(all_gather_weights, params)
 

@@ -9,9 +9,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
+from raggedmoe.kernels.qarray import QArray
 from raggedmoe.params import Params, Specs, check_divides
 from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh, even_parts
-from raggedmoe.sharding.rules import param_shardings
+from raggedmoe.sharding.rules import param_shardings, stored_partition
 from raggedmoe.sharding.stage import REPLICATED, TOKENS
 
 TRANSFER_BYTES = 2**28  # of a parameter at a time between hosts
@@ -23,11 +24,14 @@ def state_shapes(mesh: LogicalMesh, template: Any, specs: Specs) -> Any:
     """Add its sharding to each shape of a state: the optimizer's moments lie where their parameters do."""
     shardings, whole = param_shardings(mesh, specs), mesh.sharding(REPLICATED)
 
-    def with_sharding(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    def with_sharding(path: Any, leaf: Any) -> Any:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        if isinstance(leaf, QArray):
+            places = stored_partition(names[-1], specs[names[-1]], leaf, mesh)
+            return jax.tree.map(lambda part, place: part.update(sharding=mesh.sharding(place)), leaf, places)
         return leaf.update(sharding=shardings.get(names[-1], whole) if names else whole)
 
-    return jax.tree_util.tree_map_with_path(with_sharding, template)
+    return jax.tree_util.tree_map_with_path(with_sharding, template, is_leaf=lambda leaf: isinstance(leaf, QArray))
 
 
 def batch_shapes(mesh: LogicalMesh, batch: Any, parts: int | None = None) -> Any:
@@ -88,13 +92,16 @@ def on_first_host(params: Params) -> Params | None:
     A layer is moved at a time, or several, or some entries of a vocabulary: what has about `TRANSFER_BYTES`.
     """
     is_first = jax.process_index() == 0
-    if all(value.is_fully_addressable for value in params.values()):
+    if all(value.is_fully_addressable for value in jax.tree.leaves(params)):
         return params if is_first else None
-    gathered = {}
-    for name, value in params.items():
-        gathered[name] = np.empty(value.shape, value.dtype)  # which takes memory where it is written to
+
+    def gather(value: jax.Array) -> Any:
+        whole = np.empty(value.shape if is_first else (0,), value.dtype)
         for part in even_parts(value.shape[0], math.ceil(value.nbytes / TRANSFER_BYTES)):
             here = multihost_utils.process_allgather(value[part], tiled=True)
             if is_first:
-                gathered[name][part] = here
+                whole[part] = here
+        return whole
+
+    gathered = jax.tree.map(gather, params)
     return gathered if is_first else None

@@ -5,11 +5,9 @@ import os
 import shutil
 import signal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from raggedmoe import Decoder, interop, merge_lora
 from raggedmoe.cli.convert import export
@@ -17,13 +15,15 @@ from raggedmoe.cli.train import run_training
 from raggedmoe.hardware import hardware_by_name
 from raggedmoe.launch import stop_signals
 from raggedmoe.lora import is_adapter
-from raggedmoe.models.fingerprint import fingerprint
 from raggedmoe.models.parameters import param_specs
+from raggedmoe.train.data.batches import open_data
 from raggedmoe.train.loop import begin
 from raggedmoe.train.loop.log import RunLog
 from raggedmoe.train.loop.saved_run import find_model
 from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.settings.words import read_words
+from raggedmoe.train.step.programs import ONE_DEVICE
+from tests.interop.folders import assert_same_params, change_json
 from tests.models.drawn import drawn_params, tiny
 from tests.train.loop.test_loop import TEXT
 from tests.train.runs import curve, lines, share_programs
@@ -40,18 +40,26 @@ def base(tmp_path_factory):
     return folder
 
 
+SETTINGS = (
+    "lora_rank=2",
+    "lora_router=trained",
+    "weight_dtype=bfloat16",
+    "max_target_length=16",
+    "per_device_batch_size=2",
+    "tokenizer_path=bytes",
+    *TEXT,
+    f"steps={STEPS}",
+    "checkpoint_period=2",
+    "eval_interval=3",
+    "eval_steps=1",
+    "load_period=3",
+)
+
+
 @pytest.fixture
 def words(base, shared_programs, monkeypatch, tmp_path):
     monkeypatch.setattr(stop_signals, "REPEAT_SECONDS", 0.0)
-    sizes = (
-        "max_target_length=16",
-        "per_device_batch_size=2",
-        "tokenizer_path=bytes",
-        "lora_router=trained",
-        "weight_dtype=bfloat16",
-    )
-    every = (f"steps={STEPS}", "checkpoint_period=2", "eval_interval=3", "eval_steps=1", "load_period=3")
-    return (f"load_parameters_path={base}", "lora_rank=2", *sizes, *TEXT, *every, f"base_output_directory={tmp_path}")
+    return (f"load_parameters_path={base}", *SETTINGS, f"base_output_directory={tmp_path}")
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +68,8 @@ def whole(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         share_programs(patch)
-        sizes = (
-            "max_target_length=16",
-            "per_device_batch_size=2",
-            "tokenizer_path=bytes",
-            "lora_router=trained",
-            "weight_dtype=bfloat16",
-        )
-        every = (f"steps={STEPS}", "checkpoint_period=2", "eval_interval=3", "eval_steps=1", "load_period=3")
-        words = (f"load_parameters_path={base}", "lora_rank=2", *sizes, *TEXT, *every)
-        outcome = run_training((*words, f"base_output_directory={folder}", "run_name=run"))
+        words = (f"load_parameters_path={base}", *SETTINGS, f"base_output_directory={folder}", "run_name=run")
+        outcome = run_training(words)
     assert outcome.code == 0, outcome.text
     return outcome
 
@@ -123,26 +123,52 @@ def test_a_mesh_trains_the_adapters_of_one_device_beside_the_same_base(words, wh
 
 
 def test_a_base_that_changed_is_refused(words, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(begin, "fingerprint", lambda params: "that of others")
+    loaded = interop.load
+
+    def load_another(folder, **options):
+        model = loaded(folder, **options)
+        embedding = model.variables["embedding"]
+        embedding.set_value(embedding.get_value().at[3, 5].multiply(1.5))
+        return model
+
+    monkeypatch.setattr(interop, "load", load_another)
     shutil.copytree(whole.folder, tmp_path / "run")
     with pytest.raises(ValueError, match="beside other weights"):
         run_training((*words, "run_name=run"))
 
 
-def test_a_fingerprint_tells_types_places_and_single_bits():
-    """And it is the same for the parts of a mesh."""
-    rng = np.random.default_rng(0)
-    params = {"a": jnp.asarray(rng.normal(size=(4, 6)), jnp.bfloat16), "b": jnp.arange(8.0)}
-    swapped = params["a"].at[0].set(params["a"][1]).at[1].set(params["a"][0])
-    others = [
-        {**params, "a": swapped},
-        {**params, "b": params["b"].at[7].add(2.0**-20)},
-        {**params, "b": params["b"].reshape(2, 4)},
-        {"a": params["a"], "c": params["b"]},
-    ]
-    assert len({fingerprint(each) for each in (params, *others)}) == 5
-    places = NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec("x"))
-    assert fingerprint(jax.device_put(params, places)) == fingerprint(params)
+def test_adapters_are_resumed_beside_weights_of_another_type(words, whole, tmp_path):
+    """As on a chip with other activations: the same base is known again, and what learns is as it was."""
+    shutil.copytree(whole.folder, tmp_path / "run")
+    words = tuple(word for word in words if not word.startswith("weight_dtype"))
+    config = resolve(read_words((*words, "run_name=run")), hardware_by_name("cpu"))
+    assert config.step.model.param_dtype == jnp.float32
+    data = open_data(config.data, config.step.model.vocab_size, config.batch_size)
+    with begin.open_checkpoints(config) as checkpoints:
+        start = begin.find_start(config, data, checkpoints, ONE_DEVICE)
+    assert (start.resumed, start.step) == (True, STEPS)
+    assert start.state.frozen["embedding"].dtype == jnp.float32
+    for name, value in start.state.params.items():
+        assert np.array_equal(value, whole.model.params[name]), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_folder_of_adapters_is_written_again_in_another_type(whole, tmp_path, dtype):
+    model = interop.load(whole.folder / "model", param_dtype=dtype)
+    interop.save_native(model, tmp_path / "again")
+    again = interop.load(tmp_path / "again")
+    assert again.config == model.config
+    assert_same_params(again, model)
+    assert again.companions.base == whole.model.companions.base
+
+
+def test_a_folder_of_an_older_version_has_a_fingerprint_without_a_type(whole, tmp_path):
+    shutil.copytree(whole.folder / "model", tmp_path / "older")
+    typed = whole.model.companions.base.fingerprint
+    change_json(tmp_path / "older" / "raggedmoe.json", lambda written: written["base"].update(fingerprint=typed[-16:]))
+    found = interop.load(tmp_path / "older")
+    assert_same_params(found, whole.model)
+    assert found.companions.base.fingerprint == typed  # as it is written from now on
 
 
 def test_the_models_folder_has_adapters_and_finds_the_base_again(whole, base, tmp_path):

@@ -10,11 +10,12 @@ With g the cotangent, s the scales of a matrix's output channels and t those of 
 - ``dweight = valuesᵀ of the rows`` by ``g · t`` (as t varies along the rows), quantised for each group and column.
 
 A scale in blocks varies along both dimensions and cannot be folded: the operand is given to the kernel with its scales.
+A delayed scale is one number for an operand (`kernels/amax.py`), and is folded as the others are.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from raggedmoe.hardware import Hardware, target_hardware
+from raggedmoe.kernels.amax import Amax, delayed_operands, delayed_scale, largest_absolute_value
 from raggedmoe.kernels.arrays import accumulator, check_array, pvary_like
 from raggedmoe.kernels.gradient import refuse_forward_mode, with_gradient
 from raggedmoe.kernels.grouped_matmul.api import NAME, check_matmul, group_bounds, group_of_row, grouped_matmul
@@ -32,6 +34,8 @@ from raggedmoe.kernels.qarray import QArray, operand_structs
 from raggedmoe.kernels.quant_config import QuantConfig, rounding_key
 from raggedmoe.kernels.quantize import LARGEST, absmax_scale, constant_scale, encode_bits
 from raggedmoe.kernels.registry import DLHS, DRHS, FORWARD, Call, Choice, select
+
+Scale = float | Float[Array, ""] | None  # one for all, constant or delayed; None: made of what shares one
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class _StaticPart:
     transpose_rhs: bool
     dtype: Any  # of the rows and the matrices, and of their gradients
     out_dtype: Any
+    axes: tuple[str, ...]  # of the mesh, over whose devices a first delayed scale is made
 
 
 def grouped_matmuls(
@@ -54,18 +59,19 @@ def grouped_matmuls(
     config: QuantConfig | None,
     key: jax.Array | None,
     axes: tuple[str, ...],
+    amax: Amax | None = None,
 ) -> tuple[Float[Array, "R _"], ...]:
     """Multiply rows by their groups' matrices in each of ``weights``: by ``matmul``, or quantised as ``config`` says.
 
     ``matmul`` is then `grouped_matmul` with its options. ``axes`` are those of the mesh, each device of which rounds by
-    a key of its own.
+    a key of its own; ``amax`` is for delayed scales.
     """
     if config is None:
         return tuple(matmul(lhs, weight) for weight in weights)
     assert isinstance(matmul, functools.partial)
     assert matmul.func is grouped_matmul
     key = rounding_key(config, key, *(lax.axis_index(axis) for axis in axes))
-    return quantized_matmuls(lhs, weights, config=config, key=key, **matmul.keywords)
+    return quantized_matmuls(lhs, weights, config=config, key=key, amax=amax, axes=axes, **matmul.keywords)
 
 
 def quantized_matmuls(
@@ -75,6 +81,8 @@ def quantized_matmuls(
     *,
     config: QuantConfig,
     key: jax.Array | None = None,
+    amax: Amax | None = None,
+    axes: tuple[str, ...] = (),
     transpose_rhs: bool = False,
     preferred_element_type: Any = None,
     implementation: Choice = "auto",
@@ -89,6 +97,9 @@ def quantized_matmuls(
         nothing, nor does what an idle group's matrix holds; NaN stays with the rows and gradients of its own group.
       config: formats and scales.
       key: for stochastic rounding of the cotangents, backward.
+      amax: for delayed scales, the operands' largest absolute values in the steps before; None: there were none.
+        Differentiated by it, those of this call come back.
+      axes: of the mesh over whose devices this is one call; delayed scales of the first step are those of all of them.
       transpose_rhs, preferred_element_type, hardware: as by `grouped_matmul`.
       implementation: its forward choice is asked for the product, its backward choice for both gradients.
 
@@ -102,10 +113,11 @@ def quantized_matmuls(
     if 0 in lhs.shape or any(0 in weight.shape for weight in weights):
         return tuple(jnp.zeros((lhs.shape[0], w.shape[1 if transpose_rhs else 2]), out_dtype) for w in weights)
     _check_blocks(config, lhs, weights)
-    static = _select(lhs, weights, group_sizes, config, transpose_rhs, out_dtype, implementation, hardware)
+    static = _select(lhs, weights, group_sizes, config, transpose_rhs, out_dtype, implementation, hardware, axes)
     bounds = group_bounds(group_sizes, weights[0].shape[0], lhs.shape[0])
-    lhs, weights, bounds = pvary_alike(lhs, weights, bounds)
-    return _products(static, lhs, weights, bounds, key if config.stochastic_rounding else None)
+    amax = delayed_operands(config, amax, len(weights))
+    lhs, weights, bounds, amax = pvary_alike(lhs, weights, bounds, amax)
+    return _products(static, lhs, weights, bounds, key if config.stochastic_rounding else None, amax)
 
 
 def _check_blocks(config: QuantConfig, lhs: Any, weights: tuple[Any, ...]) -> None:
@@ -123,6 +135,7 @@ def _select(
     out_dtype: Any,
     implementation: Choice,
     hardware: Hardware | str | None,
+    axes: tuple[str, ...],
 ) -> _StaticPart:
     """Select the kernels of the product and of both gradients, which may be quantised differently, before tracing."""
     target = target_hardware(hardware, jax.tree.leaves((lhs, weights)))
@@ -134,7 +147,7 @@ def _select(
     of_rows, of_groups = cotangent, cotangent
     if config.cotangents is not None:
         wide_cotangent = jax.ShapeDtypeStruct(cotangent.shape, wide)
-        of_rows = jax.eval_shape(lambda g: _quantize_cotangent_rows(config, g, None), wide_cotangent)
+        of_rows = jax.eval_shape(lambda g: _quantize_cotangent_rows(config, g, None, None), wide_cotangent)
         of_groups = jax.eval_shape(lambda g: _stored(g, _ones(g), str(config.cotangents), None), wide_cotangent)
     folds = config.cotangents is not None and config.block is None
     read_rows = _without_scale(rows) if folds and isinstance(rows, QArray) else rows
@@ -154,43 +167,89 @@ def _select(
         transpose_rhs=transpose_rhs,
         dtype=lhs.dtype,
         out_dtype=out_dtype,
+        axes=axes,
     )
 
 
-def _value(static: _StaticPart, lhs: Any, weights: Any, bounds: Any, key: Any) -> Any:
-    return _value_and_operands(static, lhs, weights, bounds)[0]
+def _value(static: _StaticPart, lhs: Any, weights: Any, bounds: Any, key: Any, amax: Amax) -> Any:
+    return _value_and_operands(static, lhs, weights, bounds, amax)[0]
 
 
-def _forward(static: _StaticPart, lhs: Any, weights: Any, bounds: Any, key: Any) -> tuple[Any, Any]:
-    sums, operands = _value_and_operands(static, lhs, weights, bounds)
-    return sums, (*operands, bounds, key)
+def _forward(static: _StaticPart, lhs: Any, weights: Any, bounds: Any, key: Any, amax: Amax) -> tuple[Any, Any]:
+    sums, operands = _value_and_operands(static, lhs, weights, bounds, amax)
+    return sums, (*operands, bounds, key, amax)
 
 
 def _backward(static: _StaticPart, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    return *_gradients(static, residuals, cotangents), None, None
+    dlhs, dweights, current = _gradients(static, residuals, cotangents)
+    return dlhs, dweights, None, None, current
 
 
-def _compute(static: _StaticPart, lhs: Any, weights: Any, bounds: Any) -> tuple[Any, Any]:
-    rows = _quantize_rows(static.config, lhs)
-    matrices = tuple(_quantize_matrix(static.config, weight, static.transpose_rhs) for weight in weights)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class _Operands:
+    """What was multiplied forward, and of operands with delayed scales these, and the largest values now."""
+
+    rows: Any
+    matrices: tuple[QArray, ...]
+    scales: Amax
+    current: Amax
+
+
+def _compute(static: _StaticPart, lhs: Any, weights: Any, bounds: Any, amax: Amax) -> tuple[Any, Any]:
+    config, nothing = static.config, (None,) * len(weights)
+    live = group_of_row(bounds, lhs.shape[0])[1]
+    of_rows, row_scale = _delayed(static, "rows", amax.rows, jnp.where(live[:, None], lhs, 0))
+    of_weights = [_delayed(static, "weights", before, weight) for before, weight in zip(amax.weights, weights)]
+    scales = tuple(scale for _, scale in of_weights)
+    operands = _Operands(
+        rows=_quantize_rows(config, lhs, row_scale),
+        matrices=tuple(_quantize_matrix(config, w, static.transpose_rhs, scale) for w, scale in zip(weights, scales)),
+        scales=Amax(rows=row_scale, weights=scales, cotangents=nothing),
+        current=Amax(rows=of_rows, weights=tuple(current for current, _ in of_weights), cotangents=nothing),
+    )
     options = {"transpose_rhs": static.transpose_rhs, "out_dtype": static.out_dtype}
-    return tuple(static.forward(rows, matrix, bounds, **options) for matrix in matrices), (rows, matrices)
+    sums = tuple(static.forward(operands.rows, matrix, bounds, **options) for matrix in operands.matrices)
+    return sums, (operands,)
 
 
-def _compute_gradients(static: _StaticPart, residuals: Any, cotangents: Any) -> tuple[Any, Any]:
-    rows, matrices, bounds, key = residuals
+def _delayed(static: _StaticPart, operand: str, before: Any, array: Any) -> tuple[Any, Any]:
+    """Return the largest value of an operand and the scale that its history makes; None twice: it has none."""
+    if before is None:
+        return None, None
+    current = largest_absolute_value(array)
+    qtype = getattr(static.config, operand)
+    return current, delayed_scale(before, current, qtype, accumulator(static.dtype), static.axes)
+
+
+def _compute_gradients(static: _StaticPart, residuals: Any, cotangents: Any) -> tuple[Any, Any, Amax]:
+    operands, bounds, key, amax = residuals
+    rows, matrices, config = operands.rows, operands.matrices, static.config
     if static.config.stochastic_rounding and key is None:  # forward nothing is left to chance
         raise ValueError("stochastic_rounding=True needs a random key, got None; pass key=jax.random.key(…)")
     group, here = group_of_row(bounds, rows.shape[0])
-    wide, dlhs, dweights = accumulator(static.dtype), [], []
+    wide, dlhs, dweights, largest = accumulator(static.dtype), [], [], []
     for number, (matrix, cotangent) in enumerate(zip(matrices, cotangents)):
         keys = [None, None] if key is None else [jax.random.fold_in(key, 2 * number + i) for i in range(2)]
         # What stands in rows without a group, NaN too, must not enter a scale.
         cotangent = jnp.where(here[:, None], cotangent, 0)
-        dlhs.append(_lhs_gradient(static, matrix, bounds, group, here, cotangent.astype(wide), keys[0]))
-        dweights.append(_weight_gradient(static, rows, bounds, group, here, cotangent.astype(wide), keys[1]))
+        current, scale = _delayed(static, "cotangents", amax.cotangents[number], cotangent)
+        largest.append(current)
+        # A constant scale is of cotangents times what is folded into them; a history is of cotangents alone.
+        of_rows = of_groups = config.cotangent_scale
+        if scale is not None:
+            of_rows = scale * _first(operands.scales.weights[number], config.weight_scale, 1)
+            of_groups = scale * _first(operands.scales.rows, config.row_scale, 1)
+        cotangent = cotangent.astype(wide)
+        dlhs.append(_lhs_gradient(static, matrix, bounds, group, here, cotangent, keys[0], of_rows))
+        dweights.append(_weight_gradient(static, rows, bounds, group, here, cotangent, keys[1], of_groups))
     total = sum(dlhs[1:], start=dlhs[0])
-    return total.astype(static.dtype), tuple(dweight.astype(static.dtype) for dweight in dweights)
+    amax_now = replace(operands.current, cotangents=tuple(largest))
+    return total.astype(static.dtype), tuple(dweight.astype(static.dtype) for dweight in dweights), amax_now
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
 
 
 def _refuse(*arguments: Any) -> Any:
@@ -205,7 +264,7 @@ _value_and_operands = with_gradient(_compute, _refuse, _refuse)
 _gradients = with_gradient(_compute_gradients, _refuse, _refuse)
 
 
-def _lhs_gradient(static, matrix, bounds, group, here, cotangent, key):
+def _lhs_gradient(static, matrix, bounds, group, here, cotangent, key, scale):
     """Multiply the cotangent by the matrices as they were multiplied."""
     config, options = static.config, {"transpose_rhs": not static.transpose_rhs, "out_dtype": cotangent.dtype}
     if config.cotangents is None:
@@ -214,10 +273,10 @@ def _lhs_gradient(static, matrix, bounds, group, here, cotangent, key):
         of_channel = matrix.scale.reshape(matrix.scale.shape[0], -1)  # [G O]
         cotangent = jnp.where(here[:, None], cotangent * jnp.take(of_channel, group, axis=0), 0)
         matrix = _without_scale(matrix)
-    return static.dlhs(_quantize_cotangent_rows(config, cotangent, key), matrix, bounds, **options)
+    return static.dlhs(_quantize_cotangent_rows(config, cotangent, key, scale), matrix, bounds, **options)
 
 
-def _weight_gradient(static, rows, bounds, group, here, cotangent, key):
+def _weight_gradient(static, rows, bounds, group, here, cotangent, key, scale):
     """Multiply the rows as they were multiplied, transposed, by the cotangent of each group."""
 
     config, qtype = static.config, static.config.cotangents
@@ -233,13 +292,13 @@ def _weight_gradient(static, rows, bounds, group, here, cotangent, key):
     if isinstance(rows, QArray) and config.block is None:
         cotangent = jnp.where(here[:, None], cotangent * rows.scale, 0)
         rows = _without_scale(rows)
-    scale = _group_scale(config, cotangent, bounds, group, here)  # [G O]
+    scale = _group_scale(config, cotangent, bounds, group, here, scale)  # [G O]
     of_rows = jnp.take(scale, group, axis=0)
     out = product(rows, _stored(cotangent, of_rows, qtype, key, _ones(cotangent)))
     return out * (scale[:, :, None] if static.transpose_rhs else scale[:, None, :])
 
 
-def _group_scale(config, cotangent, bounds, group, here):
+def _group_scale(config, cotangent, bounds, group, here, constant):
     """Make the scales of each group and column: the group's largest value times the column's largest share of that.
 
     So a group with small gradients keeps its resolution beside one with large ones, by two passes over the rows. Those
@@ -250,8 +309,8 @@ def _group_scale(config, cotangent, bounds, group, here):
     none = pvary_like(jnp.zeros(num_groups, cotangent.dtype), cotangent, bounds)
     of_group = none.at[jnp.where(here, group, num_groups)].max(largest, mode="drop")
     finite = jnp.isfinite(of_group)
-    if config.cotangent_scale is not None:
-        scale = jnp.broadcast_to(np.asarray(config.cotangent_scale, cotangent.dtype), (num_groups, cotangent.shape[1]))
+    if constant is not None:
+        scale = jnp.broadcast_to(jnp.asarray(constant, cotangent.dtype), (num_groups, cotangent.shape[1]))
         return jnp.where(finite[:, None], scale, jnp.nan)
     of_group = jnp.where(finite & (of_group > 0), of_group, 1)
     shares = jnp.abs(cotangent) / jnp.take(of_group, group)[:, None]
@@ -261,34 +320,35 @@ def _group_scale(config, cotangent, bounds, group, here):
     return jnp.where(finite[:, None], scale, jnp.nan)
 
 
-def _quantize_rows(config: QuantConfig, rows: Float[Array, "R I"]) -> Array | QArray:
+def _quantize_rows(config: QuantConfig, rows: Float[Array, "R I"], delayed: Scale = None) -> Array | QArray:
     """Quantise rows, each by itself; those without a group too, which no kernel reads."""
     if config.rows is None:
         return rows
-    return _quantize(rows, config.rows, (rows.shape[0], _num_blocks(config, rows.shape[1])), config.row_scale)
+    shape = (rows.shape[0], _num_blocks(config, rows.shape[1]))
+    return _quantize(rows, config.rows, shape, config.row_scale if delayed is None else delayed)
 
 
-def _quantize_cotangent_rows(config: QuantConfig, rows: Float[Array, "R O"], key: Any) -> QArray:
+def _quantize_cotangent_rows(config: QuantConfig, rows: Float[Array, "R O"], key: Any, scale: Scale) -> QArray:
     assert config.cotangents is not None
     shape = (rows.shape[0], _num_blocks(config, rows.shape[1]))
-    return _quantize(rows, config.cotangents, shape, config.cotangent_scale, key)
+    return _quantize(rows, config.cotangents, shape, scale, key)
 
 
-def _quantize_matrix(config: QuantConfig, weight: Float[Array, "G _ _"], transpose_rhs: bool) -> QArray:
+def _quantize_matrix(
+    config: QuantConfig, weight: Float[Array, "G _ _"], transpose_rhs: bool, delayed: Scale = None
+) -> QArray:
     num_groups, first, second = weight.shape
     blocks = _num_blocks(config, first), _num_blocks(config, second)
     channels = (first, 1) if transpose_rhs else (1, second)
     shape = (num_groups, *(channels if config.block is None else blocks))
-    return _quantize(weight, config.weights, shape, config.weight_scale)
+    return _quantize(weight, config.weights, shape, config.weight_scale if delayed is None else delayed)
 
 
 def _num_blocks(config: QuantConfig, size: int) -> int:
     return 1 if config.block is None else size // config.block
 
 
-def _quantize(
-    array: Array, qtype: str, scale_shape: tuple[int, ...], constant: float | None, key: Any = None
-) -> QArray:
+def _quantize(array: Array, qtype: str, scale_shape: tuple[int, ...], constant: Scale, key: Any = None) -> QArray:
     if constant is None:
         return _stored(array, absmax_scale(array, qtype, scale_shape), qtype, key)
     return _stored(array, constant_scale(array, constant, scale_shape), qtype, key)

@@ -14,6 +14,10 @@ from raggedmoe.storage.trees import download
 from raggedmoe.train.checkpoint.manifest import StoredLeaf
 from raggedmoe.train.checkpoint.zarr_arrays import read_arrays
 
+# What begins empty where a checkpoint has none like it, and is left out where the run has no place for it: experts may
+# be quantised otherwise when a run is resumed.
+MAY_BEGIN_EMPTY = "amax_history/"
+
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:
     """Name the arrays of a tree by their paths."""
@@ -99,10 +103,11 @@ def read_state(
     the arrays are cast.
     """
     leaves = leaves_by_name(template)
+    stored_leaves, empty = _with_empty_leaves(leaves, stored_leaves)
     _check_same_leaves(folder, leaves, stored_leaves, of_another_run)
     shardings = {name: _template_sharding(leaf) for name, leaf in leaves.items()}
     stored = {name: _stored_form(leaf, stored_leaves[name]) for name, leaf in leaves.items()}
-    filled = {name: array for name, array in stored.items() if array.size}
+    filled = {name: array for name, array in stored.items() if array.size and name not in empty}
     arrays = _read_arrays(folder, filled, {name: stored_leaves[name].chunks for name in filled}, shardings)
     restored = []
     for name, array in stored.items():
@@ -116,6 +121,20 @@ def read_state(
             read = read.astype(leaves[name].dtype)
         restored.append(read)
     return jax.tree.unflatten(jax.tree.structure(template), restored)
+
+
+def _with_empty_leaves(
+    template: dict[str, Any], stored: dict[str, StoredLeaf]
+) -> tuple[dict[str, StoredLeaf], dict[str, StoredLeaf]]:
+    """Replace what may begin empty, and is not stored as the template has it; return all leaves, and the empty ones."""
+    empty = {
+        name: StoredLeaf(shape=tuple(leaf.shape), dtype=str(leaf.dtype), key_impl=None)
+        for name, leaf in template.items()
+        if name.startswith(MAY_BEGIN_EMPTY)
+        and (name not in stored or (tuple(stored[name].shape), stored[name].dtype) != (leaf.shape, str(leaf.dtype)))
+    }
+    kept = {name: leaf for name, leaf in stored.items() if name in template or not name.startswith(MAY_BEGIN_EMPTY)}
+    return {**kept, **empty}, empty
 
 
 def _read_arrays(

@@ -39,6 +39,8 @@ def startup_summary(config: ResolvedConfig, data: Data, hardware: Hardware) -> s
     """Summarize the run that is about to start, for the screen."""
     model, count = config.step.model, count_params(config.step.model)
     trained = "" if model.lora is None else f", {count.trained / 1e6:.2f}M of them trained"
+    formats = sorted({form.qtype for form in config.step.kept.values()})
+    trained += f" beside experts in {' and '.join(formats)}" if formats else ""
     degrees = ", ".join(f"{axis} {size}" for axis, size in config.plan.sizes.items() if size > 1)
     devices = f"{hardware.name} × {config.plan.num_devices} ({degrees})" if degrees else hardware.name
     return (
@@ -77,6 +79,11 @@ def _is_named(choice: Choice, direction: str) -> bool:
     return order_of(choice, direction) != "auto"
 
 
+# Settings that a run of adapters may be resumed with other values of: they say how the frozen weights are held, which
+# are known again in any type, and of which nothing was computed so far.
+TYPES_OF_FROZEN = ("weight_dtype",)
+
+
 def settings_to_resume(config: TrainConfig) -> Mapping[str, Any]:
     """Return the settings of the run that this one goes on with, as its run.json has them; none if it begins anew."""
     folder = run_folder_of(config)
@@ -92,7 +99,7 @@ def check_resumable(
 ) -> None:
     """Refuse to resume a run with other data, another base, or other values of settings that may not change."""
     differences = [
-        *list_changes(earlier.get("settings", {}), config.asked.values()),
+        *list_changes(earlier.get("settings", {}), config.asked.values(), () if base is None else TYPES_OF_FROZEN),
         *_batch_size_changes(config, earlier),
     ]
     if differences:
@@ -106,7 +113,7 @@ def check_resumable(
             "run_name to begin anew"
         )
     began_with = earlier.get("base")
-    if base is not None and began_with is not None and began_with["fingerprint"] != base.origin.fingerprint:
+    if base is not None and began_with is not None and not base.is_known_as(began_with["fingerprint"]):
         raise ValueError(
             f"{where} is of a run of adapters beside other weights than {base.origin.folder} has now; restore them, "
             "or use another run_name to begin anew"
@@ -202,7 +209,8 @@ def load_base(config: ResolvedConfig, mesh: LogicalMesh) -> Base | None:
             f"lora_rank={model.lora.rank}: expected a model with parameters, got the preset "
             f"{config.asked.model_name}, of which there are none; name the folder of a checkpoint"
         )
-    loaded = interop.load(folder, dtype=model.dtype, param_dtype=model.param_dtype, progress=True)
+    types = {"dtype": model.dtype, "param_dtype": model.param_dtype}
+    loaded = interop.load(folder, **types, keep_quantised=bool(config.step.kept), progress=True)
     if loaded.config.lora not in (None, model.lora):
         raise ValueError(
             f"load_parameters_path={folder}: expected no adapters, or those of {lora_settings(model.lora)}, got a "
@@ -216,8 +224,11 @@ def load_base(config: ResolvedConfig, mesh: LogicalMesh) -> Base | None:
     frozen = {name: value for name, value in placed.items() if specs[name].updated_by is None}
     known = None if loaded.companions is None else loaded.companions.base  # the folder has adapters itself
     absolute = folder.absolute() if isinstance(folder, Path) else folder
-    origin = AdapterBase(folder=str(absolute) if known is None else known.folder, fingerprint=fingerprint(frozen))
-    return Base(origin=origin, frozen=frozen, others={n: value for n, value in placed.items() if n not in frozen})
+    origin = AdapterBase(
+        folder=str(absolute) if known is None else known.folder, fingerprint=fingerprint(frozen, model)
+    )
+    others = {name: value for name, value in placed.items() if name not in frozen}
+    return Base(origin=origin, model=model, frozen=frozen, others=others)
 
 
 def _only(arrays: Params, names: Params) -> Params:

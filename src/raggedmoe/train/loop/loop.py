@@ -103,7 +103,8 @@ def _check_and_train(config: TrainConfig, callbacks: Sequence[Callback], quiet: 
         screen.say(f"made {num_made} host devices of this CPU, {where}as the degrees ask for so many")
     memory = memory_bytes(hardware, -(-plan.num_devices // jax.process_count()))
     device_tokens = resolved.micro_batch_size * resolved.data.sequence_length // plan.num_token_shards
-    check_fit(config.model_name, model, device_tokens, memory, plan, resolved.step.optimizer)
+    step = resolved.step
+    check_fit(config.model_name, model, device_tokens, memory, plan, step.optimizer, step.kept)
     devices = RunDevices(hardware=hardware, mesh=plan.logical_mesh(), memory=memory)
     check_all_take_part(devices.mesh)
     return _train(resolved, devices, screen, callbacks)

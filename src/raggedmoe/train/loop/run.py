@@ -139,7 +139,7 @@ class Run:
         """
         loss = self._evaluate_losses(state, step)
         if self.sampler is not None:
-            self.log.sample(step, self.sampler(state.model_params))
+            self.log.sample(step, self.sampler(state.model_params, state.amax_history))
         return loss
 
     def _evaluate_losses(self, state: TrainState, step: int) -> float | None:
@@ -148,7 +148,7 @@ class Run:
             return None
         losses = {}
         for name, batches in self.held_out.items():
-            losses[name] = _mean_loss(jax.device_get([evaluate(state.model_params, batch) for batch in batches]))
+            losses[name] = _mean_loss(jax.device_get([evaluate(state.layer_inputs, batch) for batch in batches]))
         self.log.held_out(step, losses)
         return next(iter(losses.values())).loss
 

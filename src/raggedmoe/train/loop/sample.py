@@ -41,8 +41,8 @@ class Sampler:
     num_tokens: int
     num_copies: int  # of the prompt: each shard of tokens of a mesh gets one
 
-    def __call__(self, params: Params) -> TextSample:
-        model = Decoder(self.config, params=params, execution=self.execution, mesh=self.mesh)
+    def __call__(self, params: Params, amax_history: Params) -> TextSample:
+        model = Decoder(self.config, params=params, execution=self.execution, mesh=self.mesh, amax_history=amax_history)
         stop = () if self.tokenizer.end is None else (self.tokenizer.end,)
         prompts = [self.prompt] * self.num_copies
         tokens = generate(model, prompts, max_new_tokens=self.num_tokens, sampling=SAMPLING, stop=stop, seed=SEED)

@@ -16,6 +16,7 @@ from raggedmoe import interop
 from raggedmoe.hardware import hardware_by_name
 from raggedmoe.interop.companions import read_companions
 from raggedmoe.interop.load import load_base
+from raggedmoe.interop.native import cast_arrays
 from raggedmoe.models.companions import AdapterBase
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.config_json import from_json
@@ -92,9 +93,7 @@ class SavedModel:
         if self.run is None:
             types = {"dtype": dtype, "param_dtype": param_dtype}
             return interop.load(self.folder, **types, keep_quantised=keep_quantised, progress=progress)
-        if keep_quantised:
-            raise ValueError(f"{self.run.folder}: expected a checkpoint with quantised experts, found a run's arrays")
-        return _load_checkpoint(self.run.open_checkpoint(), self.folder, dtype, param_dtype)
+        return _load_checkpoint(self.run.open_checkpoint(), self.folder, dtype, param_dtype, keep_quantised)
 
 
 def find_model(place: str | os.PathLike[str] | ObjectPath) -> SavedModel:
@@ -111,17 +110,22 @@ def find_model(place: str | os.PathLike[str] | ObjectPath) -> SavedModel:
 
 
 def _load_checkpoint(
-    stored: "StoredCheckpoint", folder: AnyPath, dtype: DTypeLike | None, param_dtype: DTypeLike | None
+    stored: "StoredCheckpoint",
+    folder: AnyPath,
+    dtype: DTypeLike | None,
+    param_dtype: DTypeLike | None,
+    keep_quantised: bool,
 ) -> Decoder:
     extra, companions = stored.manifest.extra, read_companions(folder)
     written = stored_model(extra, str(stored.path))
     param_dtype = jnp.dtype(param_dtype or written.param_dtype)
     config = replace(written, param_dtype=param_dtype, dtype=jnp.dtype(dtype or param_dtype))
     frozen: Params = {}
+    if keep_quantised and written.lora is None:
+        raise ValueError(f"{stored.path}: expected a checkpoint with quantised experts, found one of arrays")
     if written.lora is not None:
-        companions = replace(companions, base=AdapterBase(**extra["base"]))
-        frozen = load_base(AdapterBase(**extra["base"]), written, str(stored.path))
-        frozen = {name: value.astype(param_specs(config)[name].dtype) for name, value in frozen.items()}
+        frozen, base = load_base(AdapterBase(**extra["base"]), written, str(stored.path), keep_quantised=keep_quantised)
+        companions, frozen = replace(companions, base=base), cast_arrays(frozen, param_specs(config))
     moved = {name: spec for name, spec in param_specs(config).items() if name not in frozen}
     shapes = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in moved.items()}
     params = stored.read({"params": shapes})["params"]

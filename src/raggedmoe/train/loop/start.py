@@ -7,6 +7,8 @@ import jax
 
 from raggedmoe.lora import LoraConfig
 from raggedmoe.models.companions import AdapterBase
+from raggedmoe.models.config import ModelConfig
+from raggedmoe.models.fingerprint import is_fingerprint_of
 from raggedmoe.params import Params
 from raggedmoe.sharding.axes import LogicalMesh
 from raggedmoe.train.checkpoint.checkpoints import RestoredCheckpoint
@@ -42,8 +44,13 @@ class Base:
     """The frozen weights that adapters are trained beside, in their places; and what else was loaded with them."""
 
     origin: AdapterBase
+    model: ModelConfig
     frozen: Params
     others: Params  # routers that are trained, and adapters where the folder has them
+
+    def is_known_as(self, written: str) -> bool:
+        """Tell whether a fingerprint that an earlier run wrote down is that of these weights."""
+        return written == self.origin.fingerprint or is_fingerprint_of(written, self.frozen, self.model)
 
 
 def resumed_start(config: ResolvedConfig, restored: RestoredCheckpoint) -> Start:
@@ -153,7 +160,7 @@ def _check_adapters(config: ResolvedConfig, stored: StoredCheckpoint, base: Base
                 "which learned with another factor, size or router; give lora_rank, lora_alpha and lora_router its "
                 "values"
             )
-    if base is not None and theirs is not None and theirs["fingerprint"] != base.origin.fingerprint:
+    if base is not None and theirs is not None and not base.is_known_as(theirs["fingerprint"]):
         raise ValueError(
             f"{named}: expected a run of adapters beside {base.origin.folder}, got one beside other weights, those of "
             f"{theirs['folder']}"

@@ -1,7 +1,7 @@
 """`TrainConfig`, a whole run as a user describes it, and the table of all its settings."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -221,10 +221,13 @@ def _by_section(values: Mapping[str, SettingValue | JsonValue]) -> dict[str, dic
     return sections
 
 
-def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """List the settings of a run, as JSON holds them, that differ and that a resumed run must not change."""
+def list_changes(old: Mapping[str, Any], new: Mapping[str, Any], changeable: Collection[str] = ()) -> list[str]:
+    """List the settings of a run, as JSON holds them, that differ and that a resumed run must not change.
+
+    ``changeable`` names some that this one may change, where others may not.
+    """
     return [
         f"{name}={old[name]} is now {new.get(name)}"
         for name, declared in SETTINGS.items()
-        if not declared.may_change and name in old and old[name] != new.get(name)
+        if not declared.may_change and name not in changeable and name in old and old[name] != new.get(name)
     ]

@@ -158,7 +158,7 @@ EARLIER_DEFAULTS: Mapping[str, Any] = {
     "learning_rate": 3e-3,
 }
 # What a setting of today that was not there stands for in runs of then.
-BEFORE_IT_WAS: Mapping[str, Any] = {"add_eos": False}
+BEFORE_IT_WAS: Mapping[str, Any] = {"add_eos": False, "keep_quantised": False}
 
 
 def keep_earlier_defaults(config: TrainConfig, earlier: Mapping[str, Any]) -> TrainConfig:

@@ -148,6 +148,10 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
         LORA_SETTINGS[1:],
         (lambda config, step: config.overrides.lora_rank is not None, "there are no adapters: it belongs to lora_rank"),
     ),
+    "keep_quantised": (
+        lambda config, step: step.model.lora is not None,
+        "there are no adapters, and weights that are trained are no 8-bit numbers",
+    ),
     **dict.fromkeys(MUON_SETTINGS, (_has_muon, "it belongs to opt_type=muon, which trains no adapter")),
     "weight_decay_of": (lambda config, step: config.optimizer.weight_decay > 0, "nothing decays"),
     "final_fraction": (
@@ -181,6 +185,7 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
     "ragged_buffer_factor": (_moves_rows, NO_ROW_LEAVES),
     "dispatch_dtype": (_moves_rows, NO_ROW_LEAVES),
     "quantization_block": (_quantizes("weights"), "nothing is quantised"),
+    "quantization_history": (_quantizes("weights"), "nothing is quantised"),
     "quantization_weight_scale": (_quantizes("weights"), "no weights are quantised"),
     "quantization_row_scale": (_quantizes("rows"), "no rows are quantised"),
     "quantization_cotangent_scale": (_quantizes("cotangents"), "no gradients are quantised"),

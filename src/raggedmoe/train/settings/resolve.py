@@ -21,6 +21,7 @@ from raggedmoe.sharding.plan import Plan
 from raggedmoe.sharding.rules import UnevenSplitError
 from raggedmoe.storage import AnyPath, as_path
 from raggedmoe.train.settings.config import TrainConfig
+from raggedmoe.train.settings.kept import find_kept
 from raggedmoe.train.settings.model_defaults import with_model_defaults, with_recipe
 from raggedmoe.train.settings.notes import LORA_SETTINGS, kernel_names, list_notes
 from raggedmoe.train.settings.sections import CheckpointConfig, DataConfig, RunConfig
@@ -73,6 +74,7 @@ def resolve(
     config = with_model_defaults(with_recipe(config), model)
     execution = make_execution(config, model, plan)
     _check_divides(config, model, plan)
+    kept, dequantised = find_kept(config, model, execution, plan)
     if config.optimizer.schedule_steps is None:
         config.optimizer.check_fits(config.run.num_steps, config.shown("steps"), config.shown)
     step = ResolvedStep(
@@ -81,13 +83,14 @@ def resolve(
         optimizer=config.optimizer.for_run(config.run.num_steps),
         losses=config.step,
         rerun_on_overflow=config.execution.rerun_on_overflow and execution.moe.ragged_buffer_factor is not None,
+        kept=kept,
     )
     return ResolvedConfig(
         asked=config,
         plan=plan,
         step=step,
         folder=run_folder_of(config),
-        notes=list_notes(asked, config, step, plan, num_devices),
+        notes=(*list_notes(asked, config, step, plan, num_devices), *dequantised),
     )
 
 

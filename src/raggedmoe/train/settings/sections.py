@@ -236,11 +236,23 @@ class ExecutionSettings(Section):
         may_change=True,
         at_least=1,
     )
+    quantization_history: int | None = setting(
+        default=None,
+        help="Scales by the largest value of so many steps before, one for an operand (delayed); none: by those of now",
+        may_change=True,
+        at_least=1,
+    )
     quantization_weight_scale: float | None = _scale("weights")
     quantization_row_scale: float | None = _scale("rows")
     quantization_cotangent_scale: float | None = _scale("gradients' rows")
     stochastic_rounding: bool = setting(
         default=False, help="Round the gradients' rows up or down by chance, right in the mean", may_change=True
+    )
+    keep_quantised: bool | None = setting(
+        default=None,
+        help="Leave the frozen experts beside adapters in the fp8, int8 or mxfp4 that their folder has; false: "
+        "dequantise them; none: leave them where that can be",
+        may_change=True,
     )
     sparse_matmul: bool | None = setting(
         default=None,
@@ -296,6 +308,11 @@ class ExecutionSettings(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "moe_backend", canonical_backend(self.moe_backend))
+        if self.quantization_history is not None and self.quantization_block is not None:
+            raise ValueError(
+                f"quantization_history={self.quantization_history} makes one scale for a whole operand, and "
+                f"quantization_block={self.quantization_block} one for each block; leave one of them out"
+            )
 
     @property
     def quant_config(self) -> QuantConfig | None:
@@ -306,6 +323,7 @@ class ExecutionSettings(Section):
         return replace(
             config,
             block=self.quantization_block,
+            history=self.quantization_history,
             weight_scale=self.quantization_weight_scale,
             row_scale=self.quantization_row_scale if config.rows else None,
             cotangent_scale=self.quantization_cotangent_scale if config.cotangents else None,

@@ -1,7 +1,9 @@
 """What a training step is on a machine, which `train/step/step.py` computes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from raggedmoe.kernels.qarray import QuantizedForm
 from raggedmoe.models.config import ModelConfig, check_execution
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.train.settings.sections import OptimizerConfig, StepSettings
@@ -16,6 +18,8 @@ class ResolvedStep:
     optimizer: OptimizerConfig
     losses: StepSettings = field(default_factory=StepSettings)
     rerun_on_overflow: bool = False  # a step that drops rows changes nothing: it will be run again with more room
+    # The frozen matrices, by their names, that stay quantised as the folder of the adapters' base stores them.
+    kept: Mapping[str, QuantizedForm] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_execution(self.model, self.execution)

@@ -3,14 +3,17 @@
 import bisect
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from raggedmoe.hardware import GB, HARDWARE, Hardware
+from raggedmoe.kernels.qarray import QuantizedForm
 from raggedmoe.lora import LoraConfig
 from raggedmoe.models.config import ModelConfig, first_layers
 from raggedmoe.models.parameters import param_specs
@@ -38,10 +41,16 @@ class StateBytes:
         return self.params + self.gradients + self.moments
 
 
-def state_bytes(config: ModelConfig, plan: Plan = ONE_DEVICE, optimizer: OptimizerConfig = ADAMW) -> StateBytes:
+def state_bytes(
+    config: ModelConfig,
+    plan: Plan = ONE_DEVICE,
+    optimizer: OptimizerConfig = ADAMW,
+    kept: Mapping[str, QuantizedForm] = MappingProxyType({}),
+) -> StateBytes:
     """Count the bytes of the state that an optimizer trains.
 
-    Every trained parameter has a first moment of ``mu_dtype``, and all that AdamW trains a second of float32.
+    Every trained parameter has a first moment of ``mu_dtype``, and all that AdamW trains a second of float32. ``kept``
+    says which frozen ones stay quantised, and how.
     """
     specs = param_specs(config)
     elements = {name: plan.device_elements(name, spec) for name, spec in specs.items()}
@@ -50,7 +59,7 @@ def state_bytes(config: ModelConfig, plan: Plan = ONE_DEVICE, optimizer: Optimiz
     matrices = sum(num for name, num in elements.items() if with_muon and takes_muon(name, specs[name]))
     return StateBytes(
         num_params=sum(spec.num_elements for spec in specs.values()),
-        params=sum(num * jnp.dtype(specs[name].dtype).itemsize for name, num in elements.items()),
+        params=sum(plan.device_bytes(name, spec, kept.get(name)) for name, spec in specs.items()),
         gradients=4 * trained,
         moments=4 * (trained - matrices) + jnp.dtype(optimizer.mu_dtype).itemsize * trained,
     )
@@ -94,6 +103,7 @@ def check_fit(
     available: int | None,
     plan: Plan = ONE_DEVICE,
     optimizer: OptimizerConfig = ADAMW,
+    kept: Mapping[str, QuantizedForm] = MappingProxyType({}),
 ) -> None:
     """Refuse a run whose state alone is more than the memory; say by how much, and what would fit.
 
@@ -101,7 +111,7 @@ def check_fit(
     """
     if available is None:
         return
-    needed, least = state_bytes(config, plan, optimizer), min_activation_bytes(config, tokens)
+    needed, least = state_bytes(config, plan, optimizer, kept), min_activation_bytes(config, tokens)
     who = _memory_owner(plan)
     if needed.total > available:
         here = "; ".join(_fitting_alternatives(config, available, plan, optimizer)) or "nothing of it"

@@ -13,7 +13,7 @@ from raggedmoe.kernels.chosen import describe_choices
 from raggedmoe.kernels.registry import record_selections
 from raggedmoe.lora import is_adapter
 from raggedmoe.models.decoder import Params
-from raggedmoe.models.parameters import param_specs
+from raggedmoe.models.parameters import empty_amax_histories, param_specs
 from raggedmoe.params import init_params
 from raggedmoe.sharding.axes import ONE_DEVICE, LogicalMesh
 from raggedmoe.sharding.training import batch_shapes, in_micro_batches, put, state_shapes
@@ -37,7 +37,9 @@ class Programs:
 
 def state_template(config: ResolvedStep, mesh: LogicalMesh = ONE_DEVICE) -> TrainState:
     """Describe the shapes of a run's state, and where each part is."""
-    return state_shapes(mesh, jax.eval_shape(_init(config), jax.random.key(0)), param_specs(config.model))
+    template, specs = jax.eval_shape(_init(config), jax.random.key(0)), param_specs(config.model)
+    kept = {name: form.struct(specs[name].shape) for name, form in config.kept.items() if name in specs}
+    return state_shapes(mesh, replace(template, frozen={**template.frozen, **kept}), specs)
 
 
 def make_init(config: ResolvedStep, mesh: LogicalMesh = ONE_DEVICE) -> Callable[[jax.Array], TrainState]:
@@ -47,7 +49,12 @@ def make_init(config: ResolvedStep, mesh: LogicalMesh = ONE_DEVICE) -> Callable[
 
 def _init(config: ResolvedStep) -> Callable[[jax.Array], TrainState]:
     optimizer = make_optimizer(config.optimizer, param_specs(config.model))
-    return lambda key: init_state(config.model, optimizer, key)
+    return lambda key: replace(init_state(config.model, optimizer, key), amax_history=_empty_histories(config))
+
+
+def _empty_histories(config: ResolvedStep) -> Params:
+    quantization = config.execution.moe.quantization
+    return empty_amax_histories(config.model, quantization, mtp_layers=config.mtp_layers)
 
 
 def state_from_loaded(
@@ -64,7 +71,8 @@ def state_from_loaded(
         params_key, run_key = jax.random.split(key)
         missing = {name: spec for name, spec in specs.items() if is_adapter(name) and name not in params}
         new = init_params(missing, params_key) if missing else {}
-        return state_from_params({**params, **new}, specs, optimizer, run_key)
+        state = state_from_params({**params, **new}, specs, optimizer, run_key)
+        return replace(state, amax_history=_empty_histories(config))
 
     jitted = jax.jit(start, out_shardings=places_of(replace(state_template(config, mesh), frozen={})))
 
@@ -100,7 +108,7 @@ def compile_programs(
         # The loss of the model, whatever room its training has.
         execution = replace(config.execution, moe=replace(config.execution.moe, ragged_buffer_factor=None))
         evaluate = functools.partial(held_out_loss, config=config.model, execution=execution, mesh=mesh)
-        lowered["held_out"] = jax.jit(evaluate).lower(template.model_params, held_out_shapes)
+        lowered["held_out"] = jax.jit(evaluate).lower(template.layer_inputs, held_out_shapes)
     with ThreadPoolExecutor() as threads:  # parts of a compilation use one core only
         compiled = dict(zip(lowered, threads.map(lambda program: program.compile(), lowered.values())))
     held_out, needed = None, [_bytes_needed(compiled["step"])]

@@ -28,11 +28,18 @@ class TrainState:
     skipped: Any  # number of steps whose loss or gradient was not finite
     skipped_in_a_row: Any
     frozen: Params = field(default_factory=dict)  # the other parameters, beside which adapters learn: in no checkpoint
+    # Of delayed scales: the operands' largest absolute values in the last steps, by names as those of parameters.
+    amax_history: Params = field(default_factory=dict)
 
     @property
     def model_params(self) -> Params:
         """All parameters of the model."""
         return {**self.params, **self.frozen}
+
+    @property
+    def layer_inputs(self) -> Params:
+        """All parameters, and the histories by which the experts' matmuls are scaled in training and evaluation."""
+        return {**self.model_params, **self.amax_history}
 
 
 def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:

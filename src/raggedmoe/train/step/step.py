@@ -14,6 +14,7 @@ from raggedmoe.models.decoder import ExpertReport, decode
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.mtp import mtp_forward, mtp_mask
 from raggedmoe.models.parameters import param_specs
+from raggedmoe.moe.amax_history import is_amax_history
 from raggedmoe.moe.balance import load_entropy, max_violation, update_selection_bias
 from raggedmoe.params import Params
 from raggedmoe.sharding.axes import AnyMesh
@@ -88,7 +89,9 @@ def train_step(
     specs = param_specs(config.model)
     trained = {name: value for name, value in state.params.items() if specs[name].trained}
     biases = {name: value for name, value in state.params.items() if name not in trained}
-    gradients, losses = batch_gradients(trained, {**state.frozen, **biases}, batch, config, key, mesh)
+    learned, others = {**trained, **state.amax_history}, {**state.frozen, **biases}
+    gradients, losses = batch_gradients(learned, others, batch, config, key, mesh)
+    histories = {name: gradients.pop(name) for name in state.amax_history}
     gradients = {name: round_to_dtype(gradient, config.optimizer.grad_dtype) for name, gradient in gradients.items()}
     norm = optax.tree.norm(gradients)
 
@@ -116,6 +119,7 @@ def train_step(
         step=state.step + counts.astype(jnp.int32),
         params=if_good(moved, state.params),
         optimizer=if_good(optimizer_state, state.optimizer),
+        amax_history=if_good(histories, state.amax_history),
         skipped=jnp.where(counts, state.skipped + bad, state.skipped),
         skipped_in_a_row=jnp.where(counts, (state.skipped_in_a_row + bad) * bad, state.skipped_in_a_row),
     )
@@ -142,8 +146,10 @@ def _updates_made(state: TrainState) -> Int[Array, ""]:
 
 def batch_gradients(
     trained: Params, others: Params, batch: Batch, config: ResolvedStep, key: jax.Array, mesh: AnyMesh | None = None
-) -> tuple[Params, Losses]:
+) -> tuple[dict[str, jax.Array], Losses]:
     """Compute the gradients and losses of the whole batch, in float32 at least, in however many micro-batches.
+
+    Histories of delayed scales among what is trained have no gradients: in their place is each after this step.
 
     Cross-entropy, z-loss and the sequence-wise auxiliary loss are sums over tokens or sequences, so the result does not
     depend on the cut. The batch-wise auxiliary loss is not additive: its mean over the micro-batches is taken.
@@ -153,7 +159,7 @@ def batch_gradients(
     weights = micro_batch_weights(micro, config)
     take = jax.value_and_grad(objective, has_aux=True)
 
-    def body(number: Any, batch: Batch, weights: MicroBatchWeights) -> tuple[Params, Losses]:
+    def body(number: Any, batch: Batch, weights: MicroBatchWeights) -> tuple[dict[str, jax.Array], Losses]:
         own_key = jax.random.fold_in(key, number)
         (_, losses), gradients = take(trained, others, batch, weights, config, own_key, mesh)
         return {name: widen_to_float32(gradient) for name, gradient in gradients.items()}, losses
@@ -165,11 +171,21 @@ def batch_gradients(
         jax.eval_shape(lambda: body(0, *jax.tree.map(lambda a: a[0], (micro, weights)))),
     )
     total, _ = lax.scan(
-        lambda total, part: (jax.tree.map(jnp.add, total, body(*part)), None),
+        lambda total, part: (_add_up(total, body(*part)), None),
         zeros,
         (jnp.arange(parts), micro, weights),
     )
     return total
+
+
+def _add_up(total: tuple[Params, Losses], part: tuple[Params, Losses]) -> tuple[dict[str, jax.Array], Losses]:
+    """Add a micro-batch's gradients and losses; of a history the largest values of any of them count."""
+    (gradients, losses), (more, more_losses) = total, part
+    both = {
+        name: (jnp.maximum if is_amax_history(name) else jnp.add)(value, more[name])
+        for name, value in gradients.items()
+    }
+    return both, jax.tree.map(jnp.add, losses, more_losses)
 
 
 def objective(
