@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from raggedmoe import KernelChoice, MoEConfig, MoEExecution, RouterConfig
-from raggedmoe.aot.collectives import StepSizes, layer_collectives, least_sent
+from raggedmoe.aot.collectives import TPU_ROW_UNIT, StepSizes, layer_collectives, least_sent
 from raggedmoe.aot.compiled import compile_for
 from raggedmoe.aot.program_text import counts_of
 from raggedmoe.aot.topology import find_topology
@@ -58,7 +58,8 @@ SUMMED = ("counts", "routing weights")
 
 def planned(config, execution, plan):
     """Bytes by kind and number of devices."""
-    step, found = StepSizes(num_tokens=NUM_TOKENS, dtype="bfloat16", ragged=True), Counter()
+    step = StepSizes(num_tokens=NUM_TOKENS, dtype="bfloat16", ragged=True, row_unit=TPU_ROW_UNIT)
+    found = Counter()
     for each in layer_collectives(config, execution, plan, step):
         num_bytes = each.num_bytes
         if execution.strategy == "ring" and (each.what, each.kind) == ("routing weights", "all-reduce"):

@@ -27,15 +27,12 @@ def test_json_has_every_parameter_and_collective(capsys):
 
 
 def test_rows_in_8_bits_are_counted_with_their_scales(capsys):
-    sizes = ("per_device_batch_size=2", "max_target_length=256")
-    assert (
-        plan(("mixtral-tiny", "expert_parallelism=4", "dispatch_dtype=int8", *sizes), topology="v6e:2x2", json=True)
-        == 0
-    )
-    found = json.loads(capsys.readouterr().out)
-    rows = 2 * 256 * 2
-    sent = {each["direction"]: each["num_bytes"] for each in found["collectives"] if each["what"] == "dispatch"}
-    assert sent == {"forward": rows * (64 + 4), "backward": rows * 64 * 2}
+    words = ("deepseek-v3", "expert_parallelism=8", "dispatch_dtype=int8", "max_target_length=256")
+    for chip, scale in (("tpu7x", 512), ("h100", 4)):  # a TPU sends whole registers' rows
+        assert plan((*words, "per_device_batch_size=1"), devices=8, hardware=chip, json=True) == 0
+        found = json.loads(capsys.readouterr().out)
+        sent = {each["direction"]: each["num_bytes"] for each in found["collectives"] if each["what"] == "dispatch"}
+        assert sent == {"forward": 256 * 8 * (7168 + scale), "backward": 256 * 8 * 7168 * 2}
 
 
 def test_a_topology_counts_the_devices_of_its_chips(capsys):

@@ -65,7 +65,7 @@ BAD_PAIRS = {
     "capacity_without_factor": (
         {},
         {"strategy": "capacity"},
-        r"strategy='capacity' cannot be used with capacity_factor=None: it is the slots of each expert; 1\.0 is",
+        r"strategy='capacity' cannot be used with capacity_factor=None: 1\.0 gives experts an even share",
     ),
     "chunks_of_slots": (
         {"capacity_factor": 1.0},
@@ -220,6 +220,6 @@ def test_slots_are_an_even_share_of_a_sequence_times_the_factor_rounded_down(len
 def test_a_factor_that_leaves_no_slot_is_refused_with_the_least_that_does():
     config = moe_config(capacity_factor=0.3)
     x = jnp.zeros((12, config.model_dim))
-    message = r"capacity_factor=0\.3 leaves the experts no slot in a sequence of 6 tokens.*use at least 1/2"
+    message = r"capacity_factor=0\.3 cannot be used with sequences of 6 tokens.* at least 1/2 leaves one"
     with pytest.raises(ValueError, match=message):
         layer(x, random_params(config, dtype=np.float32), config, num_sequences=2)

@@ -23,6 +23,8 @@ from raggedmoe.sharding.rules import is_routed
 from raggedmoe.train.settings.step import ResolvedStep
 
 WIDE = 4  # bytes of the router's numbers, and of counts
+# A TPU's ragged exchange sends rows in a multiple of so many bytes, of any type: XLA pads them (libtpu 0.0.50.1, v6e).
+TPU_ROW_UNIT = 512
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 EXCHANGE, RAGGED_EXCHANGE = "all-to-all", "ragged-all-to-all"
 # What a device sends, of n in a ring, for each byte of the collective: of what is gathered, scattered, summed, moved.
@@ -66,6 +68,7 @@ class StepSizes:
     num_sequences: int = 1  # of one device, which strategy "capacity" counts slots in
     dtype: str = "bfloat16"  # of activations, and of weights as they are multiplied
     ragged: bool = True  # the platform has a ragged all-to-all; XLA's CPU backend has not
+    row_unit: int = 1  # bytes that it sends a multiple of for each row
     # The layer's frozen matrices that are stored quantised, and sent so.
     kept: Mapping[str, QuantizedForm] = field(default_factory=dict, hash=False)
 
@@ -131,8 +134,8 @@ def least_sent(config: MoEConfig, execution: MoEExecution, plan: Plan, step: Ste
     }
     if strategy == "capacity":
         rows_per_way["capacity"] = num_slots(config, step.num_tokens, step.num_sequences) * (ranks - 1) / ranks
-    row = columns_here(config, plan) * np.dtype(step.dtype).itemsize
-    return rows_per_way.get(strategy, 0) * (dispatch_bytes(config, execution, plan, step) + 3.0 * row)
+    there, other = (row_bytes(config, execution, plan, step, there=there) for there in (True, False))
+    return rows_per_way.get(strategy, 0) * (there + 3.0 * other)
 
 
 def sent_again(collectives: list[Collective]) -> float:
@@ -178,13 +181,20 @@ def columns_here(config: MoEConfig, plan: Plan) -> int:
     return config.model_dim // (plan.tensor if plan.tensor_split == "model_dim" else 1)
 
 
-def dispatch_bytes(config: MoEConfig, execution: MoEExecution, plan: Plan, step: StepSizes) -> int:
-    """Count the bytes that a row is sent to its expert in; its result and both gradients have the activations' type."""
-    columns, size = columns_here(config, plan), np.dtype(step.dtype).itemsize
-    if execution.dispatch_dtype is None:
-        return columns * size
-    # A byte for each number, and a scale for what travels together, of the type of sums.
-    return columns + len(even_parts(columns, execution.width_chunks)) * max(size, WIDE)
+def row_bytes(
+    config: MoEConfig, execution: MoEExecution, plan: Plan, step: StepSizes, *, there: bool, unit: int = 1
+) -> int:
+    """Count the bytes that a row is sent in, each part and its scale in a multiple of the unit.
+
+    ``there``: to its expert, which has 8 bits if the execution says so. Its result and both gradients have the type of
+    the activations.
+    """
+    size = np.dtype(step.dtype).itemsize
+    in_8_bits = there and execution.dispatch_dtype is not None
+    scale = max(size, WIDE) if in_8_bits else 0  # of the type of sums
+    parts = even_parts(columns_here(config, plan), execution.width_chunks)
+    widths = [(part.stop - part.start) * (1 if in_8_bits else size) for part in parts]
+    return sum(-(-num_bytes // unit) * unit for width in widths for num_bytes in (width, scale))
 
 
 def _of_router(config: MoEConfig, plan: Plan) -> Iterator[Collective]:
@@ -243,7 +253,8 @@ def _of_weights(config: MoEConfig, plan: Plan, step: StepSizes) -> Iterator[Coll
 def _of_rows(config: MoEConfig, execution: MoEExecution, plan: Plan, step: StepSizes) -> Iterator[Collective]:
     strategy, tokens, per_token = strategy_name(config, execution), step.num_tokens, config.experts_per_token
     size, ranks = np.dtype(step.dtype).itemsize, plan.expert
-    moved, sent = tokens * columns_here(config, plan) * size, tokens * dispatch_bytes(config, execution, plan, step)
+    unit = step.row_unit if strategy == "all_to_all" and step.ragged else 1
+    sent, moved = (tokens * row_bytes(config, execution, plan, step, there=there, unit=unit) for there in (True, False))
     slots = tokens * per_token * WIDE
     if strategy in ("ring", "dense"):
         yield _collective(GATHER, "routing", FORWARD, (EXPERT,), 2 * ranks * slots)  # experts and their weights

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raggedmoe.aot.collectives import (
+    TPU_ROW_UNIT,
     Collective,
     StepSizes,
     collectives_across_slices,
@@ -74,6 +75,7 @@ def plan(
         num_sequences=sequences,
         dtype=str(np.dtype(model.dtype)),
         ragged=chip.platform != "cpu",
+        row_unit=TPU_ROW_UNIT if chip.platform == "tpu" else 1,
         kept={name.rpartition(".moe.")[2]: form for name, form in config.step.kept.items()},
     )
     collectives = layer_collectives(model.moe_layer, execution.moe, made, step)

@@ -1,6 +1,7 @@
 """`Decoder`: a whole model as a flax nnx module."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,7 @@ class Decoder(nnx.Module):
         check_lora(config)
         check_has_mesh(strategy_name(config.moe, execution.moe), mesh)
         self.mesh, specs = logical_mesh(mesh, mesh_axes), param_specs(config)
-        params = make_params(specs, params, rngs, self.mesh, execution.moe.tensor_split)
+        params = make_params(specs, params, rngs, replace(self.mesh, tensor_split=execution.moe.tensor_split))
         check_model_params(specs, params)
         self.config, self.execution, self.companions = config, execution, companions
         if amax_history is None:

@@ -65,16 +65,13 @@ class RouterConfig:
         check_sizes(self, "num_groups", "groups_per_token")
         for name, known in ROUTER_WORDS.items():
             check_known(name, getattr(self, name), known)
-        for name in ("aux_loss_weight", "z_loss_weight"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
-        if not 0 <= self.jitter < 1:
-            raise ValueError(f"expected 0 <= jitter < 1, got {self.jitter}")
+        for name, limit in (("aux_loss_weight", math.inf), ("z_loss_weight", math.inf), ("jitter", 1)):
+            if not 0 <= getattr(self, name) < limit:
+                raise ValueError(f"expected 0 <= {name} < {limit}, got {getattr(self, name)}")
         learned, by_expert = self.selection == "learned", self.selection == "expert_choice"
-        too_few = self.num_groups < self.groups_per_token
         sums_logits = self.score == "logits" and self.normalize == "sum"
         conflicts = (
-            (too_few, "groups_per_token", "num_groups", "there are not so many"),
+            (self.groups_per_token > self.num_groups, "groups_per_token", "num_groups", "there are not so many"),
             (sums_logits, "score", "normalize", "logits may be negative, and their sum zero, but not a 'softmax'"),
             (not learned and self.num_groups > 1, "selection", "num_groups", "it reads no group limit"),
             (not learned and self.selection_bias, "selection", "selection_bias", "it reads no selection bias"),
@@ -144,12 +141,8 @@ class MoEConfig:
         assert self.capacity_factor is not None
         share = max(math.ceil(length * self.experts_per_token / self.num_experts), 1)
         slots = int(share * self.capacity_factor)
-        if slots < 1:
-            raise ValueError(
-                f"capacity_factor={self.capacity_factor} leaves the experts no slot in a sequence of {length} tokens: "
-                f"an even share is {share}, and {share} · {self.capacity_factor} is rounded down to 0; use at least "
-                f"1/{share}, or longer sequences"
-            )
+        reason = f"of an even share of {share} slots none is left, rounded down; at least 1/{share} leaves one"
+        refuse_conflicts(vars(self), [(slots < 1, "capacity_factor", f"sequences of {length} tokens", reason)])
         return min(slots, length)
 
     def expert_choice_capacity(self, num_tokens: int) -> int:
@@ -210,10 +203,9 @@ def check_execution(config: MoEConfig, execution: MoEExecution, quantized: Colle
     kernels = vars(execution.kernel_choice)
     named = {name for name, choice in kernels.items() if choice != "auto"}
     unread = f"with moe_backend={execution.moe_backend!r} it would never be read"
-    no_slots = strategy == "capacity" and not slots
     moves_rows = slots and execution.strategy not in (None, "capacity")
     conflicts = (
-        (no_slots, "strategy", "capacity_factor", "it is the slots of each expert; 1.0 is an even share"),
+        (strategy == "capacity" and not slots, "strategy", "capacity_factor", "1.0 gives experts an even share"),
         (moves_rows, "capacity_factor", "strategy", "it gives the experts fixed slots, which is strategy='capacity'"),
         (slots and backend.strategy == "dense", "capacity_factor", "moe_backend", "it gives the experts fixed slots"),
         (slots and execution.token_chunks > 1, "capacity_factor", "token_chunks", "it is of slots in whole sequences"),

@@ -66,10 +66,9 @@ class MoEExecution:
     def __post_init__(self) -> None:
         check_sizes(self, "token_chunks", "width_chunks")
         check_known("tensor_split", self.tensor_split, SPLITS)
-        if self.strategy is not None:
-            check_known("strategy", self.strategy, STRATEGIES)
         backend, factor, across = self.backend, self.ragged_buffer_factor, self.strategy in ACROSS_RANKS
         strategy, kernels = self.strategy or backend.strategy, vars(self.kernels or KernelChoice())
+        check_known("strategy", strategy, STRATEGIES)
         fused, dtype, splits_width = backend.fused, self.dispatch_dtype, self.tensor_split == "model_dim"
         conflicts = [
             (

@@ -167,10 +167,7 @@ def concatenate(chunks: list[Float[Array, "_ _"]], *, dim: int) -> Float[Array, 
 
 def sequences_of_device(num_sequences: int, config: MoEConfig, mesh: LogicalMesh) -> int:
     """Count the whole sequences on each device, where the balance loss or the capacity is of each sequence."""
-    if config.capacity_factor is not None and not is_expert_choice(config):
-        what, instead = "whole sequences, in which a capacity_factor counts slots,", "no capacity_factor"
-    elif config.router.aux_loss == "sequence" and config.router.aux_loss_weight:
-        what, instead = "whole sequences, of which aux_loss='sequence' is taken,", "aux_loss='batch'"
-    else:
+    has_slots = config.capacity_factor is not None and not is_expert_choice(config)
+    if not has_slots and (config.router.aux_loss == "batch" or not config.router.aux_loss_weight):
         return 1
-    return split_over(mesh, num_sequences, what, instead)
+    return split_over(mesh, num_sequences, "whole sequences, in which a capacity_factor or aux_loss='sequence' counts,")

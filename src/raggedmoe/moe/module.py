@@ -84,7 +84,7 @@ class MoE(nnx.Module):
         specs = check_adapted(config.param_specs(), config.lora)
         if axes is not None:
             check_params(specs, params or {}, axes)
-        params = make_params(specs, params, rngs, self.mesh, execution.tensor_split)
+        params = make_params(specs, params, rngs, replace(self.mesh, tensor_split=execution.tensor_split))
         for name, spec in specs.items():
             param, kind = params[name], KINDS[spec.updated_by]
             value = check_operand("MoE", name, param, "G F D") if isinstance(param, Quantized) else jnp.asarray(param)

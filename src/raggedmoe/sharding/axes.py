@@ -74,13 +74,13 @@ AnyMesh = Mesh | AbstractMesh | LogicalMesh
 ONE_DEVICE = LogicalMesh()
 
 
-def split_over(mesh: LogicalMesh, num: int, what: str, instead: str = "smaller degrees") -> int:
+def split_over(mesh: LogicalMesh, num: int, what: str) -> int:
     """Count the tokens or sequences that each device gets of so many, which must divide evenly."""
     shards = mesh.size(*TOKEN_AXES)
     if num % shards:
         degrees = " × ".join(f"{axis}_parallelism={mesh.size(axis)}" for axis in TOKEN_AXES)
         raise ValueError(
-            f"{num} {what} cannot be split over {degrees} = {shards} parts; use a multiple of {shards}, or {instead}"
+            f"{num} {what} cannot be split over {degrees} = {shards} parts; use a multiple of {shards}, or fewer parts"
         )
     return num // shards
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from raggedmoe.kernels.qarray import QuantizedForm
 from raggedmoe.names import check_known
 from raggedmoe.params import ParamSpec, Specs, divisors
 from raggedmoe.sharding.axes import AXES, DATA, SPLITS, TOKEN_AXES, LogicalMesh, MeshAxes, axes_of, logical_mesh
-from raggedmoe.sharding.rules import param_shardings, partition, stored_partition
+from raggedmoe.sharding.rules import Shardings, param_shardings, partition, stored_partition
 
 SLICES = "dcn_data_parallelism"  # the setting: slices, which a data centre's network connects
 
@@ -90,19 +90,17 @@ class Plan:
         plan = replace(self, slices=slices)
         used, shown = plan.least.num_devices, {name: size for name, size in plan._degrees.items() if size > 1}
         text = " × ".join(f"{name}={size}" for name, size in shown.items()) or "all degrees 1"
-        if plan.open:
-            if num_devices % used:
-                raise ValueError(
-                    f"{num_devices} devices cannot be divided by {text} = {used}, so {plan.open[0]}_parallelism=-1 has "
-                    f"no whole number; use degrees whose product is one of {divisors(num_devices)}"
-                )
-            return replace(plan, **{plan.open[0]: num_devices // used})  # type: ignore[arg-type]
+        if plan.open and num_devices % used:
+            raise ValueError(
+                f"{num_devices} devices cannot be divided by {text} = {used}, so {plan.open[0]}_parallelism=-1 has "
+                f"no whole number; use degrees whose product is one of {divisors(num_devices)}"
+            )
         if used > num_devices:
             raise ValueError(
                 f"{text} = {used} devices, but there are {num_devices}; use degrees whose product is at most "
                 f"{num_devices}"
             )
-        return plan
+        return replace(plan, **dict.fromkeys(plan.open, num_devices // used))  # type: ignore[arg-type]
 
     def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
         """Make the mesh of these devices or of the first of all that there are. Only its data axis crosses slices."""
@@ -128,8 +126,7 @@ class Plan:
 
     def logical_mesh(self, devices: Sequence[jax.Device] | None = None) -> LogicalMesh:
         """Say where a run of this plan is: on the mesh of these devices or of the first that there are, or on one."""
-        mesh = None if self.num_devices == 1 else self.mesh(devices)
-        return LogicalMesh(mesh, tensor_split=self.tensor_split)
+        return LogicalMesh(None if self.num_devices == 1 else self.mesh(devices), tensor_split=self.tensor_split)
 
     def spec(self, name: str, spec: ParamSpec) -> PartitionSpec:
         """Return the partition of a parameter over the logical axes."""
@@ -140,9 +137,7 @@ class Plan:
         """The mesh without its devices."""
         return LogicalMesh(AbstractMesh(tuple(self.sizes.values()), AXES), tensor_split=self.tensor_split)
 
-    def shardings(
-        self, mesh: Mesh | LogicalMesh, specs: Specs, mesh_axes: MeshAxes | None = None
-    ) -> dict[str, NamedSharding | None]:
+    def shardings(self, mesh: Mesh | LogicalMesh, specs: Specs, mesh_axes: MeshAxes | None = None) -> Shardings:
         """Return the sharding of every parameter on the mesh that this plan made.
 
         On a mesh of your own, ``mesh_axes`` says which of its axes are ours; the degrees are then that mesh's.

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from raggedmoe.sharding.stage import stage
 WIDTH_AXES = (FSDP, EXPERT)
 WIDTH_DIMS = ("model_dim", "q_latent", "kv_latent")
 TENSOR_DIMS = ("head", "kv_head", "mlp_dim", "shared_dim", "vocab")
+Shardings = dict[str, NamedSharding | None]  # by the parameters' names; on one device there is none
 
 
 class UnevenSplitError(ValueError):
@@ -92,7 +92,7 @@ def _degrees(axes: tuple[str, ...], mesh: LogicalMesh) -> str:
     return " × ".join(f"{axis}_parallelism={mesh.size(axis)}" for axis in axes if mesh.size(axis) > 1)
 
 
-def param_shardings(mesh: LogicalMesh, specs: Specs) -> dict[str, NamedSharding | None]:
+def param_shardings(mesh: LogicalMesh, specs: Specs) -> Shardings:
     """Return the sharding of every parameter on a mesh; on one device there is none."""
     return {name: mesh.sharding(partition(name, spec, mesh)) for name, spec in specs.items()}
 
@@ -125,16 +125,13 @@ def all_gather_params(params: dict[str, Any], specs: Specs, mesh: LogicalMesh, r
     return mesh.run(all_gather_weights, params)
 
 
-def make_params(
-    specs: Specs, params: Mapping[str, Any] | None, rngs: Any, mesh: LogicalMesh, tensor_split: str
-) -> Mapping[str, Any]:
+def make_params(specs: Specs, params: Mapping[str, Any] | None, rngs: Any, mesh: LogicalMesh) -> Mapping[str, Any]:
     """Return the parameters that a module was given, or draw new ones, each device its own part."""
     if (rngs is None) == (params is None):
         raise ValueError("expected rngs for new parameters or params for given ones, got both or neither")
     if params is not None:
         return params
-    shardings = param_shardings(replace(mesh, tensor_split=tensor_split), specs)
-    return jax.jit(functools.partial(init_params, specs), out_shardings=shardings)(rngs.params())
+    return jax.jit(functools.partial(init_params, specs), out_shardings=param_shardings(mesh, specs))(rngs.params())
 
 
 def is_routed(name: str, spec: ParamSpec) -> bool:

@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
 from raggedmoe.kernels.qarray import QArray
-from raggedmoe.params import Params, Specs
+from raggedmoe.params import Params, Specs, check_divides
 from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh, even_parts
 from raggedmoe.sharding.rules import param_shardings, stored_partition
 from raggedmoe.sharding.stage import REPLICATED, TOKENS
@@ -46,8 +46,7 @@ def in_micro_batches(batch: Any, parts: int) -> Any:
     """Set the micro-batches of a batch ``[B S]`` apart: ``[parts B/parts S]``."""
 
     def split(array: Any) -> Any:
-        if array.shape[0] % parts:
-            raise ValueError(f"a batch of {array.shape[0]} sequences cannot be cut into {parts} equal micro-batches")
+        check_divides("batch_size", array.shape[0], "gradient_accumulation_steps", parts)
         return array.reshape(parts, -1, *array.shape[1:])
 
     return jax.tree.map(split, batch)
@@ -78,13 +77,12 @@ def check_all_take_part(mesh: LogicalMesh) -> None:
     """Require a device of the mesh in every process: one without would wait for ever, or train a run of its own."""
     sharding = mesh.sharding(REPLICATED)
     devices = jax.devices()[:1] if sharding is None else sharding.device_set
-    used = {device.process_index for device in devices}
-    if len(used) < jax.process_count():
+    idle = set(range(jax.process_count())) - {device.process_index for device in devices}
+    if idle:
         raise ValueError(
-            f"expected degrees that give each of {jax.process_count()} processes a device, got "
-            f"{len(devices)} of {jax.device_count()} devices, none of process "
-            f"{min(set(range(jax.process_count())) - used)}; use them all, fsdp_parallelism=-1 for example, or fewer "
-            "processes"
+            f"expected degrees that give each of {jax.process_count()} processes a device, got {len(devices)} of "
+            f"{jax.device_count()} devices, none of process {min(idle)}; use them all, fsdp_parallelism=-1 for "
+            "example, or fewer processes"
         )
 
 

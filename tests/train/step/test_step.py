@@ -84,7 +84,7 @@ def test_micro_batches_have_the_load_of_the_whole_batch(whole, cut):
 
 
 def test_a_batch_that_cannot_be_cut_is_refused(start):
-    with pytest.raises(ValueError, match="8 sequences cannot be cut into 3 equal micro-batches"):
+    with pytest.raises(ValueError, match="batch_size=8 is not divisible by gradient_accumulation_steps=3; use"):
         jax.eval_shape(step_of(with_losses(WHOLE, gradient_accumulation_steps=3)), start, BATCH)
 
 

@@ -35,6 +35,10 @@ class Source:
     notes: tuple[str, ...] = ()  # words that change nothing here, or something else than in MaxText, and why
 
 
+SettingValue = str | bool | int | float | tuple[str, ...] | ModelConfig | None
+JsonValue = str | bool | int | float | list[str] | None  # a SettingValue as JSON holds it
+
+
 def _check_dtypes(model: ModelConfig) -> None:
     """Refuse types of numbers in a model, where a run does not look for them."""
     for name, override in (("dtype", "dtype"), ("param_dtype", "weight_dtype")):
@@ -88,17 +92,17 @@ class TrainConfig(Section):
         if self.optimizer.schedule_steps is not None:
             self.optimizer.check_fits(self.optimizer.schedule_steps, self.shown("schedule_steps"), self.shown)
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str) -> SettingValue:
         """Return the value of a setting by the name that a user types."""
         declared = SETTINGS[name]
         return getattr(self._holder(declared), declared.field)
 
-    def changes(self) -> dict[str, Any]:
+    def changes(self) -> dict[str, JsonValue]:
         """Return the settings that differ from those of the demo, as JSON holds them: `config_of` makes it of them."""
         default = TrainConfig().values()
         return {name: value for name, value in self.values().items() if value != default[name]}
 
-    def with_settings(self, values: Mapping[str, Any]) -> "TrainConfig":
+    def with_settings(self, values: Mapping[str, SettingValue | JsonValue]) -> "TrainConfig":
         """Return the configuration with other values for some settings, by the names that a user types."""
         sections = _by_section(values)
         of_run = sections.pop("", {})
@@ -149,12 +153,9 @@ class TrainConfig(Section):
         start = self.run.load_parameters_path
         return self.model_folder if start is None else as_path(start)
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, JsonValue]:
         """Return all settings by name, as JSON holds them."""
-        values = {name: self.get(name) for name in SETTINGS}
-        if isinstance(self.model, ModelConfig):
-            values["model_name"] = json.dumps(to_json(self.model))
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {name: _as_json(self.get(name)) for name in SETTINGS}
 
     def is_given(self, name: str) -> bool:
         """Tell whether a setting was chosen: by a word, or by a value in a file or Python that is not the default."""
@@ -194,7 +195,7 @@ def _settings() -> Iterator[Setting]:
 SETTINGS: dict[str, Setting] = {declared.name: declared for declared in _settings()}
 
 
-def config_of(values: Mapping[str, Any], source: Source | None = None) -> TrainConfig:
+def config_of(values: Mapping[str, SettingValue | JsonValue], source: Source | None = None) -> TrainConfig:
     """Make a configuration of values by the names that a user types, as they are or as JSON holds them."""
     source = Source() if source is None else source
     of_section = _by_section(
@@ -206,7 +207,13 @@ def config_of(values: Mapping[str, Any], source: Source | None = None) -> TrainC
     return TrainConfig(**of_section.get("", {}), **sections, source=source)
 
 
-def _by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _as_json(value: SettingValue) -> JsonValue:
+    if isinstance(value, ModelConfig):
+        return json.dumps(to_json(value))
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _by_section(values: Mapping[str, SettingValue | JsonValue]) -> dict[str, dict[str, Any]]:
     """Sort values by the section of their settings, and there by field."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
