@@ -8,9 +8,11 @@ import itertools
 
 import pytest
 
+from raggedmoe.aot.case import CompileCase
 from raggedmoe.aot.subjects import OperationCall
-from raggedmoe.aot.worker import schedule
+from raggedmoe.aot.worker import compile_cases, schedule
 from tests.aot.marks import NEEDS_LIBTPU
+from tests.aot.programs import QuantizedTraining
 
 pytestmark = NEEDS_LIBTPU
 
@@ -61,6 +63,22 @@ def test_8_bits_that_a_chip_multiplies_take_little_more_than_half_the_cycles_of_
     # The result is as large as ever: 23.1 MB of 148.9 in bfloat16. What is read is halved, but for the scales.
     written = 2 * 8192 * 1408
     assert kernel.hbm_bytes - written <= 0.51 * (COMPULSORY - written)
+
+
+@pytest.mark.slow
+def test_training_in_8_bits_compiles_natively_and_not():
+    chips = {
+        ("v6e:2x2", "int8"),
+        ("v6e:2x2", "fp8"),
+        ("tpu7x:2x2x1", "fp8"),
+        ("tpu7x:2x2x1", "int8"),
+        ("v5e:2x2", "int8"),
+    }
+    cases = [
+        CompileCase(title=f"{name} on {topology}", subject=QuantizedTraining(name), topology=topology)
+        for topology, name in sorted(chips)
+    ]
+    assert {o.case.title: o.error for o in compile_cases(cases) if not o.passed} == {}
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ NaN, in values and in scales.
 """
 
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -13,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from raggedmoe import QArray
+from raggedmoe import QArray, grouped_matmul
 from raggedmoe.hardware import HARDWARE
 from raggedmoe.kernels.grouped_matmul import pallas_tpu, tiles
 from raggedmoe.kernels.grouped_matmul.tiles import RowSteps, Tiles
 from raggedmoe.kernels.grouped_matmul.tpu_operands import MatmulOperand, multiplication
 from raggedmoe.kernels.qarray import check_operand, operand_structs
-from raggedmoe.kernels.registry import BACKWARD, Call, candidates
+from raggedmoe.kernels.registry import BACKWARD, Call, candidates, record_selections
 from tests.kernels.quantized_cases import draw_matmul, draw_stored, on_device, run, shares_of_bound
 from tests.kernels.tpu_interpreter import tpu_interpreter
 
@@ -62,6 +63,32 @@ def test_values_and_gradients_are_those_of_what_the_operands_stand_for(case):
         found = run(call, "pallas_tpu", HARDWARE[chip])
     shares = shares_of_bound(call, found)
     assert {quantity: share for quantity, share in shares.items() if not share <= 1} == {}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("chip", "formats", "transpose"), [("v6e", ("int8", "int8"), True), ("tpu7x", (E5M2, E4M3), False)]
+)
+def test_tokamax_multiplies_natively_what_stands_for_the_operands(chip, formats, transpose):
+    """Of widths that are multiples of 128: others it is given widened, and the gradients' operands too."""
+    rng, sizes = np.random.default_rng(0), np.asarray([3, 0, 70, 9])
+    bounds = np.append(0, np.cumsum(sizes))
+    num_rows = int(bounds[-1]) + 4
+    lhs = draw_stored(rng, (num_rows, 128), formats[0], (num_rows, 1), poisoned=np.arange(num_rows) >= bounds[-1])
+    rhs = draw_stored(rng, (4, 128, 128), formats[1], (4, 128, 1) if transpose else (4, 1, 128), poisoned=sizes == 0)
+    expected, terms = np.zeros((num_rows, 128)), np.zeros((num_rows, 128))
+    for group, (first, last) in enumerate(itertools.pairwise(bounds)):
+        if last > first:
+            matrix = rhs.exact[group].T if transpose else rhs.exact[group]
+            expected[first:last] = lhs.exact[first:last] @ matrix
+            terms[first:last] = np.abs(lhs.exact[first:last]) @ np.abs(matrix)
+    options = {"transpose_rhs": transpose, "implementation": "tokamax", "hardware": chip}
+    operands = on_device(lhs), on_device(rhs)
+    with tpu_interpreter(), record_selections() as selections:
+        found = jax.jit(functools.partial(grouped_matmul, **options))(*operands, jnp.asarray(sizes))
+    assert selections[0].chosen_candidate.note.startswith("native")
+    error = np.abs(np.asarray(found, np.float64) - expected)
+    assert (error <= 7 * np.finfo(np.float32).eps * terms).all()
 
 
 SMALL = Tiles(

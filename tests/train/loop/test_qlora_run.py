@@ -22,6 +22,7 @@ from raggedmoe.lora import is_adapter
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.train.loop.log import RunLog
 from raggedmoe.train.loop.saved_run import find_model
+from raggedmoe.train.settings.model_defaults import keep_earlier_defaults
 from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.settings.words import read_words
 from raggedmoe.train.step.fit import state_bytes
@@ -223,10 +224,21 @@ def test_it_is_dequantised_and_said_where_nothing_is_asked_for(bases):
         resolved = resolve(read_words((str(bases[form]), *SETTINGS)), hardware_by_name("cpu"))
         assert len(resolved.step.kept) == num
         assert not any("are dequantised" in note for note in resolved.notes)
-    whole = read_words((str(bases["fp8"]), *(word for word in SETTINGS if "lora" not in word), "keep_quantised=false"))
-    assert any(
-        "keep_quantised=false: changes nothing" in note for note in resolve(whole, hardware_by_name("cpu")).notes
+
+
+def test_without_adapters_nothing_stays_quantised_and_a_run_of_before_is_told_nothing(bases):
+    words = (str(bases["fp8"]), *(word for word in SETTINGS if "lora" not in word))
+    asked, earlier = (
+        resolve(config, hardware_by_name("cpu"))
+        for config in (
+            read_words((*words, "keep_quantised=true")),
+            keep_earlier_defaults(read_words(words), {"steps": STEPS}),
+        )
     )
+    assert any("keep_quantised=true: changes nothing" in note for note in asked.notes)
+    assert earlier.asked.execution.keep_quantised is False
+    assert not any("keep_quantised" in note for note in earlier.notes)
+    assert not asked.step.kept
 
 
 @pytest.mark.slow

@@ -265,6 +265,11 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
             "model_dim=192 is not divisible by quantization_block=7; use quantization_block in",
         ),
         (["quantization=fp8", "quantization_row_scale=0"], "expected quantization_row_scale > 0, got 0"),
+        (["quantization=fp8", "quantization_history=0"], "expected quantization_history >= 1, got 0"),
+        (
+            ["quantization=fp8", "quantization_history=4", "quantization_block=16"],
+            "quantization_history=4 makes one scale for a whole operand, and quantization_block=16 one for each block",
+        ),
         (["moe_backend=ragged_dot", "grouped_matmul=cpu"], "with grouped_matmul='cpu': it names 'xla'"),
         (["steps=0"], "expected steps >= 1, got 0"),
         (["steps=10", "warmup_steps=11"], "never reach its peak"),

@@ -108,10 +108,11 @@ def call_gmm(kernel, lhs, rhs, bounds, transpose_rhs: bool, out_dtype, chip: Har
     """Call a library's ``gmm``, whose type of result and precision are bound, with tiles that fit the chip."""
     num_rows, inner = lhs.shape
     out_dim = rhs.shape[1] if transpose_rhs else rhs.shape[2]
-    sizes = (lhs.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
+    values = jax.tree.leaves(lhs)[0]  # of a quantised one, too
+    sizes = (values.dtype.itemsize, jnp.dtype(out_dtype).itemsize)
     tiles = forward_tiles(num_rows, inner, out_dim, rhs.shape[0], sizes, chip)
     out = kernel(
-        pad_rows(lhs, tiles.rows),
+        jax.tree.map(lambda array: pad_rows(array, tiles.rows), lhs),
         rhs,
         shifted_group_sizes(bounds),
         tiling=tuple(tiles),

@@ -231,11 +231,14 @@ def quantized(call: Call, hardware: Hardware) -> str:
     said = f"emulated: 8 bits are read from memory, and widened in VMEM to {how.multiplied}"
     if how.native:
         said = "native: the chip multiplies the 8-bit values themselves"
-    return said + {
+    said += {
         ROWS: "; rows are multiplied by scales first, in a copy in float32",
         VALUES: ", where values are multiplied by their scales",
         PARTIAL_SUMS: f"; sums over {LANES} each are scaled",
     }.get(how.scaled, "; scales are applied to the sums")
+    if call.direction == BACKWARD and "lhs" in call.formats:
+        said += "; for the matrices' gradient rows are dequantised in memory"
+    return said
 
 
 IMPLEMENTATION = Implementation(

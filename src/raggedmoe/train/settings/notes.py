@@ -149,7 +149,8 @@ READ_ONLY_IF: dict[str, tuple[Condition, str]] = {
         (lambda config, step: config.overrides.lora_rank is not None, "there are no adapters: it belongs to lora_rank"),
     ),
     "keep_quantised": (
-        lambda config, step: step.model.lora is not None,
+        # A run of before goes on with false, which is so without adapters in any case.
+        lambda config, step: step.model.lora is not None or not config.execution.keep_quantised,
         "there are no adapters, and weights that are trained are no 8-bit numbers",
     ),
     **dict.fromkeys(MUON_SETTINGS, (_has_muon, "it belongs to opt_type=muon, which trains no adapter")),
