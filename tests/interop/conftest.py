@@ -11,6 +11,8 @@ from tests.object_server import _object_server as _object_server
 from tests.object_server import bucket as bucket
 from tests.object_server import object_server as object_server
 
+collect_ignore = ["fp8_by_transformers.py"]  # needs torch, and pytest would import it for its doctests
+
 
 @pytest.fixture(scope="session")
 def golden_model():

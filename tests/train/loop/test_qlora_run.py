@@ -118,6 +118,7 @@ def test_the_memory_that_is_stated_is_that_of_the_arrays(form, run, bases, capsy
     assert stated.params == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     learned = sum(params[name].nbytes for name, spec in param_specs(step.model).items() if spec.trained)
     assert (stated.gradients, stated.moments) == (learned, 2 * learned)
+    capsys.readouterr()  # what the run printed, where this is the first test that asks for it
     assert plan(words, json=True) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["state_bytes"] == stated.total
