@@ -329,7 +329,7 @@ def test_a_config_that_describes_far_more_tensors_than_there_are_is_refused_befo
             {"num_attention_heads": 10**12, "num_key_value_heads": 7, "head_dim": 8},
             "num_heads to be at most 2147483647",
         ),
-        ({"num_attention_heads": 2**31 - 2, "num_key_value_heads": 4, "head_dim": 8}, "num_kv_heads in [1, 2, 3, 6, 7, 9,"),
+        ({"num_attention_heads": 2**31 - 2, "num_key_value_heads": 4, "head_dim": 8}, "num_kv_heads in [1, 2, 3, 6,"),
         ({"hidden_size": 2**40, "head_dim": 8}, "at most 2147483647, got 1099511627776"),
         ({"rope_theta": 10**400}, "expected 'rope_theta' to be a number, got 1000"),
     ],
