@@ -15,7 +15,8 @@ from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.names import check_known, refuse_conflicts, refuse_keywords_of
 from raggedmoe.params import ParamSpec, check_divides, check_sizes
 
-EXPERT_MATRICES = ("wi_0", "wi_1", "wo")  # what may be quantised
+EXPERT_MATRICES = ("wi_0", "wi_1", "wo")
+SHARED_MATRICES = ("shared_wi_0", "shared_wi_1", "shared_wo")
 ROUTER_WORDS = {  # the words that each field of a `RouterConfig` takes
     "score": ("softmax", "sigmoid", "sqrt_softplus", "logits"),
     "selection": ("learned", "random", "hash", "balanced", "expert_choice"),
@@ -198,7 +199,8 @@ def check_execution(config: MoEConfig, execution: MoEExecution, quantized: Colle
         raise TypeError(f"expected execution to be a MoEExecution, got {type(execution).__name__}")
     backend, quantization, strategy = execution.backend, execution.quantization, strategy_name(config, execution)
     fused, batched, chunked = backend.fused, strategy in ("capacity", "dense"), execution.width_chunks > 1
-    slots, given = config.capacity_factor is not None, f"quantised {', '.join(quantized)}"
+    slots, experts = config.capacity_factor is not None, [name for name in EXPERT_MATRICES if name in quantized]
+    given = f"quantised {', '.join(experts)}"
     why_not = quantization and quantizes_why_not("grouped_matmul", execution.kernel_choice.grouped_matmul)
     kernels = vars(execution.kernel_choice)
     named = {name for name, choice in kernels.items() if choice != "auto"}
@@ -219,13 +221,13 @@ def check_execution(config: MoEConfig, execution: MoEExecution, quantized: Colle
         (batched and quantization, "quantization", "strategy", "it is one batched matmul of all experts"),
         (chunked and quantization, "quantization", "width_chunks", "a part of a row would have a scale of its own"),
         (why_not, "quantization", "moe_backend", f"its kernels of grouped_matmul: {why_not}"),
-        (quantized and quantization, given, "quantization", "it quantises arrays"),
-        (quantized and batched, given, "strategy", "it multiplies by all experts at once"),
-        (quantized and chunked, given, "width_chunks", "a part of the width may begin within a block of a scale"),
+        (experts and quantization, given, "quantization", "it quantises arrays"),
+        (experts and batched, given, "strategy", "it multiplies by all experts at once"),
+        (experts and chunked, given, "width_chunks", "a part of the width may begin within a block of a scale"),
     )
     settings = {**vars(config), **vars(execution), **kernels, "strategy": execution.strategy or strategy}
     refuse_conflicts(settings, conflicts)
-    if others := sorted(set(quantized) - set(EXPERT_MATRICES)):
+    if others := sorted(set(quantized) - {*EXPERT_MATRICES, *SHARED_MATRICES}):
         raise ValueError(f"expected arrays as {', '.join(others)}, got quantised ones; dequantise them")
     for name in ("model_dim", "expert_dim"):
         if quantization is not None and quantization.block is not None:

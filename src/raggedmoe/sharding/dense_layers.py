@@ -20,16 +20,18 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from raggedmoe.kernels.arrays import accumulator, pvary_like
+from raggedmoe.kernels.qarray import QArray
 from raggedmoe.params import Params, ParamSpec, Specs
 from raggedmoe.sharding.axes import FSDP, TENSOR, TOKEN_AXES, LogicalMesh, axes_of
-from raggedmoe.sharding.rules import WIDTH_AXES, partition
+from raggedmoe.sharding.rules import WIDTH_AXES, partition, stored_partition
 from raggedmoe.sharding.stage import TOKENS, stage
 
 
 def all_gather_dense_weights(weights: Params, specs: Specs, mesh: LogicalMesh, dtype: Any) -> Params:
     """Gather the dense weights of matmuls over the axes that split their width, in the type that they are used in.
 
-    Routed experts and routers stay as they are stored: the MoE layer's stages gather them.
+    What is quantised is gathered as it is stored. Routed experts and routers stay where they are: the MoE layer's
+    stages gather them.
     """
     if mesh.mesh is None:
         return weights
@@ -37,10 +39,10 @@ def all_gather_dense_weights(weights: Params, specs: Specs, mesh: LogicalMesh, d
     for name, spec in specs.items():
         if name not in weights or spec.contracts is None or "expert" in spec.axes:
             continue
-        stored = partition(name, spec, mesh)
-        if any(stored):
-            axes = [tuple(axis for axis in axes_of(entry) if axis not in WIDTH_AXES) for entry in stored]
-            gathered[name] = _gather_weight(weights[name].astype(dtype), mesh, PartitionSpec(*axes), stored)
+        weight = weights[name]
+        weight = weight if isinstance(weight, QArray) else weight.astype(dtype)
+        stored = stored_partition(name, spec, weight, mesh)
+        gathered[name] = jax.tree.map(functools.partial(_gather_weight, mesh), weight, stored)
     return gathered
 
 
@@ -61,11 +63,16 @@ def save_all_but_gathered_weights(mesh: LogicalMesh) -> Callable[..., bool]:
     return is_saved
 
 
-def _gather_weight(weight: jax.Array, mesh: LogicalMesh, used: PartitionSpec, stored: PartitionSpec) -> jax.Array:
+def _gather_weight(mesh: LogicalMesh, weight: jax.Array, stored: PartitionSpec) -> jax.Array:
     """Lay a weight out as it is used, and its gradient as the weight is stored.
 
     XLA alone would lay the gradient out as the weight is used: whole, on every device.
     """
+    if not any(stored):
+        return weight
+    used = PartitionSpec(*(tuple(axis for axis in axes_of(entry) if axis not in WIDTH_AXES) for entry in stored))
+    if not jnp.issubdtype(weight.dtype, jnp.floating):  # values of 8 bits, which have no gradient
+        return mesh.constrain(weight, used)
     return linear_call(
         lambda _, weight: mesh.constrain(weight, used),
         lambda _, cotangent: mesh.constrain(cotangent, stored),

@@ -63,7 +63,8 @@ def stored_partition(name: str, spec: ParamSpec, array: Any, mesh: LogicalMesh) 
     """Say how a parameter is split as it is stored: as `partition` says, and of a quantised one values and scales.
 
     A scale has its values' axes. It is split as they are where each part has whole blocks, and else is whole along that
-    dimension, which is gathered before use. What the tensor axis splits is used in parts, so blocks must not be cut.
+    dimension, which is gathered before use. What the tensor axis splits of routed experts is used in parts, so blocks
+    must not be cut; dense weights XLA divides, which takes a part of a block as well.
     """
     whole = partition(name, spec, mesh)
     if not isinstance(array, QArray):
@@ -79,7 +80,7 @@ def stored_partition(name: str, spec: ParamSpec, array: Any, mesh: LogicalMesh) 
         while num % mesh.size(*axes):
             axes = axes[:-1]
         cut = [axis for axis in axes_of(entry) if axis == TENSOR and axis not in axes and mesh.size(axis) > 1]
-        if cut and num > 1:
+        if cut and num > 1 and is_routed(name, spec):
             raise ValueError(
                 f"{name}: its {dim} has {num} blocks that share a scale, which are not divisible by "
                 f"{_degrees(axes_of(entry), mesh)}"
