@@ -12,9 +12,9 @@ from raggedmoe.kernels.dequantize import decode_scale, decode_values, dequantize
 from raggedmoe.kernels.grouped_matmul.gradients import matmul_gradients
 from raggedmoe.kernels.grouped_matmul.tiles import (
     LANES,
-    WIDTHS,
     Problem,
     packed_rows,
+    stored_bytes,
     tiles_for,
     transposed_tiles_for,
 )
@@ -158,7 +158,7 @@ def problem_of(
         out=rhs.shape[1 if transpose_rhs else 2],
         transpose_rhs=transpose_rhs,
         itemsize=jnp.dtype(how.rows).itemsize,
-        rhs_itemsize=WIDTHS[how.matrices],
+        rhs_itemsize=stored_bytes(how.matrices),
         out_itemsize=jnp.dtype(out_dtype).itemsize,
         multiplied=how.multiplied,
         block=how.block,

@@ -8,6 +8,8 @@ given another's tiles; ``raggedmoe tune`` prints its lines.
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from raggedmoe.hardware import MIB, Hardware
 
 LANES = 128
@@ -15,9 +17,13 @@ VMEM_SHARE = 0.85  # of the core's VMEM; the rest is the compiler's
 LEAST_INNER = 512  # of a contraction that is done in parts: two depths of the MXU
 LONGEST_CODE = 9_000  # MXU cycles of one piece of straight code
 ALL_CODE = 75_000  # and of all sizes together
-# The bytes of a value in memory, and how long the MXU takes for what it multiplies, in passes of bfloat16.
-WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "mxfp4": 0.5}
+# How long the MXU takes for what it multiplies, in passes of bfloat16.
 PASSES = {"float32": 6, "bfloat16": 1, "int8": 0.5, "float8_e4m3fn": 0.5, "float8_e5m2": 0.5}
+
+
+def stored_bytes(name: str) -> float:
+    """Return the bytes of a number of this type, or of this format of 4 bits, in memory."""
+    return 0.5 if name == "mxfp4" else jnp.dtype(name).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +95,7 @@ class Problem:
     @property
     def widened_itemsize(self) -> float:
         """The bytes of a value of a matrix that is widened in VMEM; 0: it is not."""
-        return 0 if self.rhs_itemsize == (size := WIDTHS[self.multiplied]) else size
+        return 0 if self.rhs_itemsize == (size := stored_bytes(self.multiplied)) else size
 
     @property
     def lanes(self) -> int:
