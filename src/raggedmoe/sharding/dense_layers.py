@@ -19,7 +19,7 @@ from jax.custom_derivatives import linear_call
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from raggedmoe.kernels.arrays import accumulator, pvary_like
+from raggedmoe.kernels.arrays import accumulator, pvary_over
 from raggedmoe.params import Params, ParamSpec, Specs
 from raggedmoe.sharding.axes import FSDP, TENSOR, TOKEN_AXES, LogicalMesh, axes_of
 from raggedmoe.sharding.rules import WIDTH_AXES, partition
@@ -35,10 +35,8 @@ def all_gather_dense_weights(weights: Params, specs: Specs, mesh: LogicalMesh, d
         return weights
     gathered = dict(weights)
     for name, spec in specs.items():
-        if name not in weights or spec.contracts is None or "expert" in spec.axes:
-            continue
         stored = partition(name, spec, mesh)
-        if any(stored):
+        if name in weights and spec.contracts is not None and "expert" not in spec.axes and any(stored):
             axes = [tuple(axis for axis in axes_of(entry) if axis not in WIDTH_AXES) for entry in stored]
             gathered[name] = _gather_weight(weights[name].astype(dtype), mesh, PartitionSpec(*axes), stored)
     return gathered
@@ -113,8 +111,8 @@ class TableSharding:
     width_axes: tuple[str, ...]  # The mesh's axes that widths are split over.
 
     def gather_width(self, part: jax.Array) -> jax.Array:
-        """Gather this rank's entries ``[V/tensor D]`` from the parts that its devices store."""
-        return lax.all_gather(part, self.width_axes, axis=1, tiled=True)
+        """Gather this rank's entries ``[V/tensor D]`` from the parts that its devices store, for its own tokens."""
+        return lax.all_gather(pvary_over(part, self.mesh.axes(*TOKEN_AXES)), self.width_axes, axis=1, tiled=True)
 
     def scatter_gradient(self, gradient: jax.Array) -> jax.Array:
         """Add up the gradients ``[V/tensor D]`` of all devices' tokens, and return the part that is stored here."""
@@ -136,24 +134,23 @@ def table_sharding(mesh: LogicalMesh, shape: tuple[int, ...]) -> TableSharding:
 def embedding_lookup(
     table: Float[Array, "V D"], ids: Int[Array, "B S"], dtype: Any, sharding: TableSharding
 ) -> Float[Array, "B S D"]:
-    """Look up the tokens' vectors in a table that is split over the mesh, in the type of the activations."""
+    """Look up the tokens' vectors in a table that is split over the mesh, in the type of the activations.
+
+    Backward, their gradients are added up in float32 at least.
+    """
 
     @stage(ids=TOKENS, part=sharding.spec, result=TOKENS)
     def look_up(ids: jax.Array, part: jax.Array) -> jax.Array:
-        entries, here = sharding.gather_width(part.astype(dtype)), sharding.local_ids(jnp.clip(ids, 0, last_id))
+        entries, here = sharding.gather_width(part), sharding.local_ids(ids)
         vectors = jnp.take(entries, here, axis=0, mode="clip")
-        if not sharding.entry_axes:
-            return vectors
         is_here = (here >= 0) & (here < sharding.num_entries)
         return lax.psum(jnp.where(is_here[..., None], vectors, 0), sharding.entry_axes)
 
-    @stage(ids=TOKENS, cotangent=TOKENS, result=sharding.spec)
     def add_gradients(ids: jax.Array, cotangent: jax.Array) -> jax.Array:
-        wide = cotangent.astype(accumulator(cotangent.dtype)).reshape(-1, table.shape[1])
-        here = sharding.local_ids(jnp.clip(ids, 0, last_id)).reshape(-1)
-        here = jnp.where(here < 0, sharding.num_entries, here)  # out of range: added to nothing
-        zeros = pvary_like(jnp.zeros((sharding.num_entries, table.shape[1]), wide.dtype), wide, here)
-        return sharding.scatter_gradient(zeros.at[here].add(wide, mode="drop")).astype(table.dtype)
+        wide = jax.ShapeDtypeStruct(table.shape, accumulator(cotangent.dtype))
+        (gradient,) = jax.linear_transpose(functools.partial(run, ids), wide)(cotangent.astype(wide.dtype))
+        return gradient.astype(table.dtype)
 
-    last_id, run = table.shape[0] - 1, sharding.mesh.run
-    return linear_call(functools.partial(run, look_up), functools.partial(run, add_gradients), ids, table)
+    run = functools.partial(sharding.mesh.run, look_up)
+    ids = jnp.clip(ids, 0, table.shape[0] - 1)
+    return linear_call(lambda ids, table: run(ids, table.astype(dtype)), add_gradients, ids, table)
