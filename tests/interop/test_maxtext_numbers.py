@@ -360,7 +360,7 @@ def test_groups_are_ranked_by_their_two_best_biased_scores_and_weights_have_no_b
     @jax.jit
     def choice(scores, params):
         ranking, mask = scores + params["router_selection_bias"][None], jnp.ones(2, bool)
-        chosen = select_experts(ranking, router, 4, mask, None, None, jnp.int32(0), ())
+        chosen = select_experts(ranking, router, 4, mask, None, None, ())
         return chosen, combine_weights(scores, chosen, params, router)
 
     chosen, weights = choice(scores, params)

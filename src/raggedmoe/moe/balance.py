@@ -10,12 +10,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 
-def tokens_before(mask: Bool[Array, " T"], axes: tuple[str, ...]) -> Int[Array, ""]:
-    """Count the tokens that count on the devices before this one, along the mesh axes over which tokens are split."""
-    counts = lax.all_gather(mask.sum(dtype=jnp.int32, keepdims=True), axes, tiled=True)
-    return jnp.where(jnp.arange(counts.shape[0]) < lax.axis_index(axes), counts, 0).sum(dtype=jnp.int32)
-
-
 def expert_counts(experts: Int[Array, "T K"], num_experts: int) -> Int[Array, " E"]:
     """Count the slots of each expert; slots of no expert (E) are left out."""
     return jnp.zeros(num_experts, jnp.int32).at[experts.reshape(-1)].add(1, mode="drop")
@@ -70,8 +64,7 @@ def update_selection_bias(bias: Float[Array, " E"], load: Int[Array, " E"], rate
 
 def load_entropy(load: Int[Array, " E"]) -> Float[Array, ""]:
     """Return the entropy of the distribution of slots over experts, in nats; 0 without any slot."""
-    share = load / jnp.maximum(load.sum(), 1)
-    return -jnp.where(load > 0, share * jnp.log(jnp.where(load > 0, share, 1)), 0).sum()
+    return jax.scipy.special.entr(load / jnp.maximum(load.sum(), 1)).sum()
 
 
 def max_violation(load: Int[Array, " E"]) -> Float[Array, ""]:
