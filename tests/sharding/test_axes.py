@@ -210,5 +210,7 @@ def test_text_generated_on_a_mesh_is_that_of_one_device():
     alone = Decoder(config, params=params, execution=EINSUM)
     texts = [list(generate(model, prompts, max_new_tokens=4)) for model in (on_mesh, alone)]
     assert texts[0] == texts[1]
-    with pytest.raises(ValueError, match="3 sequences cannot be split over data_parallelism=2"):
+    with pytest.raises(
+        ValueError, match="sequences=3 is not divisible by data_parallelism × fsdp_parallelism × expert_parallelism=2"
+    ):
         next(generate(on_mesh, [*prompts, [6]], max_new_tokens=1))

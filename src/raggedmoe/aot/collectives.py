@@ -315,8 +315,8 @@ def _rows_of_parts(config: MoEConfig, execution: MoEExecution, plan: Plan, step:
 def num_slots(config: MoEConfig, num_tokens: int, num_sequences: int) -> int:
     """Count the slots that all experts together have for a device's tokens under strategy "capacity"."""
     if config.router.selection == "expert_choice":
-        return config.num_experts * config.expert_choice_capacity(num_tokens)
-    return config.num_experts * num_sequences * config.sequence_capacity(num_tokens // num_sequences)
+        return config.num_experts * config.capacity(num_tokens)
+    return config.num_experts * num_sequences * config.capacity(num_tokens // num_sequences)
 
 
 def rows_here(

@@ -128,23 +128,21 @@ class MoEConfig:
         )
         refuse_conflicts({**vars(self), **vars(router)}, conflicts)
 
-    def sequence_capacity(self, length: int) -> int:
-        """Return C, the slots that the capacity factor gives each expert in a sequence of so many tokens.
+    def capacity(self, length: int) -> int:
+        """Return C, the slots of each expert in a sequence of so many tokens, or with expert choice in all of them.
 
-        It is an even share of the sequence's slots, ``ceil(S·K/E)``, times the factor, rounded down; never more than
-        one for each token, as a token uses an expert once.
+        It is an even share of the slots, ``ceil(S·K/E)``, times the factor, rounded down; never more than one for each
+        token, as a token uses an expert once. With expert choice the share is not rounded, and the product up.
         """
-        assert self.capacity_factor is not None
-        share = max(math.ceil(length * self.experts_per_token / self.num_experts), 1)
-        slots = int(share * self.capacity_factor)
+        factor, per_token = self.capacity_factor, self.experts_per_token
+        assert factor is not None
+        if self.router.selection == "expert_choice":
+            return min(max(math.ceil(factor * length * per_token / self.num_experts), 1), length)
+        share = max(math.ceil(length * per_token / self.num_experts), 1)
+        slots = int(share * factor)
         reason = f"of an even share of {share} slots none is left, rounded down; at least 1/{share} leaves one"
         refuse_conflicts(vars(self), [(slots < 1, "capacity_factor", f"sequences of {length} tokens", reason)])
         return min(slots, length)
-
-    def expert_choice_capacity(self, num_tokens: int) -> int:
-        """Return C, the number of tokens that each expert takes of so many with expert-choice routing."""
-        share = (self.capacity_factor or 1.0) * num_tokens * self.experts_per_token / self.num_experts
-        return min(max(math.ceil(share), 1), num_tokens)
 
     def param_specs(self) -> dict[str, ParamSpec]:
         """Declare every parameter of the layer, by name."""
@@ -190,7 +188,8 @@ def check_execution(config: MoEConfig, execution: MoEExecution, quantized: Colle
     backend, quantization, strategy = execution.backend, execution.quantization, strategy_name(config, execution)
     fused, batched, chunked = backend.fused, strategy in ("capacity", "dense"), execution.width_chunks > 1
     by_expert = config.router.selection == "expert_choice"
-    slots, given = config.capacity_factor is not None, f"quantised {', '.join(quantized)}"
+    slots, stored = config.capacity_factor is not None, f"quantised {', '.join(quantized)}"
+    rounded, operands = quantized or quantization, stored if quantized else "quantization"
     why_not = quantization and quantizes_why_not("grouped_matmul", execution.kernel_choice.grouped_matmul)
     kernels = vars(execution.kernel_choice)
     named = {name for name, choice in kernels.items() if choice != "auto"}
@@ -208,12 +207,10 @@ def check_execution(config: MoEConfig, execution: MoEExecution, quantized: Colle
         ("ragged_gather_reduce" in named and by_expert, "ragged_gather_reduce", "expert choice", unread),
         (fused and config.lora, "lora", "moe_backend", "it fuses the matmuls, between which LoRA adds its own"),
         (fused and quantization, "quantization", "moe_backend", "its fused kernel rounds nothing between its matmuls"),
-        (batched and quantization, "quantization", "strategy", "it is one batched matmul of all experts"),
-        (chunked and quantization, "quantization", "width_chunks", "a part of a row would have a scale of its own"),
         (why_not, "quantization", "moe_backend", f"its kernels of grouped_matmul: {why_not}"),
-        (quantized and quantization, given, "quantization", "it quantises arrays"),
-        (quantized and batched, given, "strategy", "it multiplies by all experts at once"),
-        (quantized and chunked, given, "width_chunks", "a part of the width may begin within a block of a scale"),
+        (quantized and quantization, stored, "quantization", "it quantises arrays"),
+        (batched and rounded, operands, "strategy", "it is one batched matmul of all experts"),
+        (chunked and rounded, operands, "width_chunks", "what shares a scale would be cut"),
     )
     settings = {**vars(config), **vars(execution), **kernels, "strategy": execution.strategy or strategy}
     refuse_conflicts(settings, conflicts)

@@ -15,12 +15,11 @@ from raggedmoe.kernels.arrays import accumulator, matmul_precision, pvary_over
 from raggedmoe.kernels.batched_matmul import batched_matmul
 from raggedmoe.kernels.expert_ffn import api
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
-from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 from raggedmoe.kernels.expert_ffn.matmuls import add_bias
 from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
 from raggedmoe.kernels.grouped_matmul.quantized_matmuls import grouped_matmuls
 from raggedmoe.lora import add_grouped_adapter, dense_adapter
-from raggedmoe.moe.amax_history import amax_of_call
+from raggedmoe.moe.amax_history import DOWN, UP
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.records import RouteMetadata, StageSettings
 from raggedmoe.params import Params
@@ -44,7 +43,8 @@ def gmm_up(
     weights, lora = _take_columns(weights, columns, settings), settings.config.lora
     matrices = {name: weights[name] for name in ("wi_0", "wi_1") if name in weights}
     matmul = functools.partial(_matmul, metadata, settings, dtype=accumulator(rows.dtype))
-    quantized = settings.execution.quantization, key, settings.on_mesh.axes(*AXES), amax_of_call(weights, *matrices)
+    axes, amax = settings.on_mesh.axes(*AXES), jax.tree.map(jnp.squeeze, weights.get(UP))
+    quantized = settings.execution.quantization, key, axes, amax
     sums = zip(matrices, grouped_matmuls(rows, tuple(matrices.values()), matmul(transpose_rhs=True), *quantized))
     return {name: add_grouped_adapter(out, rows, weights, name, lora, matmul) for name, out in sums}
 
@@ -81,7 +81,8 @@ def gmm_down(
     bias, lora = _down_bias(weights, settings), settings.config.lora
     wide = hidden.dtype if bias is None and lora is None else accumulator(hidden.dtype)
     matmul = functools.partial(_matmul, metadata, settings, dtype=wide)
-    quantized = settings.execution.quantization, key, settings.on_mesh.axes(*AXES), amax_of_call(weights, "wo")
+    axes, amax = settings.on_mesh.axes(*AXES), jax.tree.map(jnp.squeeze, weights.get(DOWN))
+    quantized = settings.execution.quantization, key, axes, amax
     (out,) = grouped_matmuls(hidden, (weights["wo"],), matmul(transpose_rhs=False), *quantized)
     out = add_grouped_adapter(out, hidden, weights, "wo", lora, matmul)
     return _add_bias(out, bias, metadata).astype(hidden.dtype)
@@ -99,7 +100,7 @@ def expert_ffn(
         weights.get("wi_1"),
         weights["wo"],
         metadata.group_sizes,
-        biases=None if bias is None else ExpertBiases(weights["bias_wi_0"], weights.get("bias_wi_1"), bias),
+        biases=None if bias is None else api.ExpertBiases(weights["bias_wi_0"], weights.get("bias_wi_1"), bias),
         activation=settings.config.experts.activation,
         implementation=settings.execution.kernel_choice.expert_ffn,
         hardware=settings.execution.hardware,

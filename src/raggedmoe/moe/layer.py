@@ -66,8 +66,7 @@ def moe_route_and_compute(
     split_over(on_mesh, x.shape[0], "tokens")
     has_slots = config.capacity_factor is not None and config.router.selection != "expert_choice"
     by_sequence = has_slots or (config.router.aux_loss == "sequence" and config.router.aux_loss_weight)
-    what = "whole sequences, in which a capacity_factor or aux_loss='sequence' counts,"
-    sequences = split_over(on_mesh, num_sequences, what) if by_sequence else 1
+    sequences = split_over(on_mesh, num_sequences, "whole sequences") if by_sequence else 1
     settings = StageSettings(config=config, execution=execution, on_mesh=on_mesh, num_sequences=sequences)
     check_ranks(settings)
     if mask is not None:

@@ -61,7 +61,7 @@ def route(
     if config.selection == "expert_choice":
         if replay is not None:
             raise ValueError("replay gives experts for each token, expert choice picks tokens; use another selection")
-        capacity = settings.config.expert_choice_capacity(x.shape[0])
+        capacity = settings.config.capacity(x.shape[0])
         tokens, weights, counts = choose_tokens(scores, params, config, mask, capacity)
     else:
         if replay is not None:
@@ -107,8 +107,7 @@ def uniform_of_tokens(
 ) -> Float[Array, "T N"]:
     """Draw numbers in [0, 1) for each token by a key of its own, so that it does not matter how tokens are split."""
     tokens = lax.axis_index(axes) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
-    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, tokens)
-    return jax.vmap(lambda token_key: jax.random.uniform(token_key, (num,), dtype))(keys)
+    return jax.vmap(lambda token: jax.random.uniform(jax.random.fold_in(key, token), (num,), dtype))(tokens)
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:

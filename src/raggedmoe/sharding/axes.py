@@ -10,6 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from raggedmoe.params import check_divides
+
 DATA, FSDP, EXPERT, TENSOR = "data", "fsdp", "expert", "tensor"
 AXES = (DATA, FSDP, EXPERT, TENSOR)
 TOKEN_AXES = (DATA, FSDP, EXPERT)  # tokens are split over all of these; tensor ranks see the same tokens
@@ -77,11 +79,7 @@ ONE_DEVICE = LogicalMesh()
 def split_over(mesh: LogicalMesh, num: int, what: str) -> int:
     """Count the tokens or sequences that each device gets of so many, which must divide evenly."""
     shards = mesh.size(*TOKEN_AXES)
-    if num % shards:
-        degrees = " × ".join(f"{axis}_parallelism={mesh.size(axis)}" for axis in TOKEN_AXES)
-        raise ValueError(
-            f"{num} {what} cannot be split over {degrees} = {shards} parts; use a multiple of {shards}, or fewer parts"
-        )
+    check_divides(what, num, " × ".join(f"{axis}_parallelism" for axis in TOKEN_AXES), shards)
     return num // shards
 
 

@@ -106,29 +106,25 @@ class TableSharding:
 
     mesh: LogicalMesh
     spec: PartitionSpec  # The partition of the table over the logical axes.
-    num_entries: int  # The entries of each tensor rank: V of them, or its own part.
     entry_axes: tuple[str, ...]  # The mesh's axes that entries are split over; none: every rank has all of them.
-    width_axes: tuple[str, ...]  # The mesh's axes that widths are split over.
 
     def gather_width(self, part: jax.Array) -> jax.Array:
-        """Gather this rank's entries ``[V/tensor D]`` from the parts that its devices store, for its own tokens."""
-        return lax.all_gather(pvary_over(part, self.mesh.axes(*TOKEN_AXES)), self.width_axes, axis=1, tiled=True)
+        """Gather this rank's entries ``[V/tensor D]`` from the parts that its devices store.
 
-    def scatter_gradient(self, gradient: jax.Array) -> jax.Array:
-        """Add up the gradients ``[V/tensor D]`` of all devices' tokens, and return the part that is stored here."""
-        # Scattered first, so that the sum over the other axes is of the part alone.
-        gradient = lax.psum_scatter(gradient, self.width_axes, scatter_dimension=1, tiled=True)
-        return lax.psum(gradient, tuple(axis for axis in self.mesh.axes(*TOKEN_AXES) if axis not in self.width_axes))
+        Backward, gradients are scattered first, so that the sum over other axes is of the part that is stored here.
+        """
+        part = pvary_over(part, self.mesh.axes(*TOKEN_AXES))
+        return lax.all_gather(part, self.mesh.axes(*axes_of(self.spec[1])), axis=1, tiled=True)
 
-    def local_ids(self, ids: jax.Array) -> jax.Array:
+    def local_ids(self, ids: jax.Array, entries: jax.Array) -> jax.Array:
         """Return the tokens' places among this rank's entries; out of range if they are another's."""
-        return ids - (lax.axis_index(self.entry_axes) * self.num_entries if self.entry_axes else 0)
+        return ids - lax.axis_index(self.entry_axes) * entries.shape[0]
 
 
 def table_sharding(mesh: LogicalMesh, shape: tuple[int, ...]) -> TableSharding:
     """Return the sharding of a table of this shape, by the rules that split all parameters."""
     spec = partition("table", ParamSpec(shape=shape, dtype=None, axes=("vocab", "model_dim")), mesh)
-    return TableSharding(mesh, spec, shape[0] // mesh.size(*axes_of(spec[0])), *map(axes_of, mesh.spec(spec)))
+    return TableSharding(mesh, spec, mesh.axes(*axes_of(spec[0])))
 
 
 def embedding_lookup(
@@ -141,9 +137,9 @@ def embedding_lookup(
 
     @stage(ids=TOKENS, part=sharding.spec, result=TOKENS)
     def look_up(ids: jax.Array, part: jax.Array) -> jax.Array:
-        entries, here = sharding.gather_width(part), sharding.local_ids(ids)
+        entries, here = sharding.gather_width(part), sharding.local_ids(ids, part)
+        is_here = (here >= 0) & (here < part.shape[0])
         vectors = jnp.take(entries, here, axis=0, mode="clip")
-        is_here = (here >= 0) & (here < sharding.num_entries)
         return lax.psum(jnp.where(is_here[..., None], vectors, 0), sharding.entry_axes)
 
     def add_gradients(ids: jax.Array, cotangent: jax.Array) -> jax.Array:

@@ -88,19 +88,16 @@ def all_gather_params(params: dict[str, Any], specs: Specs, mesh: LogicalMesh, r
 
     @stage(parts=stored, result=result)
     def all_gather_weights(parts: dict[str, Any]) -> dict[str, Any]:
-        def gather(dims: tuple[str, ...], part: jax.Array, spec: PartitionSpec) -> jax.Array:
+        def gather(part: jax.Array, spec: PartitionSpec) -> jax.Array:
             # Each device's own before the gather: backward, the sum over the other axes is of the part that is kept.
             weight = pvary_over(part, mesh.axes(*axes_of(result[0])))
-            for i, (dim, entry) in enumerate(zip(dims, spec)):
-                axes = mesh.axes(*(axis for axis in axes_of(entry) if axis in WIDTH_AXES and dim != "expert"))
-                weight = lax.all_gather(weight, axes, axis=i, tiled=True)
+            for i, axes in enumerate(map(axes_of, spec)):
+                # Without FSDP beside it the expert axis splits the experts themselves, which stay where they are.
+                over = [axis for axis in axes if axis in WIDTH_AXES and FSDP in axes]
+                weight = lax.all_gather(weight, mesh.axes(*over), axis=i, tiled=True)
             return weight
 
-        # Of a quantised weight, values and scales.
-        return {
-            name: jax.tree.map(functools.partial(gather, specs[name].axes), part, stored[name])
-            for name, part in parts.items()
-        }
+        return jax.tree.map(gather, parts, stored)
 
     return mesh.run(all_gather_weights, params)
 

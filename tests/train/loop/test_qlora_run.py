@@ -206,7 +206,7 @@ def refused(bases, form, *words):
 
 def test_what_cannot_stay_quantised_is_refused_where_that_is_asked_for(bases):
     assert "raggedmoe quantise" in refused(bases, "plain")
-    assert "multiplies by all experts" in refused(bases, "fp8", "moe_backend=dense")
+    assert "one batched matmul of all experts" in refused(bases, "fp8", "moe_backend=dense")
     assert "it quantises arrays" in refused(bases, "fp8", "quantization=fp8")
     assert "takes no quantised operands" in refused(bases, "fp8", "moe_backend=megablox")
     assert "cannot be used with width_chunks=2" in refused(bases, "fp8", "width_chunks=2")
@@ -216,8 +216,8 @@ def test_what_cannot_stay_quantised_is_refused_where_that_is_asked_for(bases):
 
 def test_it_is_dequantised_and_said_where_nothing_is_asked_for(bases):
     for words, reason in (
-        (("moe_backend=dense",), "multiplies by all experts"),
-        (("width_chunks=2",), "width_chunks=2: a part of the width"),
+        (("moe_backend=dense",), "one batched matmul of all experts"),
+        (("width_chunks=2",), "width_chunks=2: what shares a scale"),
     ):
         resolved = resolve(read_words((str(bases["fp8"]), *SETTINGS, *words)), hardware_by_name("cpu"))
         assert not resolved.step.kept
