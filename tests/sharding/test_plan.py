@@ -80,7 +80,9 @@ def test_slices_are_the_major_part_of_the_data_axis():
 def test_devices_that_say_of_how_many_slices_they_are_fill_in_that_degree_or_refuse_another():
     plan = Plan(slices=-1, fsdp=-1).resolve(16, num_slices=4)
     assert (plan.slices, plan.sizes["data"], plan.fsdp) == (4, 4, 4)
-    with pytest.raises(ValueError, match=r"dcn_data_parallelism=2, but the devices are of 4 slices; use dcn_data_par"):
+    with pytest.raises(
+        ValueError, match=r"dcn_data_parallelism=2 cannot be used with devices of 4 slices: -1 takes them all"
+    ):
         Plan(slices=2, fsdp=-1).resolve(16, num_slices=4)
 
 
@@ -92,9 +94,9 @@ def test_on_tpus_only_the_data_axis_crosses_slices_whatever_order_devices_come_i
     mesh = Plan(slices=2, data=2, expert=2).mesh(devices[::-1])
     slices = [[device.slice_index for device in part.reshape(-1)] for part in mesh.devices.reshape(2, 4)]
     assert slices == [[0] * 4, [1] * 4]
-    with pytest.raises(ValueError, match="dcn_data_parallelism=1, but the devices are of 2 slices"):
+    with pytest.raises(ValueError, match="dcn_data_parallelism=1 cannot be used with devices of 2 slices"):
         Plan(fsdp=8).mesh(devices)
-    with pytest.raises(ValueError, match="a plan for all 8 devices of 2 slices, got one for 4; use degrees that"):
+    with pytest.raises(ValueError, match="8; use degrees whose product is 8, as a mesh of several slices has all"):
         Plan(slices=2, fsdp=2).mesh(devices)
 
 

@@ -46,7 +46,7 @@ def kept_forms(pairs: Sequence[tuple[Target, ReadableTensor]]) -> dict[str, Quan
         for param, spec in zip(target.params, target.specs):
             if param.endswith(MATRICES):
                 forms.setdefault(param, set()).add(_form(target, spec, tensor))
-    alike = {param: found.pop() for param, found in forms.items() if len(found) == 1}
+    alike = {param: distinct.pop() for param, distinct in forms.items() if len(distinct) == 1}
     return {param: form for param, form in alike.items() if form is not None}
 
 

@@ -29,9 +29,8 @@ def empty_histories(config: MoEConfig, quantization: QuantConfig | None) -> dict
     """Make the histories of a layer before its first step, by name: all zero; none if no scale is delayed."""
     if quantization is None or quantization.history is None:
         return {}
-    num_matrices, empty = {UP: 1 + config.experts.gated, DOWN: 1}, jnp.zeros(quantization.history, DTYPE)
-    operands = {name: delayed_operands(quantization, None, num) for name, num in num_matrices.items()}
-    return jax.tree.map(lambda _: empty, operands)
+    up, down = (delayed_operands(quantization, None, num) for num in (1 + config.experts.gated, 1))
+    return jax.tree.map(lambda _: jnp.zeros(quantization.history, DTYPE), {UP: up, DOWN: down})
 
 
 def largest_before(params: Params, num_calls: int, mesh: LogicalMesh) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from raggedmoe.kernels.qarray import QuantizedForm
-from raggedmoe.names import check_known
+from raggedmoe.names import check_known, refuse_conflicts
 from raggedmoe.params import ParamSpec, Specs, divisors
 from raggedmoe.sharding.axes import AXES, DATA, SPLITS, TOKEN_AXES, LogicalMesh, MeshAxes, axes_of, logical_mesh
 from raggedmoe.sharding.rules import Shardings, param_shardings, partition, stored_partition
@@ -82,16 +82,18 @@ class Plan:
         ``num_slices`` that the devices are of, if they say so: a host's devices may stand for any number of slices.
         """
         slices = (num_slices or 1) if self.slices == -1 else self.slices
-        if num_slices not in (None, slices):
-            raise ValueError(
-                f"{SLICES}={slices}, but the devices are of {num_slices} slices; use {SLICES}={num_slices}, or leave "
-                "it out for all of them"
-            )
+        what = f"devices of {num_slices} slices"
+        refuse_conflicts({SLICES: slices}, [(num_slices not in (None, slices), SLICES, what, "-1 takes them all")])
         plan = replace(self, slices=slices)
         used, shown = plan.least.num_devices, {name: size for name, size in plan._degrees.items() if size > 1}
         text = " × ".join(f"{name}={size}" for name, size in shown.items()) or "all degrees 1"
-        if num_devices % used if plan.open else used > num_devices:
-            fitting = f"one of {divisors(num_devices)}" if plan.open else f"at most {num_devices}"
+        if plan.open:
+            fits, fitting = num_devices % used == 0, f"one of {divisors(num_devices)}"
+        elif num_slices is not None and num_slices > 1:
+            fits, fitting = used == num_devices, f"{num_devices}, as a mesh of several slices has all their devices"
+        else:
+            fits, fitting = used <= num_devices, f"at most {num_devices}"
+        if not fits:
             raise ValueError(
                 f"{text} = {used} devices, but there are {num_devices}; use degrees whose product is {fitting}"
             )
@@ -104,11 +106,6 @@ class Plan:
         plan = self.resolve(len(devices), num_slices)
         if (num_slices or 1) == 1:
             grid = np.array(devices[: plan.num_devices]).reshape(tuple(plan.sizes.values()))
-        elif plan.num_devices < len(devices):
-            raise ValueError(
-                f"expected a plan for all {len(devices)} devices of {num_slices} slices, got one for "
-                f"{plan.num_devices}; use degrees that take all devices of a slice"
-            )
         else:
             in_slice, slices = [getattr(plan, name) for name in AXES], [plan.slices, 1, 1, 1]
             grid = mesh_utils.create_hybrid_device_mesh(in_slice, slices, devices, allow_split_physical_axes=True)
@@ -142,9 +139,7 @@ class Plan:
         """Count the bytes of a parameter on one device: of an array of its type, or as it is stored quantised."""
         return sum(num // self._logical_mesh.size(*axes) for num, axes in self.stored_parts(name, spec, form))
 
-    def stored_parts(
-        self, name: str, spec: ParamSpec, form: QuantizedForm | None = None
-    ) -> list[tuple[int, tuple[str, ...]]]:
+    def stored_parts(self, name: str, spec: ParamSpec, form: QuantizedForm | None) -> list[tuple[int, tuple[str, ...]]]:
         """Return the bytes of a parameter, or of a quantised one's values and scales, and the axes that split each."""
         stored = jax.ShapeDtypeStruct(spec.shape, spec.dtype) if form is None else form.struct(spec.shape)
         places = jax.tree.leaves(stored_partition(name, spec, stored, self._logical_mesh))

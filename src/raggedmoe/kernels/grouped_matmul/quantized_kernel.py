@@ -117,10 +117,12 @@ class QuantizedCode:
         number = columns.start // self.tiles.piece_columns % PIECES
         place = (number, width, slice(None)) if self.transpose_rhs else (number, slice(None), width)
         if is_first:
-            self.buffers.widened[place] = self._scaled(_widen(matrix[piece], self.how.multiplied), slot, at, columns)
+            self.buffers.widened[place] = self._multiply_scales(
+                _widen(matrix[piece], self.how.multiplied), slot, at, columns
+            )
         return self.buffers.widened[place]
 
-    def _scaled(self, values, slot, at, columns: slice):
+    def _multiply_scales(self, values, slot, at, columns: slice):
         """Multiply widened values by the scales of their blocks."""
         if self.how.scaled != VALUES:
             return values

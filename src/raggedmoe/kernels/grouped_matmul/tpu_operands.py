@@ -88,7 +88,7 @@ def operands_why_not(lhs: MatmulOperand, rhs: MatmulOperand, transpose_rhs: bool
             return f"it takes {', '.join(TAKEN)}, and {name} is {operand.qtype}, two values in a byte"
     if lhs.scale is not None and lhs.scale.shape[1] > 1:
         return f"it takes rows with one scale each, and lhs has {lhs.scale.shape[1]}"
-    if _scaled(lhs, rhs, transpose_rhs) == VALUES and _block(rhs) is None:
+    if _where_scaled(lhs, rhs, transpose_rhs) == VALUES and _block(rhs) is None:
         return (
             f"it takes scales of blocks of {SUBLANES}, 16, 32, 64 or a multiple of {LANES} rows of a matrix as it is "
             f"in memory, and those of rhs are of {rhs.shape[1] // rhs.scale.shape[1]}"
@@ -96,7 +96,7 @@ def operands_why_not(lhs: MatmulOperand, rhs: MatmulOperand, transpose_rhs: bool
     return None
 
 
-def _scaled(lhs: MatmulOperand, rhs: MatmulOperand, transpose_rhs: bool) -> str:
+def _where_scaled(lhs: MatmulOperand, rhs: MatmulOperand, transpose_rhs: bool) -> str:
     sum_dim = 2 if transpose_rhs else 1
     if rhs.scale is None or rhs.scale.shape[sum_dim] == 1:
         return SUMS
@@ -116,7 +116,7 @@ def _block(rhs: MatmulOperand) -> int | None:
 
 def multiplication(lhs: MatmulOperand, rhs: MatmulOperand, transpose_rhs: bool, hardware: Hardware) -> Multiplication:
     """Decide how operands that the kernel takes are multiplied on a chip."""
-    scaled = _scaled(lhs, rhs, transpose_rhs)
+    scaled = _where_scaled(lhs, rhs, transpose_rhs)
     if scaled == ROWS:  # rows times scales are float32
         return Multiplication(rows="float32", matrices=rhs.values_type, multiplied="float32", scaled=ROWS)
     types: dict[str, Any] = {"rows": lhs.values_type, "matrices": rhs.values_type, "scaled": scaled}
