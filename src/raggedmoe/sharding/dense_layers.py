@@ -35,8 +35,11 @@ def all_gather_dense_weights(weights: Params, specs: Specs, mesh: LogicalMesh, d
     for name, spec in specs.items():
         stored = partition(name, spec, mesh)
         if name in weights and spec.contracts is not None and "expert" not in spec.axes and any(mesh.spec(stored)):
-            axes = [tuple(axis for axis in axes_of(entry) if axis not in WIDTH_AXES) for entry in stored]
-            gathered[name] = _gather_weight(weights[name].astype(dtype), mesh, PartitionSpec(*axes), stored)
+            axes = (tuple(axis for axis in axes_of(entry) if axis not in WIDTH_AXES) for entry in stored)
+            used = PartitionSpec(*axes)
+            # XLA alone would lay the gradient out as the weight is used: whole, on every device.
+            lay_out, of_gradient = (lambda _, array, at=at: mesh.constrain(array, at) for at in (used, stored))
+            gathered[name] = linear_call(lay_out, of_gradient, (), weights[name].astype(dtype))
     return gathered
 
 
@@ -54,15 +57,6 @@ def save_all_but_gathered_weights(mesh: LogicalMesh) -> Callable[..., bool]:
         return primitive.name != "linear_call" and primitive.name not in _SHAPING
 
     return is_saved
-
-
-def _gather_weight(weight: jax.Array, mesh: LogicalMesh, used: PartitionSpec, stored: PartitionSpec) -> jax.Array:
-    """Lay a weight out as it is used, and its gradient as the weight is stored.
-
-    XLA alone would lay the gradient out as the weight is used: whole, on every device.
-    """
-    lay_out, of_gradient = (lambda _, array, place=place: mesh.constrain(array, place) for place in (used, stored))
-    return linear_call(lay_out, of_gradient, (), weight)
 
 
 @dataclass(frozen=True)
