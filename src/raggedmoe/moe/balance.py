@@ -64,7 +64,8 @@ def update_selection_bias(bias: Float[Array, " E"], load: Int[Array, " E"], rate
 
 def load_entropy(load: Int[Array, " E"]) -> Float[Array, ""]:
     """Return the entropy of the distribution of slots over experts, in nats; 0 without any slot."""
-    return jax.scipy.special.entr(load / jnp.maximum(load.sum(), 1)).sum()
+    share = load / jnp.maximum(load.sum(), 1)
+    return -jnp.where(load > 0, share * jnp.log(jnp.where(load > 0, share, 1)), 0).sum()
 
 
 def max_violation(load: Int[Array, " E"]) -> Float[Array, ""]:
