@@ -21,6 +21,7 @@ from raggedmoe.params import Params, ParamSpec, Specs, check_sizes, contracted_a
 RANK = "lora_rank"  # the axis between an adapter's two matrices
 A, B = "_lora_a", "_lora_b"
 ROUTERS = ("frozen", "trained")
+LEADING_AXES = ("layer", "expert")  # of which each has its own matrix, and its own adapter
 GROUPS = {  # what a target stands for, by the beginnings of the parameters' names in a layer
     "attention": ("attention.",),
     "mlp": ("mlp.", "moe.shared_"),
@@ -105,7 +106,7 @@ def first_matrix(name: str) -> str:
 
 
 def _lead(spec: ParamSpec) -> tuple[str, ...]:
-    return tuple(dim for dim in spec.axes if dim in ("layer", "expert"))
+    return tuple(dim for dim in spec.axes if dim in LEADING_AXES)
 
 
 def _adapter(name: str, spec: ParamSpec, rank: int) -> dict[str, ParamSpec]:

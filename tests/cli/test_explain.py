@@ -54,7 +54,7 @@ def test_explain_chooses_the_cpu_kernels_on_a_cpu(capsys):
     ("qtype", "taken", "said_of_ours"),
     [
         ("int8", "● pallas_tpu", "emulated: 8 bits are read from memory, and widened in VMEM to "),
-        ("mxfp4", "● xla", "it takes int8, float8_e4m3fn, float8_e5m2, and rhs is mxfp4, two values in a byte"),
+        ("mxfp4", "● pallas_tpu", "emulated: 4 bits are read from memory, and widened in VMEM to "),
     ],
 )
 def test_explain_says_what_becomes_of_quantised_experts(qtype, taken, said_of_ours, capsys):

@@ -4,8 +4,9 @@ Files are read and written here with the `safetensors` package, so that ours is 
 """
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,16 @@ def expected_of(name: str) -> dict[str, np.ndarray]:
     """What `transformers` computed for a golden fixture."""
     with np.load(GOLDEN / name / "expected.npz") as file:
         return dict(file)
+
+
+EXPERTS = (".moe.wi_0", ".moe.wi_1", ".moe.wo")
+# Of attention, dense MLPs and shared experts; embedding, head, routers and norms are none.
+DENSE = re.compile(r"\.(attention\.(wq|wk|wv|wo|q_a|q_b|kv_a|k_b|v_b)|(mlp\.|moe\.shared_)w(i_0|i_1|o))$")
+
+
+def quantised_in(params: Iterable[str], form: str) -> set[str]:
+    """The matrices that a folder has quantised: in mxfp4 the experts', else all of a layer but its router."""
+    return {name for name in params if name.endswith(EXPERTS) or (form != "mxfp4" and DENSE.search(name))}
 
 
 def copied(name: str, folder: Path) -> Path:
@@ -100,6 +111,7 @@ TYPES = {
     "I8": np.int8,
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }
 
 

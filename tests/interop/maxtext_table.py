@@ -26,7 +26,8 @@ HERE = {
     "use_random_routing": "`routing=random`; each token's experts are drawn without replacement, which the run says",
     "interleave_moe_layer_step": "every so many layers one has experts",
     "quantization": "`fp8_full` is `quantization=fp8`, `int8` itself: of the experts alone; formats of 4 bits, "
-    "Transformer Engine's and AMD's are refused",
+    "Transformer Engine's and AMD's are refused with the nearest, `te_fp8_delayedscaling` with `quantization=fp8 "
+    "quantization_history=1024`",
     "use_qwix_quantization": "nothing: the experts are quantised alike, for the layer's own kernels",
     **{
         f"{short}_quantization_calibration_method": f"`fixed,-a,a`: `{ours}`, a constant: a over the format's largest"

@@ -220,6 +220,30 @@ def test_formats_and_calibrations_are_translated(words):
     assert any("of the experts' matmuls alone" in note for note in read.source.notes) == (QUANTIZED[words] is not None)
 
 
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        ("te_fp8_delayedscaling", "quantization=fp8 quantization_history=1024"),
+        ("te_fp8_currentscaling", "quantization=fp8"),
+        ("te_mxfp8", "quantization=fp8 quantization_block=32"),
+        ("te_nvfp4", "quantization=fp8"),
+        ("te_nvfp4_no_rht", "quantization=fp8"),
+        ("nanoo_fp8", "quantization=fp8"),
+        ("fp8_nanoo", "quantization=fp8"),
+        ("fp8_gpu", "quantization=fp8"),
+        ("aqt_fp8_full", "quantization=fp8"),
+        ("intmp", "quantization=int8"),
+        ("int4", "quantization=int8"),
+        ("W4A8", "quantization=int8_weights"),
+    ],
+)
+def test_formats_that_are_refused_name_the_nearest_which_is_taken(word, nearest):
+    with pytest.raises(ValueError, match=f"quantization={word.lower()}: ") as raised:
+        read_words([f"quantization={word}"])
+    assert str(raised.value).endswith(nearest)
+    assert read_words(nearest.split()).execution.quant_config is not None
+
+
 def test_a_calibration_that_nothing_reads_is_said():
     (note,) = read_words(["act_quantization_calibration_method=fixed,-1,1"]).source.notes
     assert "ignored: act_quantization_calibration_method is read with quantization alone" in note

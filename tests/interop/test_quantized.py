@@ -152,7 +152,8 @@ def test_fp8_without_its_factors_is_refused_by_name(refused):
 
 def test_fp8_factors_of_a_wrong_shape_are_refused_with_expected_and_found(refused):
     message = refused({f"{DOWN}_scale_inv": np.ones((1, 2), np.float32)})
-    assert f"{SINGLE}: {DOWN}_scale_inv: expected float32 or bfloat16 or float16[2, 2], found float32[1, 2]" in message
+    expected = "float32 or bfloat16 or float16 or float8_e8m0fnu[2, 2]"
+    assert f"{SINGLE}: {DOWN}_scale_inv: expected {expected}, found float32[1, 2]" in message
 
 
 def test_factors_of_a_tensor_that_is_not_there_are_unknown(refused):

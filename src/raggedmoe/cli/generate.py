@@ -46,7 +46,7 @@ def generate(
         top_p: sample among the most likely tokens that together have this probability only.
         seed: seed of the sampling.
         dtype: type of activations; by default that of the weights.
-        keep_quantised: leave experts in the fp8, int8 or mxfp4 that the folder has, instead of widening them.
+        keep_quantised: leave matrices in the fp8, int8 or mxfp4 that the folder has, instead of widening them.
         ids: the prompt and the output are token numbers, so no tokenizer is needed.
     """
     if dtype is not None and dtype not in FLOATS:

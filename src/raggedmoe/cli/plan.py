@@ -76,7 +76,7 @@ def plan(
         dtype=str(np.dtype(model.dtype)),
         ragged=chip.platform != "cpu",
         row_unit=TPU_ROW_UNIT if chip.platform == "tpu" else 1,
-        kept={name.rpartition(".moe.")[2]: form for name, form in config.step.kept.items()},
+        kept={name.rpartition(".moe.")[2]: form for name, form in config.step.kept.items() if ".moe." in name},
     )
     collectives = layer_collectives(model.moe_layer, execution.moe, made, step)
     across = collectives_across_slices(config.step, made, step)

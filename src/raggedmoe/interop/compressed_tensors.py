@@ -61,6 +61,11 @@ class Int8Tensor:
             return stored
         return (stored.view(np.uint8)[:, : self.shape[1]] ^ OFFSET).view(np.int8)
 
+    @property
+    def scale_dtype(self) -> str:
+        """The type in which scales are held."""
+        return "float32"
+
     def read_scales(self) -> np.ndarray:
         return self.scales.read().astype(np.float32)
 

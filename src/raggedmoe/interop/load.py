@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from raggedmoe.interop import kept_experts, native
+from raggedmoe.interop import kept_weights, native
 from raggedmoe.interop.arrays import PIECE_BYTES, aligned_empty, to_device
 from raggedmoe.interop.companions import read_companions
 from raggedmoe.interop.folder import has_tensors, read_tensor_headers
@@ -48,8 +48,8 @@ def load(
         `raggedmoe import` or a run made; it may be in an object store, ``s3://bucket/folder``.
       dtype: the type of activations; by default that of the weights.
       param_dtype: the type of the weights; by default that of most of the checkpoint. Routers stay in float32.
-      keep_quantised: leave the experts in the fp8, int8 or mxfp4 that the folder has, or the folder of the model that
-        its adapters are for. The other weights are dequantised, as all are otherwise.
+      keep_quantised: leave the layers' matrices in the fp8, int8 or mxfp4 that the folder has, or the folder of the
+        model that its adapters are for. Otherwise they are dequantised.
       progress: show a bar on standard error.
 
     Raises:
@@ -65,17 +65,17 @@ def load(
     if native.is_native(path):
         return native.load(path, load_base, dtype=dtype, param_dtype=param_dtype, **options)
     config, pairs = _match_folder(path, dtype, param_dtype, warns=True)
-    kept = kept_experts.kept_forms(pairs) if keep_quantised else {}
+    kept = kept_weights.kept_forms(pairs) if keep_quantised else {}
     if keep_quantised and not kept:
         raise ValueError(
-            f"{path}: expected experts that are quantised, with blocks that fit, for keep_quantised; found none"
+            f"{path}: expected matrices that are quantised, with blocks that fit, for keep_quantised; found none"
         )
     params = _load_params(pairs, config, kept, progress)
     return Decoder(config, params=params, companions=read_companions(path))
 
 
 def read_kept_forms(folder: AnyPath) -> dict[str, QuantizedForm]:
-    """Read how `load` stores the experts of a folder, or of its adapters' base, if they stay quantised; {}: none can.
+    """Read how `load` stores matrices of a folder, or of its adapters' base, that stay quantised; {}: none can.
 
     No tensor is read.
     """
@@ -86,7 +86,7 @@ def read_kept_forms(folder: AnyPath) -> dict[str, QuantizedForm]:
         return {} if base is None else read_kept_forms(as_path(base.folder))
     if not has_tensors(folder) or read_config_json(folder).get("quantization_config") is None:
         return {}
-    return kept_experts.kept_forms(_match_folder(folder, None, None)[1])
+    return kept_weights.kept_forms(_match_folder(folder, None, None)[1])
 
 
 def _match_folder(
@@ -153,7 +153,7 @@ def _load_params(
         for target, tensor in pairs:
             for param in target.params:
                 if param not in buffers and param in kept:
-                    buffers[param] = kept_experts.make_buffer(specs[param], kept[param])
+                    buffers[param] = kept_weights.make_buffer(specs[param], kept[param])
                 elif param not in buffers:
                     buffers[param] = aligned_empty(specs[param].shape, specs[param].dtype)
             if all(param in kept for param in target.params):
@@ -181,10 +181,10 @@ def _pieces(target: Target, tensor: ReadableTensor) -> list[tuple[int, int, int,
 def _keep(target: Target, tensor: Any, buffers: dict[str, Any], advance: Advance) -> None:
     """Copy a stored tensor's values and scales into those of its parameters."""
     arrays = [buffers[param] for param in target.params]
-    kept_experts.fill_scales(target, tensor, arrays)
+    kept_weights.fill_scales(target, tensor, arrays)
     axis = first_axis(target.entry.layout, target.specs[0])
     for first, last, start, stop in _pieces(target, tensor):
-        kept_experts.fill_values(target, tensor.read_codes(start, stop), slice(first, last), axis, arrays)
+        kept_weights.fill_values(target, tensor.read_codes(start, stop), slice(first, last), axis, arrays)
         advance((stop - start) * tensor.num_bytes // tensor.shape[0])
 
 

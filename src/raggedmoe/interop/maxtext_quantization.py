@@ -21,12 +21,20 @@ CALIBRATED = {
 }
 WORDS = {"fp8_full": "fp8", **{name: name for name in QUANTIZATIONS}}
 EXPERTS_ALONE = "of the experts' matmuls alone: attention, dense layers and the head are multiplied in dtype"
-# How a word of MaxText begins or ends that is refused, and why.
+ENGINE = "Transformer Engine is not used"
+# What is in a word of MaxText that is refused, the longer ones first, and why.
 REFUSED = {
+    "te_fp8_delayedscaling": f"{ENGINE}; its delayed scales are those of quantization=fp8 quantization_history=1024",
+    "te_fp8_currentscaling": f"{ENGINE}; its scales, of each call's largest value, are those of quantization=fp8",
+    "te_mxfp8": f"{ENGINE}, and training has no shared exponents; use quantization=fp8 quantization_block=32",
+    "te_nvfp4": f"{ENGINE}, and nothing is trained in 4 bits; use quantization=fp8",
+    "te_": f"{ENGINE}; use quantization=fp8",
     "int4": "nothing is trained in 4 bits; use quantization=int8",
+    "w4a8": "nothing is trained in 4 bits; use quantization=int8_weights",
     "intmp": "one format is for all layers; use quantization=int8",
-    "te_": "Transformer Engine is not used; use quantization=fp8",
     "nanoo": "AMD's fp8 is not built; use quantization=fp8",
+    "fp8_gpu": "cuDNN's matmuls of fp8 are not used; use quantization=fp8",
+    "aqt_fp8": "AQT is not used; use quantization=fp8",
 }
 
 

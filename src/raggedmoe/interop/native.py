@@ -14,7 +14,7 @@ from raggedmoe.interop.arrays import PIECE_BYTES, aligned_empty, fetch_to_host, 
 from raggedmoe.interop.companions import companions_of, read_companions, write_companions, write_kept_config
 from raggedmoe.interop.folder import read_tensor_headers
 from raggedmoe.interop.json_file import read_json_object
-from raggedmoe.interop.kept_experts import check_are_arrays
+from raggedmoe.interop.kept_weights import check_are_arrays
 from raggedmoe.interop.progress import bytes_bar
 from raggedmoe.interop.safetensors_file import NewTensor
 from raggedmoe.interop.writing import SHARD_BYTES, new_folder, replaced_objects, write_json, write_tensors
@@ -103,12 +103,12 @@ def load(
 ) -> Decoder:
     """Read a folder that `save` wrote. By default activations have the type of the weights that is asked for.
 
-    ``load_base`` is given what the folder says of the base of its adapters, if it has no frozen weights, whose experts
-    may stay quantised.
+    ``load_base`` is given what the folder says of the base of its adapters, if it has no frozen weights, which may stay
+    quantised.
     """
     config, axes, base = _read_description(folder)
     if keep_quantised and base is None:
-        raise ValueError(f"{folder}: expected a checkpoint with quantised experts, found one of arrays")
+        raise ValueError(f"{folder}: expected a checkpoint with quantised matrices, found one of arrays")
     specs, tensors = param_specs(config), read_tensor_headers(folder)
     frozen: Params = {}
     if base is not None:
@@ -151,7 +151,7 @@ def load(
 
 
 def cast_arrays(params: Params, specs: Specs) -> Params:
-    """Cast parameters to the types that are declared; experts that stayed quantised have none."""
+    """Cast parameters to the types that are declared; those that stayed quantised have none."""
     return {
         name: value if isinstance(value, QArray) else value.astype(specs[name].dtype) for name, value in params.items()
     }

@@ -1,7 +1,7 @@
 """Quantized checkpoints: DeepSeek's fp8 with a scale for each block, gpt-oss's mxfp4, int8 of compressed-tensors.
 
 A dequantized tensor takes the place of the stored ones that it is made of, and is read like them, some rows at a time:
-in bfloat16, unless another type is asked for. `kept_experts.py` reads its values and scales apart instead.
+in bfloat16, unless another type is asked for. `kept_weights.py` reads its values and scales apart instead.
 """
 
 import math
@@ -19,6 +19,7 @@ from raggedmoe.interop.safetensors_file import BrokenFileError, StoredTensor
 from raggedmoe.storage import AnyPath
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)  # exponents of two alone
 # The sixteen values of fp4 (e2m1): a sign, two bits of exponent and one of mantissa.
 FP4_VALUES = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 SCALE_SUFFIX = "_scale_inv"
@@ -88,8 +89,14 @@ class BlockFp8Tensor:
     def read_codes(self, start: int, stop: int) -> np.ndarray:
         return self.values.read(start, stop).view(np.uint8)
 
+    @property
+    def scale_dtype(self) -> str:
+        """The type in which scales are held: float32, or of shared exponents their bits."""
+        return "uint8" if self.scales.dtype == E8M0 else "float32"
+
     def read_scales(self) -> np.ndarray:
-        scales = self.scales.read().astype(np.float32)
+        scales = self.scales.read()
+        scales = scales.view(np.uint8) if scales.dtype == E8M0 else scales.astype(np.float32)
         for dim, (size, step, kept) in enumerate(zip(self.shape, self.block, self.kept_block)):
             scales = scales.take(np.arange(0, size, kept) // step, axis=dim)
         return scales
@@ -142,6 +149,10 @@ class Mxfp4Tensor:
         pairs = np.stack([packed & 0x0F, packed >> 4], axis=-1)
         return pairs.reshape(packed.shape[0], *self.shape[1:])
 
+    @property
+    def scale_dtype(self) -> str:
+        return "uint8"
+
     def read_scales(self) -> np.ndarray:
         return self.exponents.read()
 
@@ -190,7 +201,7 @@ def _fp8(
             raise BrokenFileError(f"{tensor.path}: {name}: expected fp8 in matrices only, found {list(tensor.shape)}")
         scales = _scale_tensor(name, name + SCALE_SUFFIX, tensors)
         expected = tuple(-(-size // step) for size, step in zip(tensor.shape, block))
-        _check_scales(scales, expected, ("float32", "bfloat16", "float16"))
+        _check_scales(scales, expected, ("float32", "bfloat16", "float16", E8M0.name))
         readable[name] = BlockFp8Tensor(values=tensor, scales=scales, block=(block[0], block[1]))
     return readable
 

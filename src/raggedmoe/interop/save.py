@@ -39,7 +39,7 @@ def save(
 ) -> None:
     """Write a model as a Hugging Face folder of its family.
 
-    Experts that stayed quantised are written in the format in which they came, the other weights in ``dtype``.
+    Matrices that stayed quantised are written in the format in which they came, the other weights in ``dtype``.
 
     Args:
       model: the model to write.

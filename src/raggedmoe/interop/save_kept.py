@@ -1,6 +1,5 @@
-"""Writing experts that stayed quantised: in the format in which they came, value for value."""
+"""Writing matrices that stayed quantised: in the format in which they came, value for value."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,20 +10,21 @@ import numpy as np
 from raggedmoe.interop import compressed_tensors
 from raggedmoe.interop.arrays import fetch_to_host
 from raggedmoe.interop.compressed_tensors import METHOD
-from raggedmoe.interop.layout import first_axis, parameter_views
+from raggedmoe.interop.layout import first_axis, parameter_views, stored_shape
 from raggedmoe.interop.matching import Target
-from raggedmoe.interop.quantized import BLOCKS, SCALES
+from raggedmoe.interop.quantized import BLOCKS, E8M0, SCALES
 from raggedmoe.interop.quantized import SCALE_SUFFIX as SCALE_INV
 from raggedmoe.interop.safetensors_file import NewTensor
 from raggedmoe.kernels.qarray import QArray
 from raggedmoe.models.module import Decoder
+from raggedmoe.params import ParamSpec
 
 METHODS = {"fp8": "float8_e4m3fn", METHOD: "int8", "mxfp4": "mxfp4"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptFormat:
-    """The quantization_config of the checkpoint that a model's experts came from."""
+    """The quantization_config of the checkpoint that a model's matrices came from."""
 
     settings: Mapping[str, Any]
 
@@ -34,7 +34,7 @@ class KeptFormat:
 
     @property
     def expert_layout(self) -> str:
-        """The layout in which they are written."""
+        """The layout in which the experts are written."""
         return "mxfp4" if self.method == "mxfp4" else "per_expert"
 
     def quantization_config(self, stays: list[str]) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class KeptFormat:
 
 
 def kept_format(model: Decoder, original: Mapping[str, Any]) -> KeptFormat | None:
-    """Find the format of a model's quantised experts in ``original``, its config.json; None: it has no such experts."""
+    """Find the format of a model's quantised matrices in ``original``, its config.json; None: it has none."""
     stored = {name: array for name, array in model.params.items() if isinstance(array, QArray)}
     if not stored:
         return None
@@ -54,7 +54,7 @@ def kept_format(model: Decoder, original: Mapping[str, Any]) -> KeptFormat | Non
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     if not isinstance(settings, dict) or {METHODS.get(str(method))} != formats:
         raise ValueError(
-            f"expected the config.json of the checkpoint that the experts are stored as in, with a quantization_config "
+            f"expected the config.json of the checkpoint that the matrices are stored as in, with quantization_config "
             f"for {', '.join(sorted(map(str, formats)))}, got {method!r}; give its folder as companions"
         )
     return KeptFormat(settings=settings)
@@ -86,11 +86,10 @@ def kept_tensors(target: Target, params: Mapping[str, Any], kept: KeptFormat, dt
     rows, columns = target.shape
     held = [fetch_to_host(operand.scale, target.index) for operand in operands]
     scale_dtype = dtype if all(np.array_equal(array.astype(dtype), array) for array in held) else np.dtype(np.float32)
+    scale_dtype = E8M0 if operands[0].scale.dtype == np.uint8 else scale_dtype
     if kept.method == METHOD:
         packed_name, scale, shape = (target.name + suffix for suffix in compressed_tensors.SUFFIXES)
-        parts = operands[0].scale.shape
-        per_row = {axis: parts[len(target.index) + i] for i, axis in enumerate(target.specs[0].axes)}
-        num = per_row[target.entry.layout.axes[-1]]
+        num = _held_scales(target, held)[1][1]
         packed = (compressed_tensors.pack(piece.view(np.int8)) for piece in codes)
         return [
             _new(packed_name, np.int32, (rows, -(-columns // 4)), packed),
@@ -131,11 +130,8 @@ def _scales(
     target: Target, operands: list[QArray], shape: tuple[int, ...], block: tuple[int, ...] | None = None
 ) -> Iterator[np.ndarray]:
     """Yield a stored tensor's scales. Those of a block that was held in equal parts are all alike, so one is taken."""
-    held = [fetch_to_host(operand.scale, target.index) for operand in operands]
-    specs = [replace(spec, shape=array.shape) for spec, array in zip(target.specs, held)]
-    layout = target.entry.layout
-    sizes = {axis: size for spec in specs for axis, size in zip(spec.axes, spec.shape)}
-    of_dims = [math.prod(sizes.get(axis, len(specs)) for axis in dim) for dim in layout.dims]
+    held, layout = [fetch_to_host(operand.scale, target.index) for operand in operands], target.entry.layout
+    specs, of_dims = _held_scales(target, held)
     whole = np.empty(of_dims, held[0].dtype)
     first = specs[0].shape[first_axis(layout, specs[0])]
     for array, part in zip(held, parameter_views(whole, layout, specs, first)):
@@ -144,4 +140,11 @@ def _scales(
         size = target.shape[dim]
         held_step = size // whole.shape[dim]
         whole = whole.take(np.arange(shape[dim]) * step // held_step, axis=dim)
-    yield whole.reshape(shape)
+    whole = whole.reshape(shape)
+    yield whole.view(E8M0) if block and whole.dtype == np.uint8 else whole
+
+
+def _held_scales(target: Target, held: Sequence[np.ndarray]) -> tuple[list[ParamSpec], tuple[int, ...]]:
+    """Declare a target's scales as they are held, and return how many there are along each stored dimension."""
+    specs = [replace(spec, shape=array.shape) for spec, array in zip(target.specs, held)]
+    return specs, stored_shape(target.entry.layout, specs)

@@ -46,7 +46,7 @@ def decode_scale(scale, wide):
     """Convert scales; of shared exponents, the last code is NaN, and the first 2⁻¹²⁷, which may be flushed to zero."""
     if scale.dtype != jnp.uint8:
         return scale.astype(wide)
-    bits = jnp.maximum(scale.astype(jnp.uint32) << 23, np.uint32(1 << 22))  # 2⁻¹²⁷ is not normal
+    bits = jnp.maximum(scale.astype(jnp.int32) << 23, np.int32(1 << 22))  # 2⁻¹²⁷ is not normal
     return jnp.where(scale == 255, jnp.nan, lax.bitcast_convert_type(bits, jnp.float32)).astype(wide)
 
 

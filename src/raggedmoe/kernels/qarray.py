@@ -74,14 +74,15 @@ class QuantizedForm:
     """How matrices are stored quantised, in the form that kernels read, whatever their number and size."""
 
     qtype: str  # one of FORMATS
-    block: tuple[int, int]  # the rows and columns of a matrix that share a scale
+    block: tuple[int, ...]  # what shares a scale, of the last dimensions; of those before each place has its own
     scale_dtype: str
 
     def struct(self, shape: tuple[int, ...]) -> QArray:
         """Describe the values and scales of so many matrices of that size, by their shapes alone."""
-        *lead, rows, columns = shape
-        values = (*lead, rows, columns // 2 if self.qtype == "mxfp4" else columns)
-        scales = (*lead, rows // self.block[0], columns // self.block[1])
+        *rows, columns = shape
+        values = (*rows, columns // 2 if self.qtype == "mxfp4" else columns)
+        lead = len(shape) - len(self.block)
+        scales = (*shape[:lead], *(size // step for size, step in zip(shape[lead:], self.block)))
         return QArray(
             jax.ShapeDtypeStruct(values, jnp.int8 if self.qtype == "int8" else jnp.uint8),
             jax.ShapeDtypeStruct(scales, jnp.dtype(self.scale_dtype)),

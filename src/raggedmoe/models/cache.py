@@ -69,9 +69,9 @@ def unstack_cache(cache: Cache) -> Cache:
 
 
 @jax.jit
-def split_layers(stacked: jax.Array) -> tuple[jax.Array, ...]:
-    """Copy an array of several layers into one array for each of them."""
-    return tuple(stacked[layer] for layer in range(stacked.shape[0]))
+def split_layers(stacked: Any) -> tuple[Any, ...]:
+    """Copy an array of several layers, or the values and scales of a quantised one, into one for each of them."""
+    return tuple(jax.tree.map(lambda array, at=layer: array[at], stacked) for layer in range(stacked.shape[0]))
 
 
 def update_cache(

@@ -12,13 +12,14 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from raggedmoe.hardware import target_hardware
 from raggedmoe.kernels.arrays import int32
 from raggedmoe.kernels.attention.operands import segment_numbers
+from raggedmoe.kernels.dense_matmul import dense_matmuls_for
 from raggedmoe.kernels.eager import compile_once
 from raggedmoe.kernels.native.library import takes
 from raggedmoe.lora import A, B, scale_adapters
 from raggedmoe.models.cache import Cache, VisibleMemory, split_layers, update_cache
 from raggedmoe.models.config import LayerKind, ModelConfig, Stack, check_execution
 from raggedmoe.models.execution import ModelExecution
-from raggedmoe.models.matmul import dense_matmuls_for, wide_project
+from raggedmoe.models.matmul import wide_project
 from raggedmoe.models.mixer import AttentionContext, Memory
 from raggedmoe.models.norm import rms_norm
 from raggedmoe.models.parameters import layer_specs, mixer_of, under
@@ -140,7 +141,7 @@ def _hidden_states(
     for s, stack in enumerate(config.stacks):
         old = None if cache is None else under(f"stacks.{s}.", cache.memory)
         stack_key = None if key is None else jax.random.fold_in(key, s)
-        with jax.named_scope(f"stack_{s}"), dense_matmuls_for(execution.moe.hardware, mesh, ids):
+        with jax.named_scope(f"stack_{s}"):
             x, new, report = run_stack(run, stack, x, under(f"stacks.{s}.", params), old, stack_key)
         memory.update({f"stacks.{s}.{name}": value for name, value in new.items()})
         reports += report
@@ -219,7 +220,8 @@ def run_stack(
             layer_key = None if key is None else jax.random.fold_in(key, repeat * len(stack.kinds) + p)
             stored = under(f"{p}.", {**weights, **in_place})
             layer = all_gather_dense_weights(stored, layer_specs(run.config, kind), run.mesh, run.config.dtype)
-            x, memory, report = run_layer(run, kind, x, layer, memory, f"{p}.", repeat, layer_key)
+            with dense_matmuls_for(run.execution.moe.hardware, x, on_mesh=run.mesh.mesh is not None):
+                x, memory, report = run_layer(run, kind, x, layer, memory, f"{p}.", repeat, layer_key)
             reports += [] if report is None else [report]
         return (x, memory), jax.tree.map(lambda *parts: jnp.stack(parts), *reports) if has_experts else None
 

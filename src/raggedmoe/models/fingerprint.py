@@ -2,7 +2,7 @@
 
 A fingerprint has a checksum of all values for each of two types, "float32:0123456789abcdef bfloat16:…": for that which
 the weights have here, and rounded to bfloat16. So weights that are loaded in another type, narrower or wider, are known
-again, and so are experts that stay quantised: they count as what they stand for.
+again, and so are matrices that stay quantised: they count as what they stand for.
 """
 
 import functools
@@ -79,6 +79,8 @@ def _checksum(array: jax.Array | QArray, through: Any, dtype: Any) -> jax.Array:
     """
     if not isinstance(array, QArray):
         return _weighted_bits(array.astype(through).astype(dtype), jnp.uint32(0))
+    if array.scale.shape[0] != array.shape[0]:  # one matrix, whose first dimension is rows that share scales
+        array = QArray(array.qvalue[None], array.scale[None], None, array.qtype)
 
     def add(total: jax.Array, part: tuple[jax.Array, QArray]) -> tuple[jax.Array, None]:
         number, values = part

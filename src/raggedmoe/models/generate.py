@@ -17,11 +17,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from raggedmoe.kernels.dense_matmul import dense_matmuls_for
 from raggedmoe.models.cache import Cache, empty_cache, unstack_cache
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.decoder import DecoderOutput, decode, logits, reads_experts_in_place, unstack_params
 from raggedmoe.models.execution import ModelExecution
-from raggedmoe.models.matmul import dense_matmuls_for
 from raggedmoe.models.module import Decoder
 from raggedmoe.params import Params
 from raggedmoe.sharding.axes import LogicalMesh
@@ -221,7 +221,7 @@ def _decode(
 
 
 def _scores(params: Params, hidden: Float[Array, "B 1 D"], settings: _Settings) -> Float[Array, "B V"]:
-    with dense_matmuls_for(settings.execution.moe.hardware, settings.mesh, hidden):
+    with dense_matmuls_for(settings.execution.moe.hardware, hidden, on_mesh=settings.mesh.mesh is not None):
         return logits(params, hidden, settings.config)[:, 0]
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from raggedmoe.kernels.arrays import accumulator
 from raggedmoe.kernels.dequantize import dequantize
 from raggedmoe.kernels.qarray import QArray
-from raggedmoe.lora import B, first_matrix, is_adapter, merged_weight
+from raggedmoe.lora import LEADING_AXES, B, first_matrix, is_adapter, merged_weight
 from raggedmoe.models.module import Decoder
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.params import ParamSpec
@@ -21,13 +21,14 @@ def _merge(weight: Any, first: jax.Array, second: jax.Array, *, spec: ParamSpec,
     dtype = jnp.dtype(spec.dtype)
     if not isinstance(weight, QArray):
         return merged_weight(weight, spec, first, second, scale)
-    one = replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
+    is_stack = spec.axes[0] in LEADING_AXES
+    one = replace(spec, shape=spec.shape[1:], axes=spec.axes[1:]) if is_stack else spec
 
     def add(parts: tuple[QArray, jax.Array, jax.Array]) -> jax.Array:
         stored, a, b = parts
         return merged_weight(dequantize(stored, accumulator(dtype)), one, a, b, scale).astype(dtype)
 
-    return jax.lax.map(add, (weight, first, second))
+    return jax.lax.map(add, (weight, first, second)) if is_stack else add((weight, first, second))
 
 
 def merge_lora(model: Decoder) -> Decoder:

@@ -15,7 +15,8 @@ from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.names import check_words, refuse_conflicts, refuse_keywords_of
 from raggedmoe.params import ParamSpec, check_divides, check_sizes
 
-EXPERT_MATRICES = ("wi_0", "wi_1", "wo")  # what may be quantised
+EXPERT_MATRICES = ("wi_0", "wi_1", "wo")
+SHARED_MATRICES = ("shared_wi_0", "shared_wi_1", "shared_wo")
 Selection = Literal["learned", "random", "hash", "balanced", "expert_choice"]
 
 
@@ -188,8 +189,8 @@ def check_execution(config: MoEConfig, execution: MoEExecution, quantized: Colle
     backend, quantization, strategy = execution.backend, execution.quantization, strategy_name(config, execution)
     fused, batched, chunked = backend.fused, strategy in ("capacity", "dense"), execution.width_chunks > 1
     by_expert = config.router.selection == "expert_choice"
-    slots, stored = config.capacity_factor is not None, f"quantised {', '.join(quantized)}"
-    rounded, operands = quantized or quantization, stored if quantized else "quantization"
+    slots, experts = config.capacity_factor is not None, [name for name in EXPERT_MATRICES if name in quantized]
+    rounded, operands = experts or quantization, f"quantised {', '.join(experts)}" if experts else "quantization"
     why_not = quantization and quantizes_why_not("grouped_matmul", execution.kernel_choice.grouped_matmul)
     kernels = vars(execution.kernel_choice)
     named = {name for name, choice in kernels.items() if choice != "auto"}
@@ -208,13 +209,13 @@ def check_execution(config: MoEConfig, execution: MoEExecution, quantized: Colle
         (fused and config.lora, "lora", "moe_backend", "it fuses the matmuls, between which LoRA adds its own"),
         (fused and quantization, "quantization", "moe_backend", "its fused kernel rounds nothing between its matmuls"),
         (why_not, "quantization", "moe_backend", f"its kernels of grouped_matmul: {why_not}"),
-        (quantized and quantization, stored, "quantization", "it quantises arrays"),
+        (experts and quantization, operands, "quantization", "it quantises arrays"),
         (batched and rounded, operands, "strategy", "it is one batched matmul of all experts"),
         (chunked and rounded, operands, "width_chunks", "what shares a scale would be cut"),
     )
     settings = {**vars(config), **vars(execution), **kernels, "strategy": execution.strategy or strategy}
     refuse_conflicts(settings, conflicts)
-    if others := sorted(set(quantized) - set(EXPERT_MATRICES)):
+    if others := sorted(set(quantized) - {*EXPERT_MATRICES, *SHARED_MATRICES}):
         raise ValueError(f"expected arrays as {', '.join(others)}, got quantised ones; dequantise them")
     for name in ("model_dim", "expert_dim"):
         check_divides(name, getattr(config, name), "quantization_block", (quantization and quantization.block) or 1)

@@ -11,13 +11,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from raggedmoe.hardware import hardware_of_device, target_hardware
-from raggedmoe.kernels.arrays import accumulator, matmul_precision, pvary_over
+from raggedmoe.kernels.arrays import accumulator, pvary_over
 from raggedmoe.kernels.batched_matmul import batched_matmul
+from raggedmoe.kernels.dense_matmul import dense_matmul
 from raggedmoe.kernels.expert_ffn import api
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.matmuls import add_bias
 from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
 from raggedmoe.kernels.grouped_matmul.quantized_matmuls import grouped_matmuls
+from raggedmoe.kernels.qarray import Quantized
 from raggedmoe.lora import add_grouped_adapter, dense_adapter
 from raggedmoe.moe.amax_history import DOWN, UP
 from raggedmoe.moe.config import strategy_name
@@ -125,18 +127,19 @@ def fuses_experts(x: Float[Array, "T D"], weights: Params, settings: StageSettin
 def shared_experts(x: Float[Array, "T D"], params: Params, activation: str) -> Float[Array, "T D"]:
     """Compute the MLP of every token, by ``wi_0, wi_1, wo``, times the sigmoid of its ``gate`` if there is one."""
     wide, dtype = accumulator(x.dtype), x.dtype
-    matmul = functools.partial(jnp.matmul, precision=matmul_precision(dtype), preferred_element_type=wide)
 
     def multiply(rows: Float[Array, "T I"], name: str, kept: str) -> Float[Array, "T O"]:
-        weight, added = params[name].astype(dtype), dense_adapter(rows, params, name)
-        sums = matmul(rows, weight if name == "wo" else weight.T)
+        weight, added = params[name], dense_adapter(rows, params, name)
+        weight = weight if isinstance(weight, Quantized) else weight.astype(dtype)
+        sums = dense_matmul(rows, weight, transpose_rhs=name != "wo", out_dtype=wide)
         return checkpoint_name(sums if added is None else sums + added, kept)
 
     up = multiply(x, "wi_1", "mlp_up") if "wi_1" in params else None
     hidden = ACTIVATIONS[activation](multiply(x, "wi_0", "mlp_up"), up).astype(dtype)
     out = multiply(hidden, "wo", "mlp_down")
     if "gate" in params:
-        out = out * jax.nn.sigmoid(matmul(x, params["gate"].astype(dtype)))[:, None]
+        gate = dense_matmul(x, params["gate"].astype(dtype)[:, None], transpose_rhs=False, out_dtype=wide)
+        out = out * jax.nn.sigmoid(gate)
     return out.astype(dtype)
 
 

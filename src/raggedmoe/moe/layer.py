@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from raggedmoe.kernels.dense_matmul import dense_matmuls_for
 from raggedmoe.kernels.eager import compile_once
 from raggedmoe.kernels.qarray import Quantized, check_operand
 from raggedmoe.kernels.quant_config import rounding_key
@@ -55,9 +56,9 @@ def moe_route_and_compute(
 ) -> MoEOutput:
     """Compute the layer on a batch of tokens. `raggedmoe.moe.router.route` describes the optional arguments.
 
-    ``params``: arrays by the names of ``config.param_specs()``. Those of wi_0, wi_1 and wo may be quantised. With
-    delayed scales also the histories that these are made of (`raggedmoe.moe.amax_history`); without them, and while
-    they are empty, a scale is made of the call's own largest value.
+    ``params``: arrays by the names of ``config.param_specs()``. The matrices of the experts, of shared ones too, may be
+    quantised. With delayed scales also the histories that these are made of (`raggedmoe.moe.amax_history`); without
+    them, and while they are empty, a scale is made of the call's own largest value.
     ``mesh``: devices to compute it on, with the axes of `raggedmoe.sharding.axes`; arrays are global, and the result
     does not depend on the mesh. Tokens are split over all axes but "tensor", parameters by `raggedmoe.sharding.rules`.
     ``first_expert``: where this layer's experts begin in weights that hold several layers', one after the other.
@@ -83,7 +84,8 @@ def moe_route_and_compute(
         with jax.named_scope("shared_experts"):
             # In no stage: without a word about its layout, XLA exchanges two devices' gradients of x (docs/log.md).
             weights = scale_adapters(shared, config.lora)
-            added = shared_experts(on_mesh.constrain(x, TOKENS), weights, config.experts.activation)
+            with dense_matmuls_for(execution.hardware, x, on_mesh=on_mesh.mesh is not None):
+                added = shared_experts(on_mesh.constrain(x, TOKENS), weights, config.experts.activation)
             output = output + (added if mask is None else jnp.where(mask[:, None], added, 0))
     return MoEOutput(output=output, dropped=dropped, experts=routing.experts, **statistics)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from raggedmoe.moe.layer import DEFAULT_EXECUTION, moe_route_and_compute
 from raggedmoe.moe.records import MoEOutput
 from raggedmoe.params import Params, check_param, check_params
 from raggedmoe.sharding.axes import AnyMesh, MeshAxes, logical_mesh
-from raggedmoe.sharding.rules import make_params
+from raggedmoe.sharding.rules import is_routed, make_params
 
 
 class SelectionBias(nnx.Variable):
@@ -66,8 +67,8 @@ class MoE(nnx.Module):
         Args:
           config: what the layer is.
           rngs: whose key new weights are drawn from.
-          params: given weights, by the names of ``config.param_specs()``. Those of the experts may be quantised
-            (docs/quantised.md), for inference or frozen beside adapters.
+          params: given weights, by the names of ``config.param_specs()``. Those of the experts, shared ones too, may be
+            quantised (docs/quantised.md), for inference or frozen beside adapters.
           axes: the names of each given weight's dimensions, as in ``config.param_specs()``. A transposed weight is then
             refused where the sizes agree, too.
           execution: how it runs, unless a call says otherwise.
@@ -86,9 +87,10 @@ class MoE(nnx.Module):
             check_params(specs, params or {}, axes)
         params = make_params(specs, params, rngs, replace(self.mesh, tensor_split=execution.tensor_split))
         for name, spec in specs.items():
-            param, kind = params[name], KINDS[spec.updated_by]
-            value = check_operand("MoE", name, param, "G F D") if isinstance(param, Quantized) else jnp.asarray(param)
-            setattr(self, name, kind(value, axes=spec.axes))
+            param: Any = params[name] if isinstance(params[name], Quantized) else jnp.asarray(params[name])
+            if isinstance(param, Quantized) and is_routed(name, spec):
+                param = check_operand("MoE", name, param, "G F D")
+            setattr(self, name, KINDS[spec.updated_by](param, axes=spec.axes))
 
     @property
     def params(self) -> Params:

@@ -20,26 +20,26 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from raggedmoe.kernels.arrays import accumulator, pvary_over
+from raggedmoe.kernels.qarray import QArray
 from raggedmoe.params import Params, ParamSpec, Specs
 from raggedmoe.sharding.axes import FSDP, TOKEN_AXES, LogicalMesh, axes_of
-from raggedmoe.sharding.rules import WIDTH_AXES, partition
+from raggedmoe.sharding.rules import WIDTH_AXES, partition, stored_partition
 from raggedmoe.sharding.stage import TOKENS, stage
 
 
 def all_gather_dense_weights(weights: Params, specs: Specs, mesh: LogicalMesh, dtype: Any) -> Params:
     """Gather the dense weights of matmuls over the axes that split their width, in the type that they are used in.
 
-    Routed experts and routers stay as they are stored: the MoE layer's stages gather them.
+    What is quantised is gathered as it is stored. Routed experts and routers stay where they are: the MoE layer's
+    stages gather them.
     """
     gathered = dict(weights)
     for name, spec in specs.items():
-        stored = partition(name, spec, mesh)
-        if name in weights and spec.contracts is not None and "expert" not in spec.axes and any(mesh.spec(stored)):
-            axes = (tuple(axis for axis in axes_of(entry) if axis not in WIDTH_AXES) for entry in stored)
-            used = PartitionSpec(*axes)
-            # XLA alone would lay the gradient out as the weight is used: whole, on every device.
-            lay_out, of_gradient = (lambda _, array, at=at: mesh.constrain(array, at) for at in (used, stored))
-            gathered[name] = linear_call(lay_out, of_gradient, (), weights[name].astype(dtype))
+        if name not in weights or spec.contracts is None or "expert" in spec.axes or mesh.mesh is None:
+            continue
+        weight = weights[name] if isinstance(weights[name], QArray) else weights[name].astype(dtype)
+        stored = stored_partition(name, spec, weight, mesh)
+        gathered[name] = jax.tree.map(functools.partial(_gather_weight, mesh), weight, stored)
     return gathered
 
 
@@ -57,6 +57,20 @@ def save_all_but_gathered_weights(mesh: LogicalMesh) -> Callable[..., bool]:
         return primitive.name != "linear_call" and primitive.name not in _SHAPING
 
     return is_saved
+
+
+def _gather_weight(mesh: LogicalMesh, weight: jax.Array, stored: PartitionSpec) -> jax.Array:
+    """Lay a weight out as it is used, and its gradient as the weight is stored.
+
+    XLA alone would lay the gradient out as the weight is used: whole, on every device.
+    """
+    if not any(stored):
+        return weight
+    used = PartitionSpec(*(tuple(axis for axis in axes_of(entry) if axis not in WIDTH_AXES) for entry in stored))
+    if not jnp.issubdtype(weight.dtype, jnp.floating):  # values of 8 bits, which have no gradient
+        return mesh.constrain(weight, used)
+    lay_out, of_gradient = (lambda _, array, at=at: mesh.constrain(array, at) for at in (used, stored))
+    return linear_call(lay_out, of_gradient, (), weight)
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,8 @@ def partition(name: str, spec: ParamSpec, mesh: LogicalMesh, *, small: bool = Fa
 def stored_partition(name: str, spec: ParamSpec, array: Any, mesh: LogicalMesh) -> Any:
     """Say how a parameter is split as it is stored: an array, or the values and scales of a quantised one.
 
-    Each is a parameter with the same axes. A byte of two values cannot be split, nor, by the tensor axis, whose parts
-    are used as they are, a block that shares a scale.
+    Each is a parameter with the same axes. A byte of two values cannot be split; nor, by the tensor axis, a block of
+    routed experts that shares a scale, as their parts are used as they are. Dense weights XLA divides, blocks too.
     """
     if not isinstance(array, QArray):
         return partition(name, spec, mesh)

@@ -19,9 +19,11 @@ from raggedmoe.hardware import HARDWARE
 from raggedmoe.kernels.grouped_matmul import pallas_tpu, tiles
 from raggedmoe.kernels.grouped_matmul.tiles import RowSteps, Tiles
 from raggedmoe.kernels.grouped_matmul.tpu_operands import MatmulOperand, multiplication
+from raggedmoe.kernels.grouped_matmul.widening_kernel import UNPACKED, spread_lanes, unpack_4_bits
 from raggedmoe.kernels.qarray import check_operand, operand_structs
 from raggedmoe.kernels.registry import BACKWARD, Call, candidates, record_selections
 from tests.kernels.quantized_cases import draw_matmul, draw_stored, on_device, run, shares_of_bound
+from tests.kernels.quantized_oracle import values_of
 from tests.kernels.tpu_interpreter import tpu_interpreter
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -34,6 +36,7 @@ IN_CI = {
     "native fp8 of two formats": {"chip": "tpu7x", "lhs": E5M2, "rhs": E4M3, "dtype": "float32"},
     "weights widened": {"chip": "v5e", "rhs": "int8", "dtype": "bfloat16"},
     "blocks": {"chip": "tpu7x", "rhs": E4M3, "rhs_scale": "block", "dtype": "bfloat16", "transpose": True},
+    "mxfp4": {"chip": "v6e", "rhs": "mxfp4", "rhs_scale": "exponents", "dtype": "bfloat16", "transpose": True},
 }
 FURTHER = {
     "int8 where it is not native": {"chip": "tpu7x", "lhs": "int8", "rhs": "int8", "dtype": "bfloat16"},
@@ -44,6 +47,24 @@ FURTHER = {
     "shared exponents": {"chip": "tpu7x", "rhs": "int8", "rhs_scale": "exponents", "dtype": "bfloat16"},
     "rows and blocks": {"chip": "v6e", "lhs": "int8", "rhs": E4M3, "rhs_scale": "block", "dtype": "bfloat16"},
     "rows alone": {"chip": "v6e", "lhs": "int8", "rhs": None, "dtype": "bfloat16"},
+    "blocks along the lanes": {
+        "chip": "v5e",
+        "rhs": E5M2,
+        "rhs_scale": "narrow",
+        "dtype": "bfloat16",
+        "transpose": True,
+    },
+    "mxfp4 along the sublanes": {"chip": "tpu7x", "rhs": "mxfp4", "rhs_scale": "exponents", "dtype": "bfloat16"},
+    "mxfp4 and rows in float32": {"chip": "v5e", "rhs": "mxfp4", "rhs_scale": "exponents", "dtype": "float32"},
+    "mxfp4 with floating scales": {"chip": "v6e", "rhs": "mxfp4", "rhs_scale": "block", "dtype": "bfloat16"},
+    "mxfp4 by channel": {"chip": "v6e", "rhs": "mxfp4", "dtype": "bfloat16", "transpose": True},
+    "mxfp4 and rows of 8 bits": {
+        "chip": "tpu7x",
+        "lhs": "int8",
+        "rhs": "mxfp4",
+        "rhs_scale": "exponents",
+        "dtype": "bfloat16",
+    },
 }
 
 
@@ -112,6 +133,7 @@ IN_PARTS = dataclasses.replace(SMALL, cut=dataclasses.replace(SMALL.cut, paired=
         pytest.param(
             "tpu7x", dataclasses.replace(SMALL, inner=256), 256, (2, 2), marks=pytest.mark.slow, id="sums over 128"
         ),
+        pytest.param("v6e", IN_PARTS, 256, (256, 8), marks=pytest.mark.slow, id="blocks along the lanes, in parts"),
     ],
 )
 def test_several_steps_and_shared_blocks_of_rows_agree_with_numpy(chip, small, inner, scale):
@@ -139,6 +161,67 @@ def test_several_steps_and_shared_blocks_of_rows_agree_with_numpy(chip, small, i
         )
     error = np.abs(np.asarray(found, np.float64) - expected)
     assert (error <= 6 * np.finfo(np.float32).eps * terms).all()
+
+
+WIDE = dataclasses.replace(SMALL, out=256, piece_columns=256)
+WIDE_IN_PARTS = dataclasses.replace(WIDE, cut=IN_PARTS.cut, matrix_slots=2, inner=256)
+
+
+@pytest.mark.parametrize(
+    ("small", "inner", "out", "transpose", "block"),
+    [
+        pytest.param(WIDE, 64, 512, False, (32, 1), marks=pytest.mark.ci, id="in pairs, two tiles of columns"),
+        pytest.param(WIDE_IN_PARTS, 512, 512, False, (32, 1), marks=pytest.mark.slow, id="in parts"),
+        pytest.param(WIDE_IN_PARTS, 512, 512, True, (1, 32), marks=pytest.mark.slow, id="transposed, in parts"),
+        pytest.param(None, 96, 160, True, (1, 32), marks=pytest.mark.slow, id="transposed, by the rule"),
+        pytest.param(None, 4416, 64, True, (1, 32), marks=pytest.mark.slow, id="more blocks than lanes"),
+        pytest.param(None, 64, 288, False, (32, 1), marks=pytest.mark.slow, id="columns that fill no tile"),
+    ],
+)
+def test_mxfp4_in_several_steps_agrees_with_numpy(small, inner, out, transpose, block):
+    """Two values in a byte and shared exponents, in both layouts; groups begin and end inside a block of rows."""
+    rng, sizes = np.random.default_rng(0), (128, 5, 0, 131, 70)
+    bounds = 7 + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    num_rows = int(bounds[-1]) + 20
+    row = np.arange(num_rows)
+    lhs = rng.standard_normal((num_rows, inner)).astype(jnp.bfloat16)
+    lhs[(row < bounds[0]) | (row >= bounds[-1])] = np.nan
+    shape = (len(sizes), out, inner) if transpose else (len(sizes), inner, out)
+    scale = (len(sizes), shape[1] // block[0], shape[2] // block[1])
+    rhs = draw_stored(rng, shape, "mxfp4", scale, exponents=True, poisoned=np.asarray(sizes) == 0)
+    expected, terms = np.zeros((num_rows, out)), np.zeros((num_rows, out))
+    for group, (first, last) in enumerate(itertools.pairwise(bounds)):
+        if last > first:
+            left, matrix = lhs[first:last].astype(np.float64), rhs.exact[group].T if transpose else rhs.exact[group]
+            expected[first:last], terms[first:last] = left @ matrix, np.abs(left) @ np.abs(matrix)
+    with tpu_interpreter():
+        found = pallas_tpu.forward(
+            jnp.asarray(lhs),
+            check_operand("test", "rhs", on_device(rhs), "G O I" if transpose else "G I O"),
+            jnp.asarray(bounds),
+            transpose_rhs=transpose,
+            out_dtype=np.float32,
+            hardware=HARDWARE["v6e"],
+            tiles=small,
+        )
+    error = np.abs(np.asarray(found, np.float64) - expected)
+    assert (error <= 5 * np.finfo(np.float32).eps * terms).all()
+
+
+def test_every_value_of_four_bits_is_unpacked_exactly():
+    """Each byte, in each place of a word."""
+    codes = np.stack([np.roll(np.arange(256), -64 * place) for place in range(4)]).astype(np.uint8)
+    found = np.asarray(jax.jit(unpack_4_bits)(codes), np.float64) * UNPACKED
+    np.testing.assert_array_equal(found, values_of(codes, "mxfp4"))
+
+
+@pytest.mark.parametrize(
+    ("repeats", "first", "width"), [(2, 0, 64), (2, 256, 320), (32, 0, 4416), (48, 128, 256), (90, 0, 300)]
+)
+def test_columns_are_repeated_over_lanes(repeats, first, width):
+    array = np.arange(8 * 300, dtype=np.float32).reshape(8, 300)
+    found = jax.jit(functools.partial(spread_lanes, repeats=repeats, first=first, width=width))(array)
+    np.testing.assert_array_equal(found, array.repeat(repeats, axis=1)[:, first : first + width])
 
 
 def describe(shape, qtype, scale=None, dtype="float32"):
@@ -193,6 +276,7 @@ def plain(*shape):
         ("tpu7x", plain(64, 256), stored((2, 256, 128), E4M3, (2, 2, 1)), "forward", "emulated: .* sums over 128"),
         ("tpu7x", plain(64, 256), stored((2, 256, 128), E4M3, (2, 8, 2)), "forward", "emulated: .* to float32, where"),
         ("tpu7x", plain(64, 256), stored((2, 256, 128), E4M3, (2, 1, 128)), BACKWARD, "emulated: .* a copy in float32"),
+        ("v6e", plain(64, 256), stored((2, 256, 128), "mxfp4", (2, 8, 128)), "forward", "emulated: 4 bits .* where"),
     ],
 )
 def test_explain_says_what_is_done_with_8_bits(chip, lhs, rhs, direction, said):
@@ -204,8 +288,10 @@ def test_explain_says_what_is_done_with_8_bits(chip, lhs, rhs, direction, said):
 @pytest.mark.parametrize(
     ("lhs", "rhs", "reason"),
     [
-        (plain(64, 256), stored((2, 256, 128), "mxfp4", (2, 8, 128)), "rhs is mxfp4, two values in a byte"),
-        (plain(64, 256), stored((2, 256, 128), "int8", (2, 256, 4)), "of rhs are of 1$"),
+        (plain(64, 256), stored((2, 256, 128), "mxfp4", (2, 8, 128)), None),
+        (plain(64, 254), stored((2, 254, 128), "mxfp4", (2, 1, 128)), "a multiple of 4 rows in memory, .* have 254$"),
+        (plain(64, 256), stored((2, 256, 128), "int8", (2, 256, 4)), None),
+        (plain(64, 256), stored((2, 256, 128), "int8", (2, 64, 32)), "of rhs are of 4 × 4$"),
         (plain(64, 256), stored((2, 256, 128), "int8", (2, 16, 128)), None),
         (
             stored((64, 256), "int8", (64, 2)),

@@ -16,7 +16,6 @@ from raggedmoe.cli.convert import export
 from raggedmoe.cli.plan import plan
 from raggedmoe.cli.train import run_training
 from raggedmoe.hardware import hardware_by_name
-from raggedmoe.interop.kept_experts import MATRICES
 from raggedmoe.kernels.qarray import QArray
 from raggedmoe.launch import stop_signals
 from raggedmoe.lora import is_adapter
@@ -27,7 +26,7 @@ from raggedmoe.train.settings.model_defaults import keep_earlier_defaults
 from raggedmoe.train.settings.resolve import resolve
 from raggedmoe.train.settings.words import read_words
 from raggedmoe.train.step.fit import state_bytes
-from tests.interop.folders import bits, write_fp8, write_mxfp4
+from tests.interop.folders import EXPERTS, bits, quantised_in, stored_quantised, write_fp8, write_mxfp4
 from tests.models.drawn import drawn_params, tiny
 from tests.train.loop.test_loop import TEXT
 from tests.train.runs import curve, share_programs
@@ -98,7 +97,7 @@ def test_experts_stay_as_they_are_stored_and_checkpoints_have_the_adapters_alone
             for ours, theirs in zip(*map(jax.tree.leaves, (outcome.model.params[name], array)), strict=True):
                 np.testing.assert_array_equal(bits(ours), bits(theirs), err_msg=name)
     quantised = {name for name, array in outcome.model.params.items() if isinstance(array, QArray)}
-    assert quantised == {name for name in specs if name.endswith(MATRICES)} != set()
+    assert quantised == quantised_in(specs, form) != set()
     learned = {name for name, spec in specs.items() if spec.updated_by is not None}
     stored = find_model(f"{outcome.folder}@{STEPS}").run.open_checkpoint()
     names = {name.partition("params/")[2] for name in stored.manifest.leaves if "params/" in name}
@@ -123,13 +122,18 @@ def test_the_memory_that_is_stated_is_that_of_the_arrays(form, run, bases, capsy
     assert plan(words, json=True) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["state_bytes"] == stated.total
-    experts = {name: array for name, array in params.items() if isinstance(array, QArray)}
-    for name, array in experts.items():
+    quantised = {name: array for name, array in params.items() if isinstance(array, QArray)}
+    for name, array in quantised.items():
         assert planned["parameters"][name]["bytes"] == sum(leaf.nbytes for leaf in jax.tree.leaves(array)), name
-    elements = sum(np.prod(array.shape) for array in experts.values())
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(list(experts.values())))
-    # A byte and a scale of 4 for 16 × 32 values; half a byte and one for 32 of them.
-    assert held == elements * (1 + 4 / (16 * 32) if form == "fp8" else 1 / 2 + 1 / 32)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(list(quantised.values())))
+    stored = stored_quantised(bases[form])
+    of_scales = ("_scale_inv", "_scales", "_blocks")
+    in_file = sum(
+        tensor.nbytes for name, tensor in stored.items() if name.endswith(of_scales) or f"{name}_scale_inv" in stored
+    )
+    # Blocks of 16 rows that the end of a matrix of 24, or of one of 4 heads of 24, cuts are held in 8 rows: of two
+    # layers 3 × 2 scales for 2 × 2, and 12 for 6.
+    assert held == in_file + (2 * (2 + 6) * 4 if form == "fp8" else 0)
 
 
 @of_form("fp8")
@@ -187,7 +191,7 @@ def test_adapters_are_merged_with_what_the_experts_stand_for(form, run, bases, t
     assert exported.keys() == merged.keys() == base.keys()
     for name, weight in base.items():
         expected = np.asarray(weight, np.float64)
-        if name.endswith(MATRICES):
+        if name.endswith(EXPERTS):
             first, second = (np.asarray(params[f"{name}_lora_{part}"], np.float64) for part in "ab")
             along = "...rd,...rf->...fd" if not name.endswith("wo") else "...rf,...rd->...fd"
             expected = expected + 16 * np.einsum(along, first, second)
@@ -222,7 +226,7 @@ def test_it_is_dequantised_and_said_where_nothing_is_asked_for(bases):
         resolved = resolve(read_words((str(bases["fp8"]), *SETTINGS, *words)), hardware_by_name("cpu"))
         assert not resolved.step.kept
         assert any("are dequantised" in note and reason in note for note in resolved.notes)
-    for form, num in (("fp8", 3), ("plain", 0)):
+    for form, num in (("fp8", 21), ("plain", 0)):
         resolved = resolve(read_words((str(bases[form]), *SETTINGS)), hardware_by_name("cpu"))
         assert len(resolved.step.kept) == num
         assert not any("are dequantised" in note for note in resolved.notes)

@@ -76,6 +76,7 @@ def test_a_run_of_one_step_is_at_the_end_of_a_cosine_and_at_the_peak_otherwise(s
         ({"decay_style": "square"}, "decay_style: expected one of linear, cosine, got 'square'"),
         ({"weight_decay_of": "norms"}, "weight_decay_of: expected one of matrices, all, got 'norms'"),
         ({"adam_eps_root": -1.0}, "adam_eps_root >= 0, got -1.0"),
+        ({"adam_eps": 1e-16}, "adam_eps >= 1e-15, got 1e-16"),
         ({"warmup_steps": -1}, "got -1"),
         ({"schedule": "wsd", "warmup_steps": 30, "decay_fraction": 0.5}, "together are more than schedule_steps=50"),
         ({"final_fraction": 1.5}, "0 <= final_fraction <= 1, got 1.5"),
@@ -133,6 +134,34 @@ def run_steps(optimizer, params, gradients):
         updates, state = update({name: jnp.asarray(g, jnp.float32) for name, g in gradient.items()}, state, params)
         params = optax.apply_updates(params, updates)
     return params
+
+
+@pytest.mark.parametrize("norm", [1.8e19, 1e-15, 0.0])
+@pytest.mark.parametrize("opt_type", ["adamw", "muon"])
+def test_no_update_overflows_while_the_gradients_norm_is_finite(opt_type, norm):
+    """So a step looks at the norm alone before it moves the parameters. With the least adam_eps, and with zeros."""
+    config = OptimizerConfig(opt_type=opt_type, adam_eps=1e-15, gradient_clipping_threshold=0.0, schedule_steps=STEPS)
+    config = config.for_run(STEPS)
+    signs = {name: np.sign(value) for name, value in drawn(1).items()}
+    gradients = {name: value * norm / math.sqrt(24) for name, value in signs.items()}  # of 15 + 3 + 6 numbers
+    gradients["matrix"][0, 0] = 0
+    assert np.isfinite(optax.tree.norm({name: jnp.asarray(g, jnp.float32) for name, g in gradients.items()}))
+    after = run_steps(make_optimizer(config, SPECS), drawn(0), [gradients] * 3)
+    assert all(np.isfinite(value).all() for value in after.values())
+
+
+@pytest.mark.parametrize("largest", [0.1, 100.0])
+def test_gradients_are_clipped_as_optax_clips_them(largest):
+    config = OptimizerConfig(gradient_clipping_threshold=largest, schedule_steps=STEPS).for_run(STEPS)
+    gradients = {name: jnp.asarray(value, jnp.float32) for name, value in drawn(1).items()}
+    ours, theirs = make_optimizer(config, SPECS), optax.clip_by_global_norm(largest)
+    state = ours.init(gradients)
+    assert state[0] == theirs.init(gradients)  # so that a checkpoint fits either
+    _, state = ours.update(gradients, state, gradients)
+    expected, _ = theirs.update(gradients, theirs.init(gradients))
+    for name, value in expected.items():
+        mu = state[1][0].mu[name] / (1 - config.adam_b1)
+        np.testing.assert_allclose(mu, value, rtol=4 * np.finfo(np.float32).eps, err_msg=name)
 
 
 @pytest.mark.parametrize(("largest", "of", "root"), [(0.0, "matrices", 0.0), (1.0, "all", 1e-3)])

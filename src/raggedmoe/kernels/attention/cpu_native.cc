@@ -13,7 +13,7 @@
 namespace raggedmoe {
 namespace {
 
-constexpr int64_t BLOCK_QUERIES = 128;
+constexpr int64_t BLOCK_QUERIES = 64;
 
 struct AttentionScratch {
   Scratch tile;

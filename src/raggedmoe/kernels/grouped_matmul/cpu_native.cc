@@ -11,6 +11,8 @@ namespace raggedmoe {
 
 namespace {
 
+constexpr int64_t LEAST_TILE_ROWS = 32;  // of a gradient's tile, so that packing its columns is not most of the work
+
 struct Tile {
   int64_t group, first_row, last_row, first_col, last_col;
 };
@@ -69,11 +71,15 @@ void transposed(ffi::ThreadPool& pool, const ffi::AnyBuffer& lhs, const ffi::Any
   const T* b = static_cast<const T*>(rhs.untyped_data());
   Out* out = static_cast<Out*>(result.untyped_data());
   prefer_large_pages(out, result.size_bytes());
+  // A dense layer's matrix is one group, and may be one tile: it is cut into as many as there are threads.
+  const int64_t matrices = std::max<int64_t>(1, groups * ((width + GRADIENT_COLS - 1) / GRADIENT_COLS));
+  const int64_t for_threads = std::min<int64_t>((pool.num_threads() + matrices - 1) / matrices, inner / LEAST_TILE_ROWS);
+  const int64_t parts = std::max((inner + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS, for_threads);
   std::vector<Tile> tiles;
   for (int64_t g = 0; g < groups; ++g)
-    for (int64_t m = 0; m < inner; m += MAX_TILE_ROWS)
+    for (int64_t part = 0; part < parts; ++part)
       for (int64_t n = 0; n < width; n += GRADIENT_COLS)
-        tiles.push_back({g, m, std::min(m + MAX_TILE_ROWS, inner), n, std::min(n + GRADIENT_COLS, width)});
+        tiles.push_back({g, inner * part / parts, inner * (part + 1) / parts, n, std::min(n + GRADIENT_COLS, width)});
   parallel_for(pool, tiles.size(), [&](int64_t i) {
     const Tile& t = tiles[i];
     const int64_t first = bounds[t.group], depth = bounds[t.group + 1] - first;

@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from raggedmoe.hardware import FP8, Hardware
+from raggedmoe.hardware import Hardware
 from raggedmoe.kernels.arrays import pad_rows
 from raggedmoe.kernels.dequantize import decode_scale, decode_values, dequantize
 from raggedmoe.kernels.grouped_matmul.gradients import matmul_gradients
 from raggedmoe.kernels.grouped_matmul.tiles import (
     LANES,
+    WIDTHS,
     Problem,
     packed_rows,
     tiles_for,
@@ -20,7 +21,6 @@ from raggedmoe.kernels.grouped_matmul.tiles import (
 from raggedmoe.kernels.grouped_matmul.tpu_operands import (
     PARTIAL_SUMS,
     ROWS,
-    TAKEN,
     VALUES,
     MatmulOperand,
     Multiplication,
@@ -33,11 +33,12 @@ from raggedmoe.kernels.grouped_matmul.tpu_operands import (
     operands_why_not,
     row_scales,
     scaled_rows,
+    split_blocks,
     values_of,
 )
 from raggedmoe.kernels.placement import placement_why_not
 from raggedmoe.kernels.proof import interpreted_with
-from raggedmoe.kernels.qarray import QArray
+from raggedmoe.kernels.qarray import FORMATS, QArray
 from raggedmoe.kernels.registry import BACKWARD, DRHS, NATIVE, WIDENED, Call, Implementation
 
 
@@ -50,7 +51,7 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype, hardware: Hardware, t
         tiles = tiles_for(problem, hardware)
     spare = 0
     if tiles is None:  # O is no multiple of the lanes, and too wide for one piece: the matrices are padded
-        spare = -problem.out % LANES
+        spare = -problem.out % problem.lanes
         tiles = tiles_for(_pad(problem), hardware)
         assert tiles is not None  # or `why_not` has refused it
     if how.scaled == ROWS:
@@ -60,7 +61,7 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype, hardware: Hardware, t
         pad_rows(values_of(lhs), tiles.cut.packed),
         matrices,
         bounds,
-        scales._replace(rows=row_scales(lhs, tiles.cut.packed)),
+        split_blocks(scales, how, tiles, transpose_rhs)._replace(rows=row_scales(lhs, tiles.cut.packed)),
         how=how,
         tiles=tiles,
         transpose_rhs=transpose_rhs,
@@ -78,10 +79,12 @@ def _pad_columns(
     columns, blocks = scales.columns, scales.blocks
     if columns is not None:
         columns = jnp.pad(columns, [(0, 0), (0, 0), (0, spare)])
-    if blocks is not None:
-        lines, lanes = (spare // how.block, 0) if transpose_rhs and how.scaled == VALUES else (0, spare)
-        blocks = jnp.pad(blocks, [(0, 0), (0, lines), (0, 0), (0, lanes)])
-    zeros = [(0, 0), (0, spare), (0, 0)] if transpose_rhs else [(0, 0), (0, 0), (0, spare)]
+    if how.scaled == VALUES:
+        rows, lanes = (spare // how.block[0], 0) if transpose_rhs else (0, spare // how.block[1])
+        blocks = jnp.pad(blocks, [(0, 0), (0, rows), (0, lanes)])
+    elif blocks is not None:
+        blocks = jnp.pad(blocks, [(0, 0), (0, 0), (0, 0), (0, spare)])
+    zeros = [(0, 0), (0, spare), (0, 0)] if transpose_rhs else [(0, 0), (0, 0), (0, spare // how.neighbours)]
     return jnp.pad(matrices, zeros), scales._replace(columns=columns, blocks=blocks)
 
 
@@ -155,7 +158,7 @@ def problem_of(
         out=rhs.shape[1 if transpose_rhs else 2],
         transpose_rhs=transpose_rhs,
         itemsize=jnp.dtype(how.rows).itemsize,
-        rhs_itemsize=jnp.dtype(how.matrices).itemsize,
+        rhs_itemsize=WIDTHS[how.matrices],
         out_itemsize=jnp.dtype(out_dtype).itemsize,
         multiplied=how.multiplied,
         block=how.block,
@@ -184,10 +187,7 @@ def why_not(call: Call, hardware: Hardware) -> str | None:
 
 
 def _operands_why_not(call: Call) -> str | None:
-    if call.direction != DRHS:
-        return operands_why_not(*_operands(call))
-    wrong = [f"{name} ({qtype})" for name, qtype in call.formats.items() if qtype not in TAKEN]
-    return f"it takes {', '.join(TAKEN)}, got {', '.join(wrong)}" if wrong else None
+    return None if call.direction == DRHS else operands_why_not(*_operands(call))
 
 
 def _operands(call: Call) -> tuple[MatmulOperand, MatmulOperand, bool]:
@@ -205,7 +205,7 @@ def _problem(call: Call, hardware: Hardware) -> Problem:
 
 
 def _pad(problem: Problem) -> Problem:
-    return Problem(**{**vars(problem), "out": -(-problem.out // LANES) * LANES})
+    return Problem(**{**vars(problem), "out": -(-problem.out // problem.lanes) * problem.lanes})
 
 
 def note(call: Call, hardware: Hardware) -> str | None:
@@ -216,7 +216,7 @@ def note(call: Call, hardware: Hardware) -> str | None:
     if problem.num_rows % packed_rows(problem):
         notes.append(f"the rows are copied: {problem.num_rows} is no multiple of {packed_rows(problem)}")
     if tiles_for(problem, hardware) is None:
-        notes.append(f"the matrices are copied: {problem.out} columns are no multiple of {LANES}")
+        notes.append(f"the matrices are copied: {problem.out} columns are no multiple of {problem.lanes}")
     return "; ".join(notes) or None
 
 
@@ -228,7 +228,8 @@ def quantized(call: Call, hardware: Hardware) -> str:
     how = multiplication(*_operands(call), hardware)
     if how.native and how.scaled != PARTIAL_SUMS:
         return NATIVE
-    said = f"emulated: 8 bits are read from memory, and widened in VMEM to {how.multiplied}"
+    bits = 4 if how.matrices == "mxfp4" else 8
+    said = f"emulated: {bits} bits are read from memory, and widened in VMEM to {how.multiplied}"
     if how.native:
         said = "native: the chip multiplies the 8-bit values themselves"
     said += {
@@ -248,7 +249,7 @@ IMPLEMENTATION = Implementation(
     backward=functools.partial(matmul_gradients, forward, transposed_matmul),
     transposed=transposed_matmul,
     rank={"tpu": 10},
-    proofs=interpreted_with("int8", *FP8),
+    proofs=interpreted_with(*FORMATS),
     why_not=why_not,
     note=note,
     quantized=quantized,

@@ -94,8 +94,9 @@ def grouped_matmul(
     """
     bounds, lhs, rhs, scales = pvary_alike(bounds, lhs, rhs, scales)
     num_rows, inner = lhs.shape
-    num_groups, out_dim = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
-    matrix = (tiles.out, inner) if transpose_rhs else (inner, tiles.out)
+    num_groups, out_dim = rhs.shape[0], rhs.shape[1] if transpose_rhs else rhs.shape[2] * how.neighbours
+    rows_of_matrix, columns = (tiles.out, inner) if transpose_rhs else (inner, tiles.out)
+    matrix = rows_of_matrix, columns // how.neighbours
     rows = tiles.cut.rows * (2 if tiles.cut.paired else 1)
     buffers = [
         pltpu.VMEM((SLOTS, rows, inner), lhs.dtype),
@@ -106,7 +107,7 @@ def grouped_matmul(
         pltpu.SemaphoreType.DMA((tiles.matrix_slots,)),
         pltpu.SemaphoreType.DMA((SLOTS,)),
     ]
-    quantized = quantized_buffers(scales, how, rhs, tiles, transpose_rhs)
+    quantized = quantized_buffers(scales, how, tiles, transpose_rhs)
     used = [(name, scale) for name, scale in scales._asdict().items() if scale is not None]
     used_buffers = [(name, buffer) for name, buffer in quantized._asdict().items() if buffer is not None]
     moved = lhs.size * lhs.dtype.itemsize * (out_dim // tiles.out) + rhs.size * rhs.dtype.itemsize
@@ -149,17 +150,19 @@ def _kernel(
 ):
     out, *scratch = refs[len(scales) :]
     steps, buffers = Steps(*scratch[:7]), _Buffers(*scratch[7:14])
+    tile = pl.program_id(0) if out.shape[1] > tiles.out else 0
     quantized = QuantizedCode(
         scales=Scales(**dict(zip(scales, refs))),
         buffers=QuantizedBuffers(**dict(zip(scale_buffers, scratch[14:], strict=True))),
         how=how,
         tiles=tiles,
         transpose_rhs=transpose_rhs,
+        tile=tile,
     )
     end_step, num_turns = list_steps(bounds, steps, tiles.cut)
     columns: Any = slice(None)
     if out.shape[1] > tiles.out:
-        columns = pl.ds(pl.multiple_of(pl.program_id(0) * tiles.out, tiles.out), tiles.out)
+        columns = pl.ds(pl.multiple_of(tile * tiles.out, tiles.out), tiles.out)
 
     def rows(row, count):
         return pl.ds(pl.multiple_of(row, tiles.cut.packed), count), pl.ds(0, count)
@@ -178,7 +181,7 @@ def _kernel(
 
     def rhs_copy(turn):
         slot, group = turn & (tiles.matrix_slots - 1), steps.group[turn]
-        source = rhs.at[group, columns] if transpose_rhs else rhs.at[group, :, columns]
+        source = rhs.at[group, columns] if transpose_rhs else rhs.at[group, :, quantized.stored(columns)]
         done = buffers.rhs_done.at[slot]
         copy = pltpu.make_async_copy(source, buffers.rhs.at[slot], done)
         return Together([copy, *quantized.matrix_copies(slot, group, columns, done)])
@@ -303,9 +306,10 @@ def _straight_code(
     ]
     quantized.spread_rows(slot, first, size)
 
-    def product(rows, columns, at):
+    def product(rows, columns, part):
+        at = quantized.inner(part)
         left = quantized.left(buffers.lhs[slot, rows.start + first : rows.stop + first, at])
-        right = quantized.right(matrix, matrix_slot, at, columns, is_first=rows.start == 0)
+        right = quantized.right(matrix, matrix_slot, part, columns, is_first=rows.start == 0)
         return quantized.sum_parts(dot, left, right, matrix_slot, at, columns)
 
     def dot(left, right):
@@ -333,7 +337,7 @@ def _straight_code(
         for number, (rows, columns) in enumerate(pieces):
             if number == (0 if tiles.copies_first else 1):
                 meanwhile()
-            store(rows, columns, product(rows, columns, slice(None)))
+            store(rows, columns, product(rows, columns, None))
         if len(pieces) == 1 and not tiles.copies_first:
             meanwhile()
         return
@@ -341,10 +345,9 @@ def _straight_code(
     meanwhile()
 
     def add(part, _):
-        at = pl.ds(pl.multiple_of(part * tiles.inner, tiles.inner), tiles.inner)
         for rows, columns in pieces:
             before = jnp.where(part == 0, 0.0, buffers.sums[rows, columns])
-            buffers.sums[rows, columns] = before + product(rows, columns, at)
+            buffers.sums[rows, columns] = before + product(rows, columns, part)
 
     lax.fori_loop(0, inner // tiles.inner, add, None)
     for rows, columns in pieces:

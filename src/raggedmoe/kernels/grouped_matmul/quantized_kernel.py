@@ -12,9 +12,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from raggedmoe.kernels.dequantize import decode_scale
 from raggedmoe.kernels.grouped_matmul.row_steps_kernel import SLOTS
 from raggedmoe.kernels.grouped_matmul.tiles import LANES, Tiles
 from raggedmoe.kernels.grouped_matmul.tpu_operands import PARTIAL_SUMS, VALUES, Multiplication, Scales
+from raggedmoe.kernels.grouped_matmul.widening_kernel import UNPACKED, spread_blocks, unpack_4_bits, widen
 
 PIECES = 2  # widened pieces of a matrix in VMEM
 
@@ -25,13 +27,11 @@ class QuantizedBuffers(NamedTuple):
     rows: Any = None  # [SLOTS, rows / packed, 1, packed]
     factors: Any = None  # [rows, LANES]: the step's, over all lanes
     columns: Any = None  # [matrix slots, 1, O]
-    blocks: Any = None  # [matrix slots, I / 128, 1, O], or [matrix slots, A / block, 1, B]
+    blocks: Any = None  # [matrix slots, I / 128, 1, O], or [matrix slots, parts of I, rows, columns]
     widened: Any = None  # [PIECES, I, columns] or [PIECES, columns, I]
 
 
-def quantized_buffers(
-    scales: Scales, how: Multiplication, rhs: Any, tiles: Tiles, transpose_rhs: bool
-) -> QuantizedBuffers:
+def quantized_buffers(scales: Scales, how: Multiplication, tiles: Tiles, transpose_rhs: bool) -> QuantizedBuffers:
     """Describe the buffers that a call needs."""
     made: dict[str, Any] = {}
     rows = tiles.cut.rows * (2 if tiles.cut.paired else 1)
@@ -43,8 +43,7 @@ def quantized_buffers(
     if how.scaled == PARTIAL_SUMS:
         made["blocks"] = pltpu.VMEM((tiles.matrix_slots, scales.blocks.shape[1], 1, tiles.out), jnp.float32)
     if how.scaled == VALUES:
-        high, wide = (tiles.out, rhs.shape[2]) if transpose_rhs else (rhs.shape[1], tiles.out)
-        made["blocks"] = pltpu.VMEM((tiles.matrix_slots, high // how.block, 1, wide), jnp.float32)
+        made["blocks"] = pltpu.VMEM((tiles.matrix_slots, *scales.blocks.shape[2:]), scales.blocks.dtype)
     if how.widens_matrices:
         columns = min(tiles.piece_columns, tiles.out)
         piece = (columns, tiles.inner) if transpose_rhs else (tiles.inner, columns)
@@ -61,6 +60,7 @@ class QuantizedCode:
     how: Multiplication
     tiles: Tiles
     transpose_rhs: bool
+    tile: Any  # of the columns of O, in which the kernel is
 
     def row_copies(self, slot, row, count, semaphore) -> list:
         """Make the copy of the scales of a step's rows."""
@@ -77,20 +77,28 @@ class QuantizedCode:
             source = self.scales.columns.at[group, :, columns]
             copies.append(pltpu.make_async_copy(source, self.buffers.columns.at[slot], semaphore))
         if self.scales.blocks is not None:
-            at = self.scales.blocks.at[group]
-            if self.transpose_rhs and self.how.scaled == VALUES:
-                source = at if isinstance(columns, slice) else at.at[self._lines(columns)]
+            if self.how.scaled == VALUES:
+                source = self.scales.blocks.at[group, 0 if isinstance(columns, slice) else self.tile]
             else:
-                source = at.at[:, :, columns]
+                source = self.scales.blocks.at[group, :, :, columns]
             copies.append(pltpu.make_async_copy(source, self.buffers.blocks.at[slot], semaphore))
         return copies
 
-    def _lines(self, rows):
-        """Select the lines of block scales for those rows of a matrix as it is in memory: a slice, or `pl.ds`."""
-        block = self.how.block
-        if not isinstance(rows, slice):
-            return pl.ds(rows.start >> (block.bit_length() - 1), rows.size // block)
-        return rows if rows.start is None else slice(rows.start // block, rows.stop // block)
+    def stored(self, columns):
+        """Select the elements of a matrix in memory that hold those columns of it: a slice, or `pl.ds`."""
+        neighbours = self.how.neighbours
+        if neighbours == 1 or columns == slice(None):
+            return columns
+        if isinstance(columns, slice):
+            return slice(columns.start // neighbours, columns.stop // neighbours)
+        size = columns.size // neighbours
+        return pl.ds(pl.multiple_of(columns.start // neighbours, size), size)
+
+    def inner(self, part):
+        """Select that part of what is summed; None: all."""
+        if part is None:
+            return slice(None)
+        return pl.ds(pl.multiple_of(part * self.tiles.inner, self.tiles.inner), self.tiles.inner)
 
     def spread_rows(self, slot, first: int, size: int) -> None:
         """Turn the scales of a step's rows from the lanes into the sublanes, and write them over all lanes."""
@@ -106,31 +114,36 @@ class QuantizedCode:
 
     def left(self, values):
         """Widen a piece of the rows, if the MXU does not take it as it is."""
-        return _widen(values, self.how.multiplied)
+        return widen(values, self.how.multiplied)
 
-    def right(self, matrix, slot, at, columns: slice, *, is_first: bool):
+    def right(self, matrix, slot, part, columns: slice, *, is_first: bool):
         """Read a piece of a matrix, or where it is widened, do that for the first rows, and read what was made."""
-        piece = (columns, at) if self.transpose_rhs else (at, columns)
+        at = self.inner(part)
+        piece = (columns, self.stored(at)) if self.transpose_rhs else (at, self.stored(columns))
         if self.buffers.widened is None:
             return matrix[piece]
         width = slice(columns.stop - columns.start)
         number = columns.start // self.tiles.piece_columns % PIECES
         place = (number, width, slice(None)) if self.transpose_rhs else (number, slice(None), width)
         if is_first:
-            self.buffers.widened[place] = self._multiply_scales(
-                _widen(matrix[piece], self.how.multiplied), slot, at, columns
-            )
+            values = matrix[piece]
+            if self.how.matrices == "mxfp4":
+                values = unpack_4_bits(values)
+            self.buffers.widened[place] = self._multiply_scales(widen(values, self.how.multiplied), slot, part, columns)
         return self.buffers.widened[place]
 
-    def _multiply_scales(self, values, slot, at, columns: slice):
+    def _multiply_scales(self, values, slot, part, columns: slice):
         """Multiply widened values by the scales of their blocks."""
         if self.how.scaled != VALUES:
             return values
-        rows, lanes = (columns, at) if self.transpose_rhs else (at, columns)
-        factors = self.buffers.blocks[slot, self._lines(rows), :, lanes]  # [n, 1, lanes]
-        shape = (factors.shape[0], self.how.block, factors.shape[2])
-        products = values.astype(jnp.float32).reshape(shape) * factors
-        return products.reshape(values.shape).astype(values.dtype)
+        high, _ = self.how.block
+        scales = self.buffers.blocks.at[slot, 0 if part is None else part]
+        if self.transpose_rhs:
+            factors = decode_scale(scales[columns.start // high : columns.stop // high], jnp.float32)
+            first = 0
+        else:
+            factors, first = decode_scale(scales[...], jnp.float32), columns.start
+        return values * spread_blocks(factors, self.how.block, first, values.shape, values.dtype)
 
     def sum_parts(self, dot, left, right, slot, at, columns: slice):
         """Multiply two pieces by ``dot``: as a whole, or in the parts whose sums are scaled, each by itself.
@@ -156,12 +169,4 @@ class QuantizedCode:
             sums = sums * whole[:, :width]
         if self.scales.columns is not None:
             sums = sums * self.buffers.columns[slot, :, columns]
-        return sums
-
-
-def _widen(values, dtype: str):
-    if str(values.dtype) == dtype:
-        return values
-    if dtype == "float32" and values.dtype != jnp.bfloat16:
-        return values.astype(jnp.float32)
-    return values.astype(jnp.float32).astype(dtype)
+        return sums * UNPACKED if self.how.matrices == "mxfp4" else sums

@@ -15,8 +15,8 @@ VMEM_SHARE = 0.85  # of the core's VMEM; the rest is the compiler's
 LEAST_INNER = 512  # of a contraction that is done in parts: two depths of the MXU
 LONGEST_CODE = 9_000  # MXU cycles of one piece of straight code
 ALL_CODE = 75_000  # and of all sizes together
-# The bytes of what is multiplied, and how long the MXU takes for it, in passes of bfloat16.
-WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+# The bytes of a value in memory, and how long the MXU takes for what it multiplies, in passes of bfloat16.
+WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "mxfp4": 0.5}
 PASSES = {"float32": 6, "bfloat16": 1, "int8": 0.5, "float8_e4m3fn": 0.5, "float8_e5m2": 0.5}
 
 
@@ -80,16 +80,21 @@ class Problem:
     out: int
     transpose_rhs: bool
     itemsize: int  # of lhs
-    rhs_itemsize: int
+    rhs_itemsize: float  # 0.5: two values in a byte
     out_itemsize: int
     multiplied: str  # the type of both in the MXU
-    block: int = 0  # rows of a matrix in memory whose values are scaled alike in VMEM; 0: none are
+    block: tuple[int, int] = (0, 0)  # of a matrix in memory, whose values are scaled alike in VMEM; (0, 0): none are
     partial_sums: bool = False  # sums over 128 of the inner width are scaled, each by itself
 
     @property
-    def widened_itemsize(self) -> int:
+    def widened_itemsize(self) -> float:
         """The bytes of a value of a matrix that is widened in VMEM; 0: it is not."""
         return 0 if self.rhs_itemsize == (size := WIDTHS[self.multiplied]) else size
+
+    @property
+    def lanes(self) -> int:
+        """The columns of a matrix in a tile of memory: where it is divided, by a multiple of as many."""
+        return 2 * LANES if self.rhs_itemsize < 1 else LANES
 
 
 def tiles_for(problem: Problem, hardware: Hardware) -> Tiles | None:
@@ -98,12 +103,12 @@ def tiles_for(problem: Problem, hardware: Hardware) -> Tiles | None:
     if tuned is not None:
         return tiles_of_choice(problem, hardware, tuned)
     for rows in (512, 256, 128):
-        for out in output_widths(problem.out):
+        for out in output_widths(problem.out, problem.lanes):
             fitting = _fit_tiles(problem, hardware, rows, out)
             if fitting is not None:
                 return fitting
     # A width that cannot be divided makes long code whatever the tiles: the least of it.
-    narrowest_first = reversed(output_widths(problem.out))
+    narrowest_first = reversed(output_widths(problem.out, problem.lanes))
     least = (TileChoice(rows=128, step=128, out=out, inner=problem.inner, paired=False) for out in narrowest_first)
     last_resort = (tiles_of_choice(problem, hardware, choice) for choice in least)
     return next((tiles for tiles in last_resort if tiles is not None), None)
@@ -178,18 +183,21 @@ def vmem_limit(hardware: Hardware) -> int:
     return int((hardware.vmem_bytes or 16 * MIB) * VMEM_SHARE)
 
 
-def vmem_bytes(problem: Problem, tiles: Tiles) -> int:
+def vmem_bytes(problem: Problem, tiles: Tiles) -> float:
     """Count the bytes of the kernel's buffers in VMEM, in whole tiles of memory."""
     rows = tiles.cut.rows * (2 if tiles.cut.paired else 1)
-    inner, out = _round_up(problem.inner, LANES), _round_up(tiles.out, LANES)
+    inner, out = _round_up(problem.inner, problem.lanes), _round_up(tiles.out, problem.lanes)
     matrices = tiles.matrix_slots * inner * out * problem.rhs_itemsize
     sums = rows * out * 4 if tiles.inner < problem.inner else 0
     widened = 2 * tiles.inner * tiles.piece_columns * problem.widened_itemsize
     scales = rows * LANES * 4 if problem.itemsize == 1 else 0
     if problem.partial_sums:
         scales += tiles.matrix_slots * inner // LANES * out * 4
-    if problem.block:
-        scales += tiles.matrix_slots * inner * out // problem.block * 4
+    if all(problem.block):
+        sizes = (out, tiles.inner) if problem.transpose_rhs else (tiles.inner, out)
+        high, wide = (-(-size // block) for size, block in zip(sizes, problem.block))
+        parts = problem.inner // tiles.inner
+        scales += tiles.matrix_slots * parts * _round_up(high, 32) * _round_up(wide, LANES) * 4
     return matrices + 2 * rows * (inner * problem.itemsize + out * problem.out_itemsize) + sums + widened + scales
 
 
@@ -209,16 +217,16 @@ def _all_code(problem: Problem, hardware: Hardware, tiles: Tiles) -> float:
 def _inner_part(problem: Problem, hardware: Hardware, rows: int, out: int) -> int | None:
     """Choose the largest part of I whose straight code is short enough; all of I where it cannot be divided."""
     parts = [problem.inner // n for n in range(1, max(problem.inner // LEAST_INNER, 1) + 1) if problem.inner % n == 0]
-    parts = [part for part in parts if part == problem.inner or part % LANES == 0]
+    parts = [part for part in parts if part == problem.inner or part % problem.lanes == 0]
     if len(parts) == 1:
         return problem.inner
     short = (p for p in parts if code_cycles(rows, p, out, problem, hardware) <= LONGEST_CODE)
     return next(short, None)
 
 
-def output_widths(out: int) -> list[int]:
+def output_widths(out: int, lanes: int = LANES) -> list[int]:
     """List numbers of columns to try, widest first: all, or whole lanes that divide them."""
-    parts = [out // n for n in range(2, out // LANES + 1) if out % n == 0 and out // n % LANES == 0]
+    parts = [out // n for n in range(2, out // lanes + 1) if out % n == 0 and out // n % lanes == 0]
     return [out, *parts]
 
 
@@ -266,7 +274,7 @@ class ShapeBucket:
 
     chip: str
     itemsize: int
-    rhs_itemsize: int
+    rhs_itemsize: float
     rows: int
     inner: int
     out: int

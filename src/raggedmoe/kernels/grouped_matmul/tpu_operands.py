@@ -1,8 +1,8 @@
 """How our TensorCore kernel multiplies quantised operands: decided before tracing, and the arrays that it is given.
 
-Values are read from memory as they are stored. The MXU multiplies them so where the chip does that natively and all
-that is summed shares a scale; otherwise they are widened in VMEM, to bfloat16, which holds every value of every format
-exactly, or to float32 where something else in the sum needs that. Scales are applied
+Values are read from memory as they are stored, those of four bits two in a byte. The MXU multiplies them so where the
+chip does that natively and all that is summed shares a scale; otherwise they are widened in VMEM, to bfloat16, which
+holds every value of every format exactly, or to float32 where something else in the sum needs that. Scales are applied
 
 - to the float32 sums, where they are of rows or of output columns;
 - to the sums over each 128 of what is summed, where they are of blocks of as many, or of more: as DeepSeek stores them;
@@ -10,6 +10,7 @@ exactly, or to float32 where something else in the sum needs that. Scales are ap
 - to the rows, before the kernel, where they vary along what is summed alone: the gradient of the rows, by channel.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,15 +22,15 @@ from raggedmoe.hardware import FP8, Hardware
 from raggedmoe.kernels.arrays import pad_rows
 from raggedmoe.kernels.dequantize import decode_scale, dequantize
 from raggedmoe.kernels.grouped_matmul.api import group_of_row
-from raggedmoe.kernels.grouped_matmul.tiles import LANES
-from raggedmoe.kernels.qarray import QArray
+from raggedmoe.kernels.grouped_matmul.tiles import LANES, Tiles
+from raggedmoe.kernels.qarray import LHS_FORMATS, QArray
 from raggedmoe.kernels.registry import Call
 
-TAKEN = ("int8", *FP8)
 # To what the scales of the matrices are applied: see above.
 SUMS, PARTIAL_SUMS, VALUES, ROWS = "sums", "partial sums", "values", "rows"
 MOST_TERMS = 2**17 - 1  # of -128 · -128, that a sum of int32 holds
 SUBLANES = 8  # of a vector register
+WORD = 4  # rows of 8-bit values in a 32-bit word of a vector register
 
 
 class MatmulOperand(NamedTuple):
@@ -69,12 +70,18 @@ class Multiplication:
     matrices: str  # of rhs
     multiplied: str  # of both in the MXU
     scaled: str = SUMS  # to what the scales of the matrices are applied
-    block: int = 0  # rows of a matrix in memory that share scales, where they are applied to its values
+    # Rows and columns of a matrix in memory that share a scale, where scales are applied to its values.
+    block: tuple[int, int] = (0, 0)
 
     @property
     def native(self) -> bool:
         """Whether the MXU multiplies the values as they are stored."""
-        return self.multiplied in TAKEN
+        return self.multiplied in LHS_FORMATS
+
+    @property
+    def neighbours(self) -> int:
+        """The values of a matrix's row that are in one element of it in memory."""
+        return 2 if self.matrices == "mxfp4" else 1
 
     @property
     def widens_matrices(self) -> bool:
@@ -83,15 +90,17 @@ class Multiplication:
 
 def operands_why_not(lhs: MatmulOperand, rhs: MatmulOperand, transpose_rhs: bool) -> str | None:
     """Say which quantised operands the kernel does not take."""
-    for name, operand in (("lhs", lhs), ("rhs", rhs)):
-        if operand.qtype not in (None, *TAKEN):
-            return f"it takes {', '.join(TAKEN)}, and {name} is {operand.qtype}, two values in a byte"
+    if rhs.qtype == "mxfp4" and rhs.shape[1] % WORD:
+        return (
+            f"it takes matrices of mxfp4 with a multiple of {WORD} rows in memory, and those of rhs have {rhs.shape[1]}"
+        )
     if lhs.scale is not None and lhs.scale.shape[1] > 1:
         return f"it takes rows with one scale each, and lhs has {lhs.scale.shape[1]}"
-    if _where_scaled(lhs, rhs, transpose_rhs) == VALUES and _block(rhs) is None:
+    if _where_scaled(lhs, rhs, transpose_rhs) == VALUES and max(_block(rhs)) < SUBLANES:
+        rows, columns = (size // num for size, num in zip(rhs.shape[1:], rhs.scale.shape[1:]))
         return (
-            f"it takes scales of blocks of {SUBLANES}, 16, 32, 64 or a multiple of {LANES} rows of a matrix as it is "
-            f"in memory, and those of rhs are of {rhs.shape[1] // rhs.scale.shape[1]}"
+            f"it takes scales of blocks of which one side is a multiple of {SUBLANES}, and those of rhs are of "
+            f"{rows} × {columns}"
         )
     return None
 
@@ -106,12 +115,13 @@ def _where_scaled(lhs: MatmulOperand, rhs: MatmulOperand, transpose_rhs: bool) -
     return ROWS if rhs.scale.shape[3 - sum_dim] == 1 else VALUES
 
 
-def _block(rhs: MatmulOperand) -> int | None:
-    """Find the rows of a matrix in memory that are scaled together, a divisor of the lanes; None: there is none."""
-    rows = rhs.shape[1] // rhs.scale.shape[1]
-    if rows % LANES == 0:
-        return LANES
-    return rows if rows % SUBLANES == 0 and LANES % rows == 0 else None
+def _block(rhs: MatmulOperand) -> tuple[int, int]:
+    """Find the rows and columns of a matrix in memory that the kernel scales together.
+
+    Both divide the lanes, as tiles do, and rows that do not fill a vector register are scaled one by one.
+    """
+    rows, columns = (math.gcd(size // num, LANES) for size, num in zip(rhs.shape[1:], rhs.scale.shape[1:]))
+    return rows if rows >= SUBLANES else 1, columns
 
 
 def multiplication(lhs: MatmulOperand, rhs: MatmulOperand, transpose_rhs: bool, hardware: Hardware) -> Multiplication:
@@ -123,7 +133,7 @@ def multiplication(lhs: MatmulOperand, rhs: MatmulOperand, transpose_rhs: bool, 
     if scaled == VALUES:
         # Powers of two leave values exact in bfloat16.
         wide = "bfloat16" if rhs.scale.dtype == jnp.uint8 and _is_short(lhs) else "float32"
-        return Multiplication(**types, multiplied=wide, block=_block(rhs) or 0)
+        return Multiplication(**types, multiplied=wide, block=_block(rhs))
     if native_type(lhs, rhs, hardware) and sums_why_not(lhs) is None:
         return Multiplication(**types, multiplied=lhs.values_type)
     return Multiplication(**types, multiplied="bfloat16" if _is_short(lhs) and _is_short(rhs) else "float32")
@@ -148,11 +158,13 @@ def _is_short(operand: MatmulOperand) -> bool:
 
 
 class Scales(NamedTuple):
-    """What the kernel multiplies by, all of it float32; None: nothing."""
+    """What the kernel multiplies by, float32, or shared exponents of values as they are stored; None: nothing."""
 
     rows: Any = None  # [R / packed, 1, packed]: of the sums
     columns: Any = None  # [G, 1, O]: of the sums
-    blocks: Any = None  # [G, I / 128, 1, O]: of partial sums; or [G, A / block, 1, B]: of values of [A B] in memory
+    # [G, I / 128, 1, O]: of partial sums; or of values of [A B] in memory [G, tiles, parts, rows, columns], those of a
+    # tile of O and a part of I together: `split_blocks`.
+    blocks: Any = None
 
 
 def scaled_rows(lhs: Any, rhs: QArray, bounds: Any) -> jax.Array:
@@ -186,17 +198,32 @@ def matrix_scales(rhs: Any, transpose_rhs: bool, how: Multiplication) -> Scales:
         scale = jnp.repeat(scale, out // scale.shape[2], axis=2)
         return Scales(blocks=jnp.broadcast_to(scale[:, :, None], (groups, scale.shape[1], 1, out)))
     if how.scaled == VALUES:
-        repeats = rhs.shape[1] // scale.shape[1] // how.block, rhs.shape[2] // scale.shape[2]
-        scale = jnp.repeat(jnp.repeat(scale, repeats[0], axis=1), repeats[1], axis=2)
-        return Scales(blocks=jnp.broadcast_to(scale[:, :, None], (groups, scale.shape[1], 1, scale.shape[2])))
+        scale = rhs.scale if rhs.scale.dtype == jnp.uint8 else scale
+        for dim, block in zip((1, 2), how.block):
+            scale = jnp.repeat(scale, rhs.shape[dim] // block // scale.shape[dim], axis=dim)
+        return Scales(blocks=jnp.broadcast_to(scale, (groups, *scale.shape[1:])))
     out = rhs.shape[1 if transpose_rhs else 2]
     scale = scale.reshape(scale.shape[0], 1, -1)
     scale = jnp.repeat(scale, out // scale.shape[2], axis=2)
     return Scales(columns=jnp.broadcast_to(scale, (groups, 1, out)))
 
 
+def split_blocks(scales: Scales, how: Multiplication, tiles: Tiles, transpose_rhs: bool) -> Scales:
+    """Lay out the scales of values so that those of a tile are copied as a whole, whatever memory's own tiles are."""
+    if how.scaled != VALUES:
+        return scales
+    groups, *nums = scales.blocks.shape
+    sizes = (tiles.out, tiles.inner) if transpose_rhs else (tiles.inner, tiles.out)
+    rows, columns = (size // block for size, block in zip(sizes, how.block))
+    split = scales.blocks.reshape(groups, nums[0] // rows, rows, nums[1] // columns, columns)
+    order = (0, 1, 3, 2, 4) if transpose_rhs else (0, 3, 1, 2, 4)
+    return scales._replace(blocks=split.transpose(order))
+
+
 def values_of(operand: Any) -> jax.Array:
-    """Return the values as the kernel reads them, in their own type."""
+    """Return the values as the kernel reads them, in their own type; of four bits, the bytes."""
     if not isinstance(operand, QArray):
         return operand
-    return operand.qvalue if operand.qtype == "int8" else lax.bitcast_convert_type(operand.qvalue, operand.qtype)
+    if operand.qtype in ("int8", "mxfp4"):
+        return operand.qvalue
+    return lax.bitcast_convert_type(operand.qvalue, operand.qtype)

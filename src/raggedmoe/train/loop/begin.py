@@ -40,7 +40,7 @@ def startup_summary(config: ResolvedConfig, data: Data, hardware: Hardware) -> s
     model, count = config.step.model, count_params(config.step.model)
     trained = "" if model.lora is None else f", {count.trained / 1e6:.2f}M of them trained"
     formats = sorted({form.qtype for form in config.step.kept.values()})
-    trained += f" beside experts in {' and '.join(formats)}" if formats else ""
+    trained += f" beside matrices in {' and '.join(formats)}" if formats else ""
     degrees = ", ".join(f"{axis} {size}" for axis, size in config.plan.sizes.items() if size > 1)
     devices = f"{hardware.name} × {config.plan.num_devices} ({degrees})" if degrees else hardware.name
     return (

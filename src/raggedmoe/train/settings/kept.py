@@ -1,4 +1,4 @@
-"""Which frozen experts a run of adapters leaves in the 8 bits or fewer that they are stored in."""
+"""Which frozen matrices a run of adapters leaves in the 8 bits or fewer that they are stored in."""
 
 from raggedmoe.interop.load import read_kept_forms
 from raggedmoe.kernels.qarray import QuantizedForm
@@ -29,7 +29,7 @@ def find_kept(
     if not forms:
         if asked:
             raise ValueError(
-                f"{shown}: expected a folder whose experts are stored in 8 bits or fewer, in blocks that fit, got "
+                f"{shown}: expected a folder whose matrices are stored in 8 bits or fewer, in blocks that fit, got "
                 f"{folder}; leave it out, or quantise the folder first (`raggedmoe quantise {folder} OUT --to fp8`)"
             )
         return {}, ()
@@ -38,15 +38,16 @@ def find_kept(
         return forms, ()
     if asked:
         raise ValueError(f"{shown}: {why_not}; or leave it out, and they are dequantised")
-    return {}, (f"the experts of {folder} are dequantised, as they cannot stay as they are stored: {why_not}",)
+    return {}, (f"the matrices of {folder} are dequantised, as they cannot stay as they are stored: {why_not}",)
 
 
 def _why_not(
     model: ModelConfig, execution: ModelExecution, plan: Plan, forms: dict[str, QuantizedForm], specs: Specs
 ) -> str | None:
-    """Say why the experts of a run cannot stay quantised; None: they can."""
+    """Say why the matrices of a run cannot stay quantised, which experts decide nearly alone; None: they can."""
+    kept = [name for name in EXPERT_MATRICES if any(param.endswith(f".moe.{name}") for param in forms)]
     try:
-        check_execution(model.moe_layer, execution.moe, EXPERT_MATRICES)
+        check_execution(model.moe_layer, execution.moe, kept)
         for name, form in forms.items():
             plan.stored_parts(name, specs[name], form)
     except ValueError as error:  # of these a block of a scale, or a byte of two values, would be cut

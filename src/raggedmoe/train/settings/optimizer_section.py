@@ -51,7 +51,8 @@ class OptimizerConfig(Section):
     )
     adam_b1: float = setting(default=0.9, help="Adam's beta1, decay of the first moment", at_least=0, below=1)
     adam_b2: float = setting(default=0.95, help="Adam's beta2, decay of the second moment", at_least=0, below=1)
-    adam_eps: float = setting(default=1e-8, help="Adam's epsilon, added outside the square root", above=0)
+    # A gradient whose norm is finite in float32 is at most 1.8e19, and over this still a number.
+    adam_eps: float = setting(default=1e-8, help="Adam's epsilon, added outside the square root", at_least=1e-15)
     adam_eps_root: float = setting(default=0.0, help="Adam's epsilon inside the square root", at_least=0)
     muon_beta: float = setting(default=0.95, help="Decay of Muon's momentum", at_least=0, below=1)
     muon_consistent_rms: float | None = setting(

@@ -250,7 +250,7 @@ class ExecutionSettings(Section):
     )
     keep_quantised: bool | None = setting(
         default=None,
-        help="Leave the frozen experts beside adapters in the fp8, int8 or mxfp4 that their folder has; false: "
+        help="Leave the frozen matrices beside adapters in the fp8, int8 or mxfp4 that their folder has; false: "
         "dequantise them; none: leave them where that can be",
         may_change=True,
     )

@@ -62,7 +62,7 @@ def make_optimizer(config: OptimizerConfig, specs: Specs, mesh: AnyMesh | None =
     splits what Muon computes: with or without it the result is the same.
     """
     largest = config.gradient_clipping_threshold
-    clip = optax.clip_by_global_norm(largest) if largest else optax.identity()
+    clip = _clip_by_global_norm(largest) if largest else optax.identity()
     if config.opt_type == "adamw":
         return optax.chain(clip, _adamw(config, specs))
     labels = {name: "muon" if takes_muon(name, spec) else "adamw" for name, spec in specs.items() if spec.trained}
@@ -74,6 +74,21 @@ def make_optimizer(config: OptimizerConfig, specs: Specs, mesh: AnyMesh | None =
         optax.scale_by_learning_rate(learning_rate_schedule(config)),
     )
     return optax.chain(clip, optax.partition({"muon": muon, "adamw": _adamw(config, others)}, labels))
+
+
+def _clip_by_global_norm(largest: float) -> optax.GradientTransformation:
+    """Scale all gradients to this norm where theirs is larger, as `optax.clip_by_global_norm` does.
+
+    By one factor: XLA computes the product anew wherever it is read, where it writes optax's quotients to memory first.
+    """
+
+    def update(
+        gradients: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        norm = optax.tree.norm(gradients)
+        return optax.tree.scale(jnp.where(norm > largest, largest / norm, 1.0), gradients), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def _adamw(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
