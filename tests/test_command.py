@@ -68,7 +68,9 @@ def test_other_tunables_stay_and_a_setting_of_the_user_is_left_alone():
 @needs_large_pages
 def test_memory_that_is_freed_is_there_for_the_next_call():
     """Of any thread: XLA's allocate too. 100 MB, each page of it touched, ten times."""
-    script = SCRIPT.split("before =")[0] + """
+    script = (
+        SCRIPT.split("before =")[0]
+        + """
 import threading
 def faults():
     block = bytearray(100 << 20)
@@ -81,6 +83,7 @@ thread = threading.Thread(target=compare)
 thread.start()
 thread.join()
 """
+    )
     assert int(run(script=script).stdout) < 20  # 50 pages of 2 MB each time where it is given back
 
 

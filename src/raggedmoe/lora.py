@@ -148,18 +148,12 @@ def add_grouped_adapter(
     name: str,
     lora: LoraConfig | None,
     matmul: Callable[..., Callable[[jax.Array, jax.Array], jax.Array]],
-    *,
-    inputs: slice = slice(None),
-    outputs: slice = slice(None),
 ) -> Float[Array, "R O"]:
-    """Add what the adapters of the rows' own experts make of them; ``matmul`` makes a grouped matmul of the rows.
-
-    ``inputs`` and ``outputs``: the columns that ``rows`` and ``sums`` are of the width.
-    """
+    """Add what the adapters of the rows' experts make of them; ``matmul`` makes a grouped matmul of the rows."""
     if lora is None or f"{name}{B}" not in weights:
         return sums
-    low = matmul(transpose_rhs=True)(rows, weights[f"{name}{A}"][:, :, inputs]) * lora.scale
-    return sums + matmul(transpose_rhs=False)(low.astype(rows.dtype), weights[f"{name}{B}"][:, :, outputs])
+    low = matmul(transpose_rhs=True)(rows, weights[f"{name}{A}"]) * lora.scale
+    return sums + matmul(transpose_rhs=False)(low.astype(rows.dtype), weights[f"{name}{B}"])
 
 
 def merged_weight(weight: jax.Array, spec: ParamSpec, first: jax.Array, second: jax.Array, scale: float) -> jax.Array:

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Config = TypeVar("Config", bound=type)
 
@@ -26,6 +26,13 @@ def check_known(what: str, name: object, known: Collection[str]) -> None:
     """Require that a name is one of the known ones."""
     if name not in known:
         raise unknown(what, name, known)
+
+
+def check_words(config: Any) -> None:
+    """Require of each field of a configuration whose type is a `Literal` that it is one of its words."""
+    for name, hint in get_type_hints(type(config)).items():
+        if get_origin(hint) is Literal:
+            check_known(name, getattr(config, name), get_args(hint))
 
 
 def refuse_conflicts(settings: Mapping[str, object], conflicts: Iterable[tuple[object, str, str, str]]) -> None:

@@ -15,7 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 TUNABLES, LARGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
-KEPT_HEAP = ("glibc.malloc.arena_max=1", f"glibc.malloc.mmap_threshold={1 << 30}", f"glibc.malloc.trim_threshold={1 << 29}")
+KEPT_HEAP = (
+    "glibc.malloc.arena_max=1",
+    f"glibc.malloc.mmap_threshold={1 << 30}",
+    f"glibc.malloc.trim_threshold={1 << 29}",
+)
 FIRST_GLIBC = (2, 35)
 KERNEL_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

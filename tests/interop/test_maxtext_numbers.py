@@ -294,7 +294,7 @@ def test_capacity_factor_has_the_slots_of_maxtext(name, factor):
     for length in (16, 30):
         moe = configured(name, "sparse_matmul=False", f"capacity_factor={factor}").step.model.moe
         expected = capacity_of(length, moe.experts_per_token, moe.num_experts, float(factor))
-        assert moe.sequence_capacity(length) == expected
+        assert moe.capacity(length) == expected
 
 
 # MaxText's own example of four sequences: eight experts, two for each of four tokens, factor 2.
@@ -314,7 +314,7 @@ SLOTS = [
 
 def test_four_of_maxtexts_choices_are_dropped_and_the_others_have_its_slots():
     moe = MoEConfig(num_experts=8, experts_per_token=2, model_dim=4, expert_dim=4, capacity_factor=2.0)
-    assert moe.sequence_capacity(4) == capacity_of(4, 2, 8, 2) == 2
+    assert moe.capacity(4) == capacity_of(4, 2, 8, 2) == 2
     assert slots_of(CHOICES, 8, 2).tolist() == SLOTS
 
 
@@ -360,7 +360,7 @@ def test_groups_are_ranked_by_their_two_best_biased_scores_and_weights_have_no_b
     @jax.jit
     def choice(scores, params):
         ranking, mask = scores + params["router_selection_bias"][None], jnp.ones(2, bool)
-        chosen = select_experts(ranking, router, 4, mask, None, None, jnp.int32(0), ())
+        chosen = select_experts(ranking, router, 4, mask, None, None, ())
         return chosen, combine_weights(scores, chosen, params, router)
 
     chosen, weights = choice(scores, params)

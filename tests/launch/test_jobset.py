@@ -246,7 +246,7 @@ def test_a_topology_that_is_not_offered_is_refused(name):
         ),
         (
             (*RENDER, "--slices", "2", *TRAIN, "dcn_data_parallelism=1"),
-            "dcn_data_parallelism=1, but the devices are of 2 slices; use dcn_data_parallelism=2",
+            "dcn_data_parallelism=1 cannot be used with devices of 2 slices: -1 takes them all",
         ),
         (
             ("launch", "--processes", "2", "--devices-per-process", "0", "--", "train"),

@@ -214,7 +214,7 @@ def test_config_can_be_a_static_argument():
     ("length", "factor", "slots"), [(15, 1.0, 5), (15, 1.5, 7), (16, 0.5, 3), (3, 1.0, 1), (3, 9.0, 3)]
 )
 def test_slots_are_an_even_share_of_a_sequence_times_the_factor_rounded_down(length, factor, slots):
-    assert moe_config(capacity_factor=factor).sequence_capacity(length) == slots
+    assert moe_config(capacity_factor=factor).capacity(length) == slots
 
 
 def test_a_factor_that_leaves_no_slot_is_refused_with_the_least_that_does():

@@ -38,23 +38,31 @@ def steps(x, params, cotangent, name, num=1, factors=(), **options):
         out, gradients = layer_gradients(
             factor * x, {**params, **histories}, CONFIG, cotangent, execution=execution(name, **options)
         )
-        histories = {name: gradients[name] for name in histories}
+        histories = {name: gradients.pop(name) for name in histories}
         seen.append((out, gradients, jax.device_get(histories)))
     return seen
+
+
+def assert_near(histories, expected, rtol):
+    for (path, history), want in zip(jax.tree.leaves_with_path(histories), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(history, want, rtol=rtol, err_msg=jax.tree_util.keystr(path))
 
 
 def test_a_history_has_the_largest_values_of_the_last_steps_newest_first():
     x, params, cotangent = arrays()
     factors = (1, 2, 4, 8)
     *_, (_, _, after) = steps(x, params, cotangent, "fp8", len(factors), factors)
-    assert set(after) == set(histories_of("fp8"))
-    assert len(after) == 8
+    assert jax.tree.structure(after) == jax.tree.structure(histories_of("fp8"))
+    up, down = after["amax_up"], after["amax_down"]
+    assert len(jax.tree.leaves(after)) == 8
     largest = np.abs(np.asarray(x)).max()
-    np.testing.assert_array_equal(after["amax_up_rows"], [8 * largest, 4 * largest, 2 * largest])
-    for matrix in ("wi_0", "wi_1", "wo"):
-        np.testing.assert_array_equal(after[f"amax_{matrix}"], [np.abs(np.asarray(params[matrix])).max()] * LENGTH)
-        assert (after[f"amax_{matrix}_cotangent"] > 0).all()
-    assert set(histories_of("int8_weights")) == {"amax_wi_0", "amax_wi_1", "amax_wo"}
+    np.testing.assert_array_equal(up.rows, [8 * largest, 4 * largest, 2 * largest])
+    for matrix, history in zip(("wi_0", "wi_1", "wo"), (*up.weights, *down.weights), strict=True):
+        np.testing.assert_array_equal(history, [np.abs(np.asarray(params[matrix])).max()] * LENGTH)
+    assert all((history > 0).all() for history in (*up.cotangents, down.rows, *down.cotangents))
+    weights_alone = histories_of("int8_weights")
+    assert len(weights_alone["amax_up"].weights) + len(weights_alone["amax_down"].weights) == 3
+    assert len(jax.tree.leaves(weights_alone)) == 3
     assert empty_histories(CONFIG, QUANTIZATIONS["fp8"]) == {}
 
 
@@ -84,7 +92,7 @@ def test_a_spike_is_clipped_and_finite_and_the_histories_follow(name):
     )  # the whole layer is as large: both up projections, which are multiplied, a thousand times
     before, after = seen[1], seen[-1]  # by when all is forgotten
     assert rms(after[0].output - before[0].output) < 0.1 * size[1]
-    np.testing.assert_array_equal(after[2]["amax_up_rows"], [np.abs(np.asarray(x)).max()] * LENGTH)
+    np.testing.assert_array_equal(after[2]["amax_up"].rows, [np.abs(np.asarray(x)).max()] * LENGTH)
 
 
 @pytest.mark.ci
@@ -97,8 +105,7 @@ def test_rows_that_are_gathered_again_or_come_in_chunks_have_the_same_scales(opt
     np.testing.assert_allclose(again.output, out.output, rtol=1e-5, atol=1e-6)
     for quantity in ("x", "wi_0", "wi_1", "wo"):
         assert rms(found[quantity] - want[quantity]) <= 1e-5 * rms(want[quantity]), quantity
-    for operand in known:
-        np.testing.assert_allclose(found[operand], want[operand], rtol=1e-6, err_msg=operand)
+    assert_near({name: found[name] for name in known}, {name: want[name] for name in known}, 1e-6)
 
 
 EIGHT = [
@@ -124,8 +131,7 @@ def test_eight_devices_keep_the_histories_of_one(name, degrees):
         # One scale for all devices: the weights' gradients agree too, but where a rounded sum decides between codes.
         for quantity in ("x", "router_kernel", "wi_0", "wi_1", "wo"):
             assert rms(np.asarray(gradients[quantity]) - want[quantity]) <= 1e-3 * rms(want[quantity]), quantity
-        for operand, history in after.items():
-            np.testing.assert_allclose(histories[operand], history, rtol=1e-5, err_msg=operand)
+        assert_near(histories, after, 1e-5)
 
 
 def test_a_mesh_with_an_axis_that_no_role_has_is_refused():
@@ -143,6 +149,6 @@ def test_the_module_has_histories_whose_gradients_are_the_next_ones():
     wanted = nnx.DiffState(0, nnx.Any(nnx.Param, AmaxHistory))
     gradients = nnx.grad(lambda module: module(x[None]).output.sum(), argnums=wanted)(module)
     after = {name: history.get_value() for name, history in gradients["amax_history"].items()}
-    assert float(after["amax_up_rows"][0]) == float(jnp.abs(x).max())
+    assert float(after["amax_up"].rows[0]) == float(jnp.abs(x).max())
     nnx.update(module, nnx.filter_state(gradients, AmaxHistory))
-    assert float(module.amax_history["amax_up_rows"].get_value()[0]) == float(jnp.abs(x).max())
+    assert float(module.amax_history["amax_up"].get_value().rows[0]) == float(jnp.abs(x).max())

@@ -34,11 +34,11 @@ BAD_EXECUTIONS = {
     ),
     "buffer_of_no_ranks": (
         {"ragged_buffer_factor": 1.5},
-        r"ragged_buffer_factor=1\.5 cannot be used with strategy='local': it sends rows to no other device",
+        r"ragged_buffer_factor=1\.5 cannot be used with strategy='local': ring and all_to_all alone have such a buffer",
     ),
     "8_bits_of_rows_that_stay": (
         {"dispatch_dtype": "int8"},
-        r"dispatch_dtype='int8' cannot be used with strategy='local': it sends rows to no other device",
+        r"dispatch_dtype='int8' cannot be used with strategy='local': ring and all_to_all alone send rows in 8 bits",
     ),
     "8_bits_of_slots": ({"strategy": "capacity", "dispatch_dtype": "int8"}, r"cannot be used with strategy='capacity'"),
     "unknown_8_bits": (

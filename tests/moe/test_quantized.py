@@ -54,9 +54,13 @@ def test_the_module_keeps_them_as_they_are():
 @pytest.mark.parametrize(
     ("config", "execution", "message"),
     [
-        (CONFIG, MoEExecution(width_chunks=2), "wo cannot be used with width_chunks=2: a part of the width may begin"),
-        (CONFIG, MoEExecution(strategy="dense"), "strategy='dense': it multiplies by all experts at once"),
-        (replace(CONFIG, capacity_factor=2.0), MoEExecution(), "strategy='capacity': it multiplies by all experts"),
+        (
+            CONFIG,
+            MoEExecution(width_chunks=2),
+            "wo cannot be used with width_chunks=2: what shares a scale would be cut",
+        ),
+        (CONFIG, MoEExecution(strategy="dense"), "strategy='dense': it is one batched matmul of all experts"),
+        (replace(CONFIG, capacity_factor=2.0), MoEExecution(), "strategy='capacity': it is one batched matmul"),
     ],
 )
 def test_a_layer_that_needs_arrays_says_why(config, execution, message):

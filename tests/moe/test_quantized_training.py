@@ -153,7 +153,7 @@ def test_weights_that_are_quantised_already_are_refused():
 REFUSED = {
     "fused": ({"moe_backend": "expert_ffn"}, "moe_backend='expert_ffn': its fused kernel"),
     "dense": ({"moe_backend": "dense"}, "strategy='dense': it is one batched matmul"),
-    "width": ({"width_chunks": 2}, "width_chunks=2: a part of a row"),
+    "width": ({"width_chunks": 2}, "width_chunks=2: what shares a scale would be cut"),
     "kernel": (
         {"moe_backend": "gmm_v2"},
         r"moe_backend='gmm_v2': its kernels of grouped_matmul: gmm_v2 \(forward\)",

@@ -41,13 +41,13 @@ def test_what_is_left_goes_to_the_open_degree(degrees, num_devices, expected):
         (
             {"slices": 3, "fsdp": -1},
             8,
-            r"8 devices cannot be divided by dcn_data_parallelism=3 = 3, so fsdp_parallelism=-1 has no whole number",
+            r"dcn_data_parallelism=3 = 3 devices, but there are 8; use degrees whose product is one of \[1, 2, 4, 8\]",
         ),
         ({"slices": 2, "fsdp": 8}, 8, "dcn_data_parallelism=2 × fsdp_parallelism=8 = 16 devices, but there are 8"),
         (
             {"expert": 3, "data": -1},
             8,
-            r"8 devices cannot be divided by expert_parallelism=3 = 3.*one of \[1, 2, 4, 8\]",
+            r"expert_parallelism=3 = 3 devices, but there are 8; .* one of \[1, 2, 4, 8\]",
         ),
     ],
 )
@@ -63,6 +63,12 @@ def test_a_mesh_has_the_axes_in_their_order_and_the_first_devices():
     assert mesh.devices.reshape(-1).tolist() == jax.devices()[:4]
 
 
+def test_a_mesh_of_an_open_degree_takes_the_devices_that_are_left_and_no_more_than_there_are():
+    assert Plan(expert=2, fsdp=-1).mesh().devices.shape == (1, 4, 2, 1)
+    with pytest.raises(ValueError, match="fsdp_parallelism=16 = 16 devices, but there are 8"):
+        Plan(fsdp=16).mesh()
+
+
 def test_slices_are_the_major_part_of_the_data_axis():
     plan = Plan(slices=2, data=2, fsdp=-1).resolve(8)
     assert plan.sizes == {"data": 4, "fsdp": 2, "expert": 1, "tensor": 1}
@@ -74,7 +80,9 @@ def test_slices_are_the_major_part_of_the_data_axis():
 def test_devices_that_say_of_how_many_slices_they_are_fill_in_that_degree_or_refuse_another():
     plan = Plan(slices=-1, fsdp=-1).resolve(16, num_slices=4)
     assert (plan.slices, plan.sizes["data"], plan.fsdp) == (4, 4, 4)
-    with pytest.raises(ValueError, match=r"dcn_data_parallelism=2, but the devices are of 4 slices; use dcn_data_par"):
+    with pytest.raises(
+        ValueError, match=r"dcn_data_parallelism=2 cannot be used with devices of 4 slices: -1 takes them all"
+    ):
         Plan(slices=2, fsdp=-1).resolve(16, num_slices=4)
 
 
@@ -86,8 +94,10 @@ def test_on_tpus_only_the_data_axis_crosses_slices_whatever_order_devices_come_i
     mesh = Plan(slices=2, data=2, expert=2).mesh(devices[::-1])
     slices = [[device.slice_index for device in part.reshape(-1)] for part in mesh.devices.reshape(2, 4)]
     assert slices == [[0] * 4, [1] * 4]
-    with pytest.raises(ValueError, match="a plan for all 8 devices of 2 slices, got 8 of 1; use slices=2"):
+    with pytest.raises(ValueError, match="dcn_data_parallelism=1 cannot be used with devices of 2 slices"):
         Plan(fsdp=8).mesh(devices)
+    with pytest.raises(ValueError, match="8; use degrees whose product is 8, as a mesh of several slices has all"):
+        Plan(slices=2, fsdp=2).mesh(devices)
 
 
 def test_devices_without_the_number_of_a_slice_are_one_slice_on_tpus_and_none_elsewhere():

@@ -13,7 +13,7 @@ import numpy as np
 from raggedmoe.kernels.qarray import QuantizedForm
 from raggedmoe.kernels.registry import BACKWARD, FORWARD
 from raggedmoe.models.parameters import param_specs
-from raggedmoe.moe.config import MoEConfig, is_expert_choice, strategy_name
+from raggedmoe.moe.config import MoEConfig, strategy_name
 from raggedmoe.moe.dispatch.strategy import buffer_rows
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.params import ParamSpec
@@ -160,14 +160,9 @@ def _collective(kind: str, what: str, direction: str, axes: tuple[str, ...], num
     return Collective(kind=kind, what=what, direction=direction, axes=axes, num_devices=1, num_bytes=num_bytes)
 
 
-def _split_axes(plan: Plan, name: str, spec: ParamSpec) -> tuple[str, ...]:
-    """Return the mesh axes that a parameter is split over."""
-    return tuple(axis for entry in plan.spec(name, spec) for axis in axes_of(entry))
-
-
 def _axes_of_gradient_sum(plan: Plan, name: str, spec: ParamSpec) -> tuple[str, ...]:
     """Return the mesh axes over which the gradient of the part that a device stores is summed."""
-    split = _split_axes(plan, name, spec)
+    split = axes_of(*plan.spec(name, spec))
     if not is_routed(name, spec):
         return tuple(axis for axis in TOKEN_AXES if axis not in split)
     # The biases after the up projections are added where the tensor ranks agree already, if they split D.
@@ -203,7 +198,7 @@ def _of_router(config: MoEConfig, plan: Plan) -> Iterator[Collective]:
     for name, spec in config.param_specs().items():
         if not name.startswith("router_") or name == "router_selection_bias":
             continue
-        split = _split_axes(plan, name, spec)
+        split = axes_of(*plan.spec(name, spec))
         num_bytes = spec.num_elements * WIDE
         yield _collective(GATHER, name, FORWARD, split, num_bytes)
         if not spec.trained:
@@ -233,12 +228,12 @@ def _of_weights(config: MoEConfig, plan: Plan, step: StepSizes) -> Iterator[Coll
             continue
         if name in step.kept:
             for what, (num_bytes, axes) in zip(
-                (name, f"{name} scales"), plan.quantized_parts(name, spec, step.kept[name])
+                (name, f"{name} scales"), plan.stored_parts(name, spec, step.kept[name])
             ):
                 others = math.prod(sizes[axis] for axis in axes if axis != FSDP)
                 yield _collective(GATHER, what, FORWARD, (FSDP,) if FSDP in axes else (), num_bytes // others)
             continue
-        split = _split_axes(plan, name, spec)
+        split = axes_of(*plan.spec(name, spec))
         here = spec.num_elements * size // math.prod(sizes[axis] for axis in split if axis != FSDP)
         if FSDP in split:
             yield _collective(GATHER, name, FORWARD, (FSDP,), here)
@@ -319,9 +314,9 @@ def _rows_of_parts(config: MoEConfig, execution: MoEExecution, plan: Plan, step:
 
 def num_slots(config: MoEConfig, num_tokens: int, num_sequences: int) -> int:
     """Count the slots that all experts together have for a device's tokens under strategy "capacity"."""
-    if is_expert_choice(config):
-        return config.num_experts * config.expert_choice_capacity(num_tokens)
-    return config.num_experts * num_sequences * config.sequence_capacity(num_tokens // num_sequences)
+    if config.router.selection == "expert_choice":
+        return config.num_experts * config.capacity(num_tokens)
+    return config.num_experts * num_sequences * config.capacity(num_tokens // num_sequences)
 
 
 def rows_here(

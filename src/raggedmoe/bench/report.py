@@ -85,8 +85,8 @@ def from_json(plain: Any, name: str) -> tuple[Machine, int, list[list[Result]]]:
         described = {f.name: plain["machine"][f.name] for f in fields(Machine)}
         machine = Machine(**described | {"features": tuple(described["features"])})
         groups: dict[tuple[str, str], list[Result]] = {}
-        for each in plain["results"]:
-            result = Result(**each)
+        for row in plain["results"]:
+            result = Result(**row)
             groups.setdefault((result.case, result.dtype), []).append(result)
         return machine, plain["rounds"], [*groups.values()]
     except (KeyError, TypeError) as error:
@@ -123,8 +123,8 @@ def markdown(machine: Machine, rounds: int, command: str, groups: Sequence[Seque
     ]
     for (subject, direction, dtype), columns in by_table(groups).items():
         lines += ["", f"### {subject}, {direction}, {dtype}", "", *_markdown_table(columns)]
-        found = [*growths(columns)]
-        lines += ["", *(growth.sentence for growth in found)] if found else []
+        larger = [*growths(columns)]
+        lines += ["", *(growth.sentence for growth in larger)] if larger else []
     return "\n".join(lines) + "\n"
 
 

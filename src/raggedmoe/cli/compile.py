@@ -47,7 +47,7 @@ from raggedmoe.kernels.registry import BACKWARD, FORWARD, OPERATIONS, implementa
 from raggedmoe.kernels.value_and_gradients import differentiable
 from raggedmoe.models.presets import ALIASES
 from raggedmoe.models.presets import PRESETS as MODELS
-from raggedmoe.moe.execution import canonical_backend
+from raggedmoe.moe.execution import OLDER_BACKENDS
 from raggedmoe.names import check_known, unknown
 from raggedmoe.train.settings.config import TrainConfig
 from raggedmoe.train.settings.files import is_file
@@ -154,7 +154,7 @@ def compile_(
             shape,
             implementation,
             "forward" if forward else direction,
-            canonical_backend(moe_backend),
+            OLDER_BACKENDS.get(moe_backend, moe_backend),
             tokens,
             layers,
             against,

@@ -24,7 +24,7 @@ from raggedmoe.models.decoder import decode
 from raggedmoe.models.families.llama4 import LAYERS
 from raggedmoe.models.parameters import param_specs
 from raggedmoe.moe.config import EXPERT_MATRICES, MoEConfig, check_execution
-from raggedmoe.moe.execution import MoEExecution, canonical_backend
+from raggedmoe.moe.execution import OLDER_BACKENDS, MoEExecution
 from raggedmoe.moe.layer import moe_route_and_compute
 from raggedmoe.names import check_known
 from raggedmoe.train.settings.resolve import make_execution, make_model
@@ -61,7 +61,7 @@ def explain(
     check_known("dtype", dtype, FLOATS)
     if experts is not None:
         check_known("format of experts", experts, FORMATS)
-    moe_backend = canonical_backend(moe_backend)
+    moe_backend = OLDER_BACKENDS.get(moe_backend, moe_backend)
     chip = target_hardware() if hardware is None else hardware_by_name(hardware)
     decoder: ModelConfig | None = None
     kernels: KernelChoice | None = None

@@ -191,11 +191,11 @@ class _Part:
 
     def specs(self, specs: Mapping[str, ParamSpec]) -> list[ParamSpec]:
         """Declare what the tensor holds of each parameter."""
-        lead, found = len(self.index), []
+        lead, parts = len(self.index), []
         for spec in (specs[name] for name in self.names):
             shape = [self.rank if axis == RANK else size for axis, size in zip(spec.axes, spec.shape)]
-            found.append(replace(spec, shape=tuple(shape[lead:]), axes=spec.axes[lead:]))
-        return found
+            parts.append(replace(spec, shape=tuple(shape[lead:]), axes=spec.axes[lead:]))
+        return parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,14 +397,14 @@ def _match_joined(
 def _targets_of(config: ModelConfig, first_matrices: set[str]) -> tuple[str, ...]:
     """Name the matrices that have adapters: by groups, where all of a group have, and the others by their own names."""
     leaves = {_in_layer(name) for name in first_matrices}
-    found: list[str] = []
+    groups: list[str] = []
     for group in GROUPS:
         specs = param_specs(replace(config, lora=LoraConfig(rank=1, targets=(group,))))
         members = {_in_layer(name) for name in specs if name.endswith(A)}
         if members and members <= leaves:
-            found.append(group)
+            groups.append(group)
             leaves -= members
-    return (*found, *sorted(leaves))
+    return (*groups, *sorted(leaves))
 
 
 def _in_layer(name: str) -> str:

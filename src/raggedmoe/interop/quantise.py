@@ -102,7 +102,7 @@ def quantise(
             matrices.append(Matrix(target, source, to))
             written += matrices[-1].tensors()
         else:
-            written.append(_unchanged(target, source))
+            written.append(_copy_unchanged(target, source))
             ignored += [target.name.removesuffix(".weight")] if len(target.shape) == 2 else []
     if config.tied_embeddings and "lm_head" not in ignored:
         ignored.append("lm_head")  # it has no tensor of its own, but is a layer of theirs
@@ -177,8 +177,8 @@ class HeldTensor:
         layout, specs = self.target.entry.layout, self.target.specs
         first = specs[0].shape[specs[0].axes.index(layout.axes[0])]
         for param, view in zip(self.target.params, parameter_views(whole, layout, specs, first)):
-            found = views[self.holder.params.index(param)]
-            view[...] = found[0] if inside else found
+            part = views[self.holder.params.index(param)]
+            view[...] = part[0] if inside else part
         return whole
 
 
@@ -194,7 +194,7 @@ def _sources(pairs: Pairs, wanted: list[Target]) -> Iterator[tuple[Target, HeldT
             yield target, HeldTensor(target=target, holder=target, tensor=tensor)
 
 
-def _unchanged(target: Target, source: HeldTensor) -> NewTensor:
+def _copy_unchanged(target: Target, source: HeldTensor) -> NewTensor:
     step = max(1, PIECE_BYTES // max(1, math.prod(target.shape[1:]) * source.dtype.itemsize))
     pieces = (source.read(start, min(start + step, target.shape[0])) for start in range(0, target.shape[0], step))
     return NewTensor(name=target.name, dtype=source.dtype, shape=target.shape, pieces=pieces)

@@ -69,7 +69,7 @@ def save(
     mtp_copies = [target for target in copies(family, config) if target.name.startswith("model.layers.")]
     written = [*targets(family, config, layout), *mtp_copies]
     if kept is not None:
-        config_json["quantization_config"] = kept.updated(widened_modules(written, model.params))
+        config_json["quantization_config"] = kept.quantization_config(widened_modules(written, model.params))
     tensors = [tensor for target in written for tensor in _new_tensors(target, model.params, dtype, kept)]
     path = as_path(folder)
     if isinstance(path, ObjectPath):

@@ -37,7 +37,7 @@ class KeptFormat:
         """The layout in which the experts are written."""
         return "mxfp4" if self.method == "mxfp4" else "per_expert"
 
-    def updated(self, stays: list[str]) -> dict[str, Any]:
+    def quantization_config(self, stays: list[str]) -> dict[str, Any]:
         """Make the quantization_config of what is written; ``stays`` names the other modules with matrices."""
         key = "ignore" if self.method == METHOD else "modules_to_not_convert"
         kept = {**self.settings, key: sorted({*(self.settings.get(key) or ()), *stays})}

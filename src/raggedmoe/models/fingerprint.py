@@ -62,7 +62,7 @@ def _holds(wide: Any, narrow: Any) -> bool:
 
 def _digest(params: Params, config: ModelConfig, dtype: Any, through: Any = None) -> str:
     """Compute the checksum of parameters as they are in a model whose weights have that type, or first had another."""
-    specs, narrower = (param_specs(replace(config, param_dtype=each)) for each in (dtype, through or dtype))
+    specs, narrower = (param_specs(replace(config, param_dtype=kind)) for kind in (dtype, through or dtype))
     digest = hashlib.sha256()
     for name in sorted(params):
         array, *types = params[name], *(jnp.dtype(which[name].dtype) for which in (narrower, specs))

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from raggedmoe.kernels.amax import Amax
 from raggedmoe.kernels.quant_config import QuantConfig
 from raggedmoe.lora import GROUPS, ONE_LINEAR, is_matrix, with_adapters
 from raggedmoe.models.config import GroupedQueryConfig, LatentConfig, LayerKind, ModelConfig
@@ -97,17 +98,18 @@ def param_specs(config: ModelConfig) -> dict[str, ParamSpec]:
 
 def empty_amax_histories(
     config: ModelConfig, quantization: QuantConfig | None, *, mtp_layers: int = 0
-) -> dict[str, jax.Array]:
+) -> dict[str, Amax]:
     """Make the histories of the delayed scales of all layers with experts before the first step, by name.
 
     ``mtp_layers``: modules of multi-token prediction that are trained.
     """
     of_layer = empty_histories(config.moe_layer, quantization)
-    histories: dict[str, jax.Array] = {}
+    histories: dict[str, Amax] = {}
     for s, stack in enumerate(config.stacks):
         for p in (p for p, kind in enumerate(stack.kinds) if kind.moe):
             for name, history in of_layer.items():
-                histories[f"stacks.{s}.{p}.moe.{name}"] = jnp.zeros((stack.repeats, *history.shape), history.dtype)
+                stacked = jax.tree.map(lambda a, num=stack.repeats: jnp.zeros((num, *a.shape), a.dtype), history)
+                histories[f"stacks.{s}.{p}.moe.{name}"] = stacked
     for m in range(mtp_layers if config.kind(config.num_layers).moe else 0):
         histories.update({f"mtp.{m}.moe.{name}": history for name, history in of_layer.items()})
     return histories

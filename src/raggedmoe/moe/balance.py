@@ -10,12 +10,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 
-def tokens_before(mask: Bool[Array, " T"], axes: tuple[str, ...]) -> Int[Array, ""]:
-    """Count the tokens that count on the devices before this one, along the mesh axes over which tokens are split."""
-    counts = lax.all_gather(mask.sum(dtype=jnp.int32, keepdims=True), axes, tiled=True)
-    return jnp.where(jnp.arange(counts.shape[0]) < lax.axis_index(axes), counts, 0).sum(dtype=jnp.int32)
-
-
 def expert_counts(experts: Int[Array, "T K"], num_experts: int) -> Int[Array, " E"]:
     """Count the slots of each expert; slots of no expert (E) are left out."""
     return jnp.zeros(num_experts, jnp.int32).at[experts.reshape(-1)].add(1, mode="drop")

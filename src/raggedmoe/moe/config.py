@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -12,20 +12,12 @@ from raggedmoe.kernels.expert_ffn.api import check_activation
 from raggedmoe.kernels.registry import quantizes_why_not
 from raggedmoe.lora import LoraConfig, with_adapters
 from raggedmoe.moe.execution import MoEExecution
-from raggedmoe.names import check_known, refuse_conflicts, refuse_keywords_of
+from raggedmoe.names import check_words, refuse_conflicts, refuse_keywords_of
 from raggedmoe.params import ParamSpec, check_divides, check_sizes
 
 EXPERT_MATRICES = ("wi_0", "wi_1", "wo")
 SHARED_MATRICES = ("shared_wi_0", "shared_wi_1", "shared_wo")
-ROUTER_WORDS = {  # the words that each field of a `RouterConfig` takes
-    "score": ("softmax", "sigmoid", "sqrt_softplus", "logits"),
-    "selection": ("learned", "random", "hash", "balanced", "expert_choice"),
-    "normalize": ("none", "sum", "softmax"),
-    "weigh": ("output", "input"),
-    "group_score": ("top2_sum", "max"),
-    "aux_loss": ("batch", "sequence"),
-    "aux_loss_probabilities": ("normalized", "softmax"),
-}
+Selection = Literal["learned", "random", "hash", "balanced", "expert_choice"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,34 +30,37 @@ class RouterConfig:
     ``score="sigmoid", normalize="none", weigh="input"``.
     """
 
-    score: str = "softmax"  # The function from logits to the scores that rank experts and become weights.
+    # The function from logits to the scores that rank experts and become weights.
+    score: Literal["softmax", "sigmoid", "sqrt_softplus", "logits"] = "softmax"
     # Who picks the experts: the scores ("learned"), chance ("random"), the token's id ("hash"), a round robin over the
     # tokens ("balanced"), or each expert its tokens ("expert_choice").
-    selection: str = "learned"
+    selection: Selection = "learned"
     # What becomes of a token's K chosen scores: they stay ("none"), are divided by their "sum", or go through a
     # "softmax". Expert choice does not read it.
-    normalize: str = "sum"
+    normalize: Literal["none", "sum", "softmax"] = "sum"
     normalize_epsilon: float = 1e-20  # A number that is added to the sum that normalize="sum" divides by.
     scale: float = 1.0  # A factor that all weights are multiplied by, last.
-    weigh: str = "output"  # What the weights multiply: the expert's "output" or its "input".
+    weigh: Literal["output", "input"] = "output"  # What the weights multiply: the expert's "output" or its "input".
     logit_bias: bool = False  # Whether the logits have a trained bias.
     selection_bias: bool = False  # Whether the scores have a bias that decides who is chosen and enters no weight.
     expert_scale: bool = False  # Whether each expert's weights have a trained factor.
     num_groups: int = 1  # The number of equal groups that the experts are in; 1 is no group limit.
     groups_per_token: int = 1  # The number of groups that a token's experts may come from.
-    group_score: str = "top2_sum"  # What ranks a token's groups: the sum of their two best scores, or their "max".
+    # What ranks a token's groups: the sum of their two best scores, or their "max".
+    group_score: Literal["top2_sum", "max"] = "top2_sum"
     jitter: float = 0.0  # The router's input is multiplied by uniform noise in 1 ± jitter, where a key is given.
-    aux_loss: str = "batch"  # What the balance loss is taken over: the whole "batch", or each "sequence".
+    aux_loss: Literal["batch", "sequence"] = (
+        "batch"  # What the balance loss is taken over: the whole "batch", or each "sequence".
+    )
     # What the balance loss takes for probabilities: scores over their sum ("normalized"), or a "softmax" of the scores
     # that rank experts, the selection bias included.
-    aux_loss_probabilities: str = "normalized"
+    aux_loss_probabilities: Literal["normalized", "softmax"] = "normalized"
     aux_loss_weight: float = 0.0  # The factor of the balance loss in what the layer returns; 0 leaves it out.
     z_loss_weight: float = 0.0  # The factor of the router's z-loss in what the layer returns; 0 leaves it out.
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_groups", "groups_per_token")
-        for name, known in ROUTER_WORDS.items():
-            check_known(name, getattr(self, name), known)
+        check_words(self)
         for name, limit in (("aux_loss_weight", math.inf), ("z_loss_weight", math.inf), ("jitter", 1)):
             if not 0 <= getattr(self, name) < limit:
                 raise ValueError(f"expected 0 <= {name} < {limit}, got {getattr(self, name)}")
@@ -119,6 +114,7 @@ class MoEConfig:
     def __post_init__(self) -> None:
         check_sizes(self, "num_experts", "experts_per_token", "model_dim", "expert_dim")
         router, factor, per_token = self.router, self.capacity_factor, self.experts_per_token
+        by_expert = router.selection == "expert_choice"
         if factor is not None and factor <= 0:
             raise ValueError(f"expected capacity_factor > 0, got {factor}")
         check_divides("num_experts", self.num_experts, "num_groups", router.num_groups)
@@ -127,29 +123,27 @@ class MoEConfig:
         too_few = router.groups_per_token * size < per_token
         conflicts = (
             (per_token > self.num_experts, "experts_per_token", "num_experts", "a token uses an expert at most once"),
-            (is_expert_choice(self) and factor is None, "selection", "capacity_factor", "1.0 gives each an even share"),
+            (by_expert and factor is None, "selection", "capacity_factor", "1.0 gives each an even share"),
             (lone, "group_score", "num_groups", "there are no two experts in a group"),
             (too_few, "groups_per_token", "experts_per_token", f"groups of {size} hold too few experts"),
         )
         refuse_conflicts({**vars(self), **vars(router)}, conflicts)
 
-    def sequence_capacity(self, length: int) -> int:
-        """Return C, the slots that the capacity factor gives each expert in a sequence of so many tokens.
+    def capacity(self, length: int) -> int:
+        """Return C, the slots of each expert in a sequence of so many tokens, or with expert choice in all of them.
 
-        It is an even share of the sequence's slots, ``ceil(S·K/E)``, times the factor, rounded down; never more than
-        one for each token, as a token uses an expert once.
+        It is an even share of the slots, ``ceil(S·K/E)``, times the factor, rounded down; never more than one for each
+        token, as a token uses an expert once. With expert choice the share is not rounded, and the product up.
         """
-        assert self.capacity_factor is not None
-        share = max(math.ceil(length * self.experts_per_token / self.num_experts), 1)
-        slots = int(share * self.capacity_factor)
+        factor, per_token = self.capacity_factor, self.experts_per_token
+        assert factor is not None
+        if self.router.selection == "expert_choice":
+            return min(max(math.ceil(factor * length * per_token / self.num_experts), 1), length)
+        share = max(math.ceil(length * per_token / self.num_experts), 1)
+        slots = int(share * factor)
         reason = f"of an even share of {share} slots none is left, rounded down; at least 1/{share} leaves one"
         refuse_conflicts(vars(self), [(slots < 1, "capacity_factor", f"sequences of {length} tokens", reason)])
         return min(slots, length)
-
-    def expert_choice_capacity(self, num_tokens: int) -> int:
-        """Return C, the number of tokens that each expert takes of so many with expert-choice routing."""
-        share = (self.capacity_factor or 1.0) * num_tokens * self.experts_per_token / self.num_experts
-        return min(max(math.ceil(share), 1), num_tokens)
 
     def param_specs(self) -> dict[str, ParamSpec]:
         """Declare every parameter of the layer, by name."""
@@ -183,11 +177,6 @@ class MoEConfig:
         return with_adapters(declared, self.lora, "moe.")
 
 
-def is_expert_choice(config: MoEConfig) -> bool:
-    """Tell whether each expert picks its tokens, so that a token has any number of experts."""
-    return config.router.selection == "expert_choice"
-
-
 def strategy_name(config: MoEConfig, execution: MoEExecution) -> str:
     """Name the strategy of a layer: "capacity" where its experts have fixed slots, else what the execution says."""
     return "capacity" if config.capacity_factor is not None else execution.strategy or execution.backend.strategy
@@ -199,8 +188,9 @@ def check_execution(config: MoEConfig, execution: MoEExecution, quantized: Colle
         raise TypeError(f"expected execution to be a MoEExecution, got {type(execution).__name__}")
     backend, quantization, strategy = execution.backend, execution.quantization, strategy_name(config, execution)
     fused, batched, chunked = backend.fused, strategy in ("capacity", "dense"), execution.width_chunks > 1
+    by_expert = config.router.selection == "expert_choice"
     slots, experts = config.capacity_factor is not None, [name for name in EXPERT_MATRICES if name in quantized]
-    given = f"quantised {', '.join(experts)}"
+    rounded, operands = experts or quantization, f"quantised {', '.join(experts)}" if experts else "quantization"
     why_not = quantization and quantizes_why_not("grouped_matmul", execution.kernel_choice.grouped_matmul)
     kernels = vars(execution.kernel_choice)
     named = {name for name, choice in kernels.items() if choice != "auto"}
@@ -215,21 +205,18 @@ def check_execution(config: MoEConfig, execution: MoEExecution, quantized: Colle
         ("grouped_matmul" in named and (fused or batched), "grouped_matmul", "strategy", unread),
         ("ragged_gather" in named and strategy == "dense", "ragged_gather", "strategy", unread),
         ("ragged_gather_reduce" in named and strategy == "dense", "ragged_gather_reduce", "strategy", unread),
-        ("ragged_gather_reduce" in named and is_expert_choice(config), "ragged_gather_reduce", "expert choice", unread),
+        ("ragged_gather_reduce" in named and by_expert, "ragged_gather_reduce", "expert choice", unread),
         (fused and config.lora, "lora", "moe_backend", "it fuses the matmuls, between which LoRA adds its own"),
         (fused and quantization, "quantization", "moe_backend", "its fused kernel rounds nothing between its matmuls"),
-        (batched and quantization, "quantization", "strategy", "it is one batched matmul of all experts"),
-        (chunked and quantization, "quantization", "width_chunks", "a part of a row would have a scale of its own"),
         (why_not, "quantization", "moe_backend", f"its kernels of grouped_matmul: {why_not}"),
-        (experts and quantization, given, "quantization", "it quantises arrays"),
-        (experts and batched, given, "strategy", "it multiplies by all experts at once"),
-        (experts and chunked, given, "width_chunks", "a part of the width may begin within a block of a scale"),
+        (experts and quantization, operands, "quantization", "it quantises arrays"),
+        (batched and rounded, operands, "strategy", "it is one batched matmul of all experts"),
+        (chunked and rounded, operands, "width_chunks", "what shares a scale would be cut"),
     )
     settings = {**vars(config), **vars(execution), **kernels, "strategy": execution.strategy or strategy}
     refuse_conflicts(settings, conflicts)
     if others := sorted(set(quantized) - {*EXPERT_MATRICES, *SHARED_MATRICES}):
         raise ValueError(f"expected arrays as {', '.join(others)}, got quantised ones; dequantise them")
     for name in ("model_dim", "expert_dim"):
-        if quantization is not None and quantization.block is not None:
-            check_divides(name, getattr(config, name), "quantization_block", quantization.block)
+        check_divides(name, getattr(config, name), "quantization_block", (quantization and quantization.block) or 1)
     check_divides("model_dim", config.model_dim, "width_chunks", execution.width_chunks)

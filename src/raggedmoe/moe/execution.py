@@ -23,6 +23,7 @@ class Backend:
     fused: bool = False  # the experts as one `expert_ffn` instead of grouped matmuls
 
 
+OLDER_BACKENDS = {"jax": "dense"}  # words that stay known on a command line
 BACKENDS: dict[str, Backend] = {
     "auto": Backend(),  # grouped matmuls, or one `expert_ffn` where that is the fastest (`fuses_experts`)
     "dense": Backend(strategy="dense"),  # every expert on every token, by einsum
@@ -37,11 +38,6 @@ BACKENDS: dict[str, Backend] = {
     "gmm_v2": Backend(kernels=KernelChoice(grouped_matmul="gmm_v2")),  # tokamax's second TPU kernel
     "expert_ffn": Backend(fused=True),
 }
-
-
-def canonical_backend(word: str) -> str:
-    """Return the name of a backend from what is typed on a command line, where an older word stays known."""
-    return "dense" if word == "jax" else word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,23 +65,19 @@ class MoEExecution:
         backend, factor, across = self.backend, self.ragged_buffer_factor, self.strategy in ACROSS_RANKS
         strategy, kernels = self.strategy or backend.strategy, vars(self.kernels or KernelChoice())
         check_known("strategy", strategy, STRATEGIES)
+        alone = f"{' and '.join(ACROSS_RANKS)} alone"
         fused, dtype, splits_width = backend.fused, self.dispatch_dtype, self.tensor_split == "model_dim"
+        named = {name: word for name, word in vars(backend.kernels).items() if word not in ("auto", kernels[name])}
         conflicts = [
-            (
-                "auto" not in (named, kernels[name]) and named != kernels[name],
-                "moe_backend",
-                name,
-                f"it names {named!r}",
-            )
-            for name, named in vars(backend.kernels).items()
+            (kernels[name] != "auto", "moe_backend", name, f"it names {word!r}") for name, word in named.items()
         ]
         conflicts += [
             (backend.strategy == "dense" != strategy, "moe_backend", "strategy", "it moves no rows to their experts"),
             (fused and self.width_chunks > 1, "moe_backend", "width_chunks", "its activation needs the whole width"),
             (fused and splits_width, "moe_backend", "tensor_split", "its activation needs the whole width"),
             (across and self.recompute_dispatch, "recompute_dispatch", "strategy", "rows would be sent a second time"),
-            (factor is not None and not across, "ragged_buffer_factor", "strategy", "it sends rows to no other device"),
-            (dtype is not None and not across, "dispatch_dtype", "strategy", "it sends rows to no other device"),
+            (factor is not None and not across, "ragged_buffer_factor", "strategy", f"{alone} have such a buffer"),
+            (dtype is not None and not across, "dispatch_dtype", "strategy", f"{alone} send rows in 8 bits"),
         ]
         refuse_conflicts({**vars(self), **kernels, "strategy": strategy}, conflicts)
         if factor is not None and not 0 < factor < math.inf:

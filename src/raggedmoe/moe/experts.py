@@ -16,13 +16,12 @@ from raggedmoe.kernels.batched_matmul import batched_matmul
 from raggedmoe.kernels.dense_matmul import dense_matmul
 from raggedmoe.kernels.expert_ffn import api
 from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
-from raggedmoe.kernels.expert_ffn.api import ExpertBiases
 from raggedmoe.kernels.expert_ffn.matmuls import add_bias
 from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
 from raggedmoe.kernels.grouped_matmul.quantized_matmuls import grouped_matmuls
-from raggedmoe.kernels.qarray import QArray, Quantized
+from raggedmoe.kernels.qarray import Quantized
 from raggedmoe.lora import add_grouped_adapter, dense_adapter
-from raggedmoe.moe.amax_history import LargestBefore, amax_of_call
+from raggedmoe.moe.amax_history import DOWN, UP
 from raggedmoe.moe.config import strategy_name
 from raggedmoe.moe.records import RouteMetadata, StageSettings
 from raggedmoe.params import Params
@@ -32,32 +31,24 @@ from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, REPLICATED
 UpSums = dict[str, Float[Array, "R F"]]  # by the names of the up projections
 
 
-@stage(
-    rows=PER_DEVICE,
-    weights=PER_DEVICE,
-    metadata=TOKENS,
-    key=REPLICATED,
-    amax=PER_DEVICE,
-    result=PER_DEVICE,
-    checked=False,
-)
+@stage(rows=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, key=REPLICATED, result=PER_DEVICE, checked=False)
 def gmm_up(
     rows: Float[Array, "R columns"],
     weights: Params,
     metadata: RouteMetadata,
     key: jax.Array | None = None,
-    amax: LargestBefore | None = None,
     *,
     settings: StageSettings,
     columns: slice,
 ) -> UpSums:
     """Multiply some columns of the rows by both up projections: what they add to the float32 sums, without biases."""
+    weights, lora = _take_columns(weights, columns, settings), settings.config.lora
+    matrices = {name: weights[name] for name in ("wi_0", "wi_1") if name in weights}
     matmul = functools.partial(_matmul, metadata, settings, dtype=accumulator(rows.dtype))
-    parts = {name: _columns(weights[name], columns) for name in ("wi_0", "wi_1") if name in weights}
-    quantized = settings.execution.quantization, key, settings.on_mesh.axes(*AXES), amax_of_call(amax, tuple(parts))
-    sums = zip(parts, grouped_matmuls(rows, tuple(parts.values()), matmul(transpose_rhs=True), *quantized))
-    lora = settings.config.lora
-    return {name: add_grouped_adapter(out, rows, weights, name, lora, matmul, inputs=columns) for name, out in sums}
+    axes, amax = settings.on_mesh.axes(*AXES), jax.tree.map(jnp.squeeze, weights.get(UP))
+    quantized = settings.execution.quantization, key, axes, amax
+    sums = zip(matrices, grouped_matmuls(rows, tuple(matrices.values()), matmul(transpose_rhs=True), *quantized))
+    return {name: add_grouped_adapter(out, rows, weights, name, lora, matmul) for name, out in sums}
 
 
 @stage(sums=PER_DEVICE, result=BETWEEN_PROJECTIONS)
@@ -71,56 +62,37 @@ def activate(
     sums: UpSums, biases: Params, metadata: RouteMetadata, *, settings: StageSettings, dtype: jnp.dtype
 ) -> Float[Array, "R F"]:
     """Add the biases to the complete sums of both up projections, and apply the activation."""
-    if biases:
-        bounds = group_bounds(metadata.group_sizes, biases["bias_wi_0"].shape[0], sums["wi_0"].shape[0])
-        sums = {w: _mask_rows(add_bias(added, biases[f"bias_{w}"], bounds), metadata) for w, added in sums.items()}
+    sums = {name: _add_bias(added, biases.get(f"bias_{name}"), metadata) for name, added in sums.items()}
     hidden = ACTIVATIONS[settings.config.experts.activation](sums["wi_0"], sums.get("wi_1")).astype(dtype)
     # Backward, summed over the tensor ranks once for all width chunks.
     return pvary_over(hidden, settings.on_mesh.axes(TENSOR))
 
 
-@stage(
-    hidden=PER_DEVICE,
-    weights=PER_DEVICE,
-    metadata=TOKENS,
-    key=REPLICATED,
-    amax=PER_DEVICE,
-    result=PER_DEVICE,
-    checked=False,
-)
+@stage(hidden=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, key=REPLICATED, result=PER_DEVICE, checked=False)
 def gmm_down(
     hidden: Float[Array, "R F"],
     weights: Params,
     metadata: RouteMetadata,
     key: jax.Array | None = None,
-    amax: LargestBefore | None = None,
     *,
     settings: StageSettings,
     columns: slice,
 ) -> Float[Array, "R columns"]:
     """Multiply the hidden rows by some columns of the down projection, and add its bias."""
-    wo, bias, lora = _columns(weights["wo"], columns), _down_bias(weights, settings), settings.config.lora
+    weights = _take_columns(weights, columns, settings)
+    bias, lora = _down_bias(weights, settings), settings.config.lora
     wide = hidden.dtype if bias is None and lora is None else accumulator(hidden.dtype)
     matmul = functools.partial(_matmul, metadata, settings, dtype=wide)
-    quantized = settings.execution.quantization, key, settings.on_mesh.axes(*AXES), amax_of_call(amax, ("wo",))
-    (out,) = grouped_matmuls(hidden, (wo,), matmul(transpose_rhs=False), *quantized)
-    out = add_grouped_adapter(out, hidden, weights, "wo", lora, matmul, outputs=columns)
-    if bias is None:
-        return out.astype(hidden.dtype)
-    out = add_bias(out, bias[:, columns], group_bounds(metadata.group_sizes, wo.shape[0], hidden.shape[0]))
-    return _mask_rows(out, metadata).astype(hidden.dtype)
+    axes, amax = settings.on_mesh.axes(*AXES), jax.tree.map(jnp.squeeze, weights.get(DOWN))
+    quantized = settings.execution.quantization, key, axes, amax
+    (out,) = grouped_matmuls(hidden, (weights["wo"],), matmul(transpose_rhs=False), *quantized)
+    out = add_grouped_adapter(out, hidden, weights, "wo", lora, matmul)
+    return _add_bias(out, bias, metadata).astype(hidden.dtype)
 
 
-@stage(
-    rows=PER_DEVICE, weights=PER_DEVICE, biases=BETWEEN_PROJECTIONS, metadata=TOKENS, result=PER_DEVICE, checked=False
-)
+@stage(rows=PER_DEVICE, weights=PER_DEVICE, metadata=TOKENS, result=PER_DEVICE, checked=False)
 def expert_ffn(
-    rows: Float[Array, "R D"],
-    weights: Params,
-    biases: Params,
-    metadata: RouteMetadata,
-    *,
-    settings: StageSettings,
+    rows: Float[Array, "R D"], weights: Params, metadata: RouteMetadata, *, settings: StageSettings
 ) -> Float[Array, "R D"]:
     """Compute both projections and the activation in one operation, which never holds all hidden rows."""
     bias = _down_bias(weights, settings)
@@ -130,7 +102,7 @@ def expert_ffn(
         weights.get("wi_1"),
         weights["wo"],
         metadata.group_sizes,
-        biases=None if bias is None else ExpertBiases(biases["bias_wi_0"], biases.get("bias_wi_1"), bias),
+        biases=None if bias is None else api.ExpertBiases(weights["bias_wi_0"], weights.get("bias_wi_1"), bias),
         activation=settings.config.experts.activation,
         implementation=settings.execution.kernel_choice.expert_ffn,
         hardware=settings.execution.hardware,
@@ -142,14 +114,13 @@ def fuses_experts(x: Float[Array, "T D"], weights: Params, settings: StageSettin
     """Tell whether the experts are one `expert_ffn`: if the backend says so, or for "auto" where it is the fastest."""
     config, execution = settings.config, settings.execution
     between = config.lora or execution.quantization or execution.width_chunks > 1 or settings.on_mesh.axes(WIDTH_TENSOR)
-    if between or execution.moe_backend != "auto":  # something is done between the matmuls, or the backend is named
+    named = execution.moe_backend != "auto" or execution.kernel_choice.grouped_matmul != "auto"
+    if between or named or strategy_name(config, execution) in ("capacity", "dense"):
         return execution.backend.fused
-    if strategy_name(config, execution) in ("capacity", "dense") or execution.kernel_choice.grouped_matmul != "auto":
-        return False
     mesh = settings.on_mesh.mesh
-    device = None if mesh is None or execution.hardware else mesh.abstract_mesh.abstract_device
-    named = execution.hardware if device is None else hardware_of_device(device.platform, device.device_kind)
-    hardware = target_hardware(named, (x,))
+    device = None if mesh is None else mesh.abstract_mesh.abstract_device
+    of_mesh = None if device is None else hardware_of_device(device.platform, device.device_kind)
+    hardware = target_hardware(execution.hardware or of_mesh, (x,))
     return api.is_faster_than_split(x, weights["wi_0"], config.experts.activation, "bias_wo" in weights, hardware)
 
 
@@ -172,9 +143,11 @@ def shared_experts(x: Float[Array, "T D"], params: Params, activation: str) -> F
     return out.astype(dtype)
 
 
-def _columns(weight: Float[Array, "G F D"] | QArray, columns: slice) -> Float[Array, "G F columns"] | QArray:
-    """Take some columns of the experts' matrices; quantised ones are taken whole."""
-    return weight if isinstance(weight, QArray) else weight[:, :, columns]
+def _take_columns(weights: Params, columns: slice, settings: StageSettings) -> Params:
+    """Take some columns of the model's width, which is last, of all weights that have it."""
+    widths = [name for name, spec in settings.config.param_specs().items() if spec.axes[-1] == "model_dim"]
+    taken = {name: jax.tree.map(lambda part: part[..., columns], weights[name]) for name in widths if name in weights}
+    return {**weights, **taken}
 
 
 def _down_bias(weights: Params, settings: StageSettings) -> Float[Array, "G D"] | None:
@@ -188,6 +161,13 @@ def _down_bias(weights: Params, settings: StageSettings) -> Float[Array, "G D"] 
 def _mask_rows(rows: Float[Array, "R _"], metadata: RouteMetadata) -> Float[Array, "R _"]:
     """Keep the rows that stand for a token's choice; the others are zero, in the gradient too."""
     return rows if metadata.used is None else jnp.where(metadata.used[:, None], rows, 0)
+
+
+def _add_bias(rows: Float[Array, "R _"], bias: Float[Array, "G _"] | None, metadata: RouteMetadata) -> jax.Array:
+    """Add its expert's bias, if there is one, to every row that stands for a token's choice."""
+    if bias is None:
+        return rows
+    return _mask_rows(add_bias(rows, bias, group_bounds(metadata.group_sizes, bias.shape[0], rows.shape[0])), metadata)
 
 
 def _matmul(

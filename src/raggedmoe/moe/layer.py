@@ -14,25 +14,16 @@ from raggedmoe.kernels.eager import compile_once
 from raggedmoe.kernels.qarray import Quantized, check_operand
 from raggedmoe.kernels.quant_config import rounding_key
 from raggedmoe.lora import scale_adapters
-from raggedmoe.moe.amax_history import is_amax_history, largest_before
-from raggedmoe.moe.config import MoEConfig, check_execution, is_expert_choice
+from raggedmoe.moe.amax_history import largest_before
+from raggedmoe.moe.config import MoEConfig, check_execution
 from raggedmoe.moe.dispatch import check_ranks, dispatch, prepare, unpermute
 from raggedmoe.moe.execution import MoEExecution
 from raggedmoe.moe.experts import activate, expert_ffn, fuses_experts, gmm_down, gmm_up, shared_experts, tp_reduce
 from raggedmoe.moe.records import MoEOutput, RouteMetadata, RouteOutput, StageSettings
 from raggedmoe.moe.router import check_replay, route
 from raggedmoe.params import Params
-from raggedmoe.sharding.axes import (
-    AXES,
-    TOKEN_AXES,
-    WIDTH_TENSOR,
-    AnyMesh,
-    LogicalMesh,
-    even_parts,
-    logical_mesh,
-    split_over,
-)
-from raggedmoe.sharding.rules import all_gather_params
+from raggedmoe.sharding.axes import TOKEN_AXES, WIDTH_TENSOR, AnyMesh, even_parts, logical_mesh, split_over
+from raggedmoe.sharding.rules import all_gather_params, is_routed
 from raggedmoe.sharding.stage import BETWEEN_PROJECTIONS, PER_DEVICE, TOKENS, TOKENS_AND_WIDTH, stage
 
 DEFAULT_EXECUTION = MoEExecution()
@@ -44,7 +35,7 @@ def _check_call(x: Any, params: Params, config: MoEConfig, execution: Any = DEFA
     quantized = [name for name, array in params.items() if isinstance(array, Quantized)]
     check_execution(config, execution, quantized)
     replay = options.get("replay")
-    if replay is not None and not is_expert_choice(config):
+    if replay is not None and config.router.selection != "expert_choice":
         check_replay(replay, x.shape[0], config.experts_per_token, config.num_experts)
 
 
@@ -66,16 +57,17 @@ def moe_route_and_compute(
     """Compute the layer on a batch of tokens. `raggedmoe.moe.router.route` describes the optional arguments.
 
     ``params``: arrays by the names of ``config.param_specs()``. The matrices of the experts, of shared ones too, may be
-    quantised. With
-    delayed scales also the histories that these are made of (`raggedmoe.moe.amax_history`); without them, and while
-    they are empty, a scale is made of the call's own largest value.
+    quantised. With delayed scales also the histories that these are made of (`raggedmoe.moe.amax_history`); without
+    them, and while they are empty, a scale is made of the call's own largest value.
     ``mesh``: devices to compute it on, with the axes of `raggedmoe.sharding.axes`; arrays are global, and the result
     does not depend on the mesh. Tokens are split over all axes but "tensor", parameters by `raggedmoe.sharding.rules`.
     ``first_expert``: where this layer's experts begin in weights that hold several layers', one after the other.
     """
     on_mesh = replace(logical_mesh(mesh), tensor_split=execution.tensor_split)
     split_over(on_mesh, x.shape[0], "tokens")
-    sequences = sequences_of_device(num_sequences, config, on_mesh)
+    has_slots = config.capacity_factor is not None and config.router.selection != "expert_choice"
+    by_sequence = has_slots or (config.router.aux_loss == "sequence" and config.router.aux_loss_weight)
+    sequences = split_over(on_mesh, num_sequences, "whole sequences") if by_sequence else 1
     settings = StageSettings(config=config, execution=execution, on_mesh=on_mesh, num_sequences=sequences)
     check_ranks(settings)
     if mask is not None:
@@ -117,7 +109,7 @@ def routed_experts(
     experts: dict[str, Any] = {
         name: check_operand("MoE", name, array, "G F D") if isinstance(array, Quantized) else array.astype(x.dtype)
         for name, array in params.items()
-        if not name.startswith(("router_", "shared_")) and not is_amax_history(name)
+        if name in specs and is_routed(name, specs[name])
     }
     biases = {name: experts.pop(name) for name in params if name.startswith("bias_wi")}
     weights = all_gather_params(experts, specs, on_mesh, PER_DEVICE)
@@ -126,39 +118,32 @@ def routed_experts(
     fused = fuses_experts(x, experts, settings)
     key_of = functools.partial(rounding_key, execution.quantization, key)
     token_chunks = even_parts(x.shape[0] // on_mesh.size(*TOKEN_AXES), execution.token_chunks)
-    amax = largest_before(params, len(token_chunks), on_mesh.size(*AXES))
-    if amax and on_mesh.mesh is not None and on_mesh.mesh.size != on_mesh.size(*AXES):
-        raise ValueError(
-            f"delayed scales: expected a mesh whose axes are all among mesh_axes, got {dict(on_mesh.mesh.shape)} and "
-            f"{dict(on_mesh.mesh_axes)}; along another axis the largest values would be added up"
-        )
 
-    def weighted_sum(x: Float[Array, "T D"], metadata: RouteMetadata, tokens: slice) -> Float[Array, "T D"]:
-        amax_of_chunk = {name: values[token_chunks.index(tokens)] for name, values in amax.items()}
+    def weighted_sum(x: jax.Array, metadata: RouteMetadata, weights: Params, tokens: slice) -> Float[Array, "T D"]:
         if fused:
             rows = run(dispatch, x, routing, metadata, tokens=tokens, columns=width_parts[0])
-            rows = checkpoint_name(run(expert_ffn, rows, weights, up_biases, metadata), "moe_down")
+            rows = checkpoint_name(run(expert_ffn, rows, {**weights, **up_biases}, metadata), "moe_down")
             return run(unpermute, rows, routing, metadata, tokens=tokens)
         sums, columns_out = None, []
         for columns in width_parts:
             rows = run(dispatch, x, routing, metadata, tokens=tokens, columns=columns)
-            more = run(gmm_up, rows, weights, metadata, key_of(tokens.start, 0), amax_of_chunk, columns=columns)
+            more = run(gmm_up, rows, weights, metadata, key_of(tokens.start, 0), columns=columns)
             sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
         sums = run(tp_reduce, sums)
         hidden = run(activate, checkpoint_name(sums, "moe_up"), up_biases, metadata, dtype=x.dtype)
         for columns in width_parts:
-            rows = run(gmm_down, hidden, weights, metadata, key_of(tokens.start, 1), amax_of_chunk, columns=columns)
+            rows = run(gmm_down, hidden, weights, metadata, key_of(tokens.start, 1), columns=columns)
             rows = checkpoint_name(rows, "moe_down")
             columns_out.append(run(unpermute, rows, routing, metadata, tokens=tokens))
         return on_mesh.run(concatenate, columns_out, dim=1)
 
     if execution.recompute_dispatch:
-        weighted_sum = jax.checkpoint(weighted_sum, policy=KEEP_MATMULS, static_argnums=2)
+        weighted_sum = jax.checkpoint(weighted_sum, policy=KEEP_MATMULS, static_argnums=3)
     outputs, dropped = [], jnp.zeros((), jnp.int32)
-    for tokens in token_chunks:
+    for tokens, largest in zip(token_chunks, largest_before(params, len(token_chunks), on_mesh)):
         metadata, more = run(prepare, routing, first_expert, tokens=tokens, num_stacked=params["wi_0"].shape[0])
         dropped = dropped + more
-        outputs.append(weighted_sum(x, metadata, tokens))
+        outputs.append(weighted_sum(x, metadata, {**weights, **largest}, tokens))
     return on_mesh.run(concatenate, outputs, dim=0), dropped
 
 
@@ -166,11 +151,3 @@ def routed_experts(
 def concatenate(chunks: list[Float[Array, "_ _"]], *, dim: int) -> Float[Array, "_ _"]:
     """Join chunks of the tokens (dim 0) or of their columns (1) on every device."""
     return jnp.concatenate(chunks, axis=dim)
-
-
-def sequences_of_device(num_sequences: int, config: MoEConfig, mesh: LogicalMesh) -> int:
-    """Count the whole sequences on each device, where the balance loss or the capacity is of each sequence."""
-    has_slots = config.capacity_factor is not None and not is_expert_choice(config)
-    if not has_slots and (config.router.aux_loss == "batch" or not config.router.aux_loss_weight):
-        return 1
-    return split_over(mesh, num_sequences, "whole sequences, in which a capacity_factor or aux_loss='sequence' counts,")

@@ -53,8 +53,7 @@ def route(
     config, experts_per_token = settings.config.router, settings.config.experts_per_token
     axes = settings.on_mesh.axes(*TOKEN_AXES)
     mask = jnp.ones(x.shape[0], bool) if mask is None else mask
-    first_token = lax.axis_index(axes) * x.shape[0]
-    logits = router_logits(x, params, config, key, first_token)
+    logits = router_logits(x, params, config, key, axes)
     scores, num_experts = SCORES[config.score](logits), logits.shape[1]
     bias = params.get("router_selection_bias")
     ranking = scores if bias is None else scores + bias.astype(scores.dtype)[None, :]
@@ -62,13 +61,13 @@ def route(
     if config.selection == "expert_choice":
         if replay is not None:
             raise ValueError("replay gives experts for each token, expert choice picks tokens; use another selection")
-        capacity = settings.config.expert_choice_capacity(x.shape[0])
+        capacity = settings.config.capacity(x.shape[0])
         tokens, weights, counts = choose_tokens(scores, params, config, mask, capacity)
     else:
         if replay is not None:
             experts = check_replay(replay, x.shape[0], experts_per_token, num_experts)
         else:
-            experts = select_experts(ranking, config, experts_per_token, mask, key, token_ids, first_token, axes)
+            experts = select_experts(ranking, config, experts_per_token, mask, key, token_ids, axes)
         weights = combine_weights(scores, experts, params, config)
         routed = mask[:, None] & (experts >= 0) & (experts < num_experts)
         if replay is not None:  # what is chosen here is never named again
@@ -90,13 +89,13 @@ def route(
 
 
 def router_logits(
-    x: Float[Array, "T D"], params: Params, config: RouterConfig, key: jax.Array | None, first_token: Int[Array, ""]
+    x: Float[Array, "T D"], params: Params, config: RouterConfig, key: jax.Array | None, axes: tuple[str, ...]
 ) -> Float[Array, "T E"]:
     """Compute a logit for each token and expert, in float32 at least."""
     wide = accumulator(x.dtype)
     x = x.astype(wide)
     if config.jitter and key is not None:
-        noise = uniform_of_tokens(jax.random.fold_in(key, 1), first_token, x.shape[0], x.shape[1], wide)
+        noise = uniform_of_tokens(jax.random.fold_in(key, 1), axes, x.shape[0], x.shape[1], wide)
         x = x * (1 - config.jitter + 2 * config.jitter * noise)
     logits = jnp.matmul(x, params["router_kernel"].astype(wide).T, precision=lax.Precision.HIGHEST)
     bias = params.get("router_logit_bias")
@@ -104,12 +103,11 @@ def router_logits(
 
 
 def uniform_of_tokens(
-    key: jax.Array, first_token: Int[Array, ""], num_tokens: int, num: int, dtype: Any = jnp.float32
+    key: jax.Array, axes: tuple[str, ...], num_tokens: int, num: int, dtype: Any = jnp.float32
 ) -> Float[Array, "T N"]:
     """Draw numbers in [0, 1) for each token by a key of its own, so that it does not matter how tokens are split."""
-    tokens = first_token + jnp.arange(num_tokens, dtype=jnp.int32)
-    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, tokens)
-    return jax.vmap(lambda token_key: jax.random.uniform(token_key, (num,), dtype))(keys)
+    tokens = lax.axis_index(axes) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
+    return jax.vmap(lambda token: jax.random.uniform(jax.random.fold_in(key, token), (num,), dtype))(tokens)
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:
@@ -154,27 +152,27 @@ def select_experts(
     mask: Bool[Array, " T"],
     key: jax.Array | None,
     token_ids: Integer[Array, " T"] | None,
-    first_token: Int[Array, ""],
     axes: tuple[str, ...],
 ) -> Int[Array, "T K"]:
     """Choose K different experts for every token. No gradient flows through who is chosen."""
     num_tokens, num_experts = ranking.shape
-    if config.selection == "learned":
-        return lax.top_k(limit_to_groups(lax.stop_gradient(ranking), config), experts_per_token)[1]
     if config.selection == "random":
         if key is None:
             raise ValueError("selection='random' needs a key, got None; pass key=jax.random.key(seed)")
         # The K largest of E independent numbers: a uniform draw without replacement.
-        numbers = uniform_of_tokens(jax.random.fold_in(key, 0), first_token, num_tokens, num_experts)
-        return lax.top_k(numbers, experts_per_token)[1]
+        ranking = uniform_of_tokens(jax.random.fold_in(key, 0), axes, num_tokens, num_experts)
+    if config.selection in ("learned", "random"):
+        return lax.top_k(limit_to_groups(lax.stop_gradient(ranking), config), experts_per_token)[1]
     if config.selection == "hash":
         if token_ids is None:
             raise ValueError("selection='hash' needs the token ids, got None; pass token_ids [T]")
         # Fibonacci hashing; neighbours of the first choice are the others, so that they differ.
         first = ((token_ids.astype(jnp.uint32) * jnp.uint32(2654435769)) >> 7) % jnp.uint32(num_experts)
         first = first.astype(jnp.int32)
-    else:  # balanced: a round robin over the tokens that count
-        first = (balance.tokens_before(mask, axes) + jnp.cumsum(mask, dtype=jnp.int32) - 1) * experts_per_token
+    else:  # balanced: a round robin over the tokens that count, those of the devices before this one first
+        counts = lax.all_gather(mask.sum(dtype=jnp.int32, keepdims=True), axes, tiled=True)
+        before = jnp.where(jnp.arange(counts.shape[0]) < lax.axis_index(axes), counts, 0).sum(dtype=jnp.int32)
+        first = (before + jnp.cumsum(mask, dtype=jnp.int32) - 1) * experts_per_token
     return (first[:, None] + jnp.arange(experts_per_token, dtype=jnp.int32)[None, :]) % num_experts
 
 

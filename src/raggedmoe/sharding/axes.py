@@ -10,6 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from raggedmoe.params import check_divides
+
 DATA, FSDP, EXPERT, TENSOR = "data", "fsdp", "expert", "tensor"
 AXES = (DATA, FSDP, EXPERT, TENSOR)
 TOKEN_AXES = (DATA, FSDP, EXPERT)  # tokens are split over all of these; tensor ranks see the same tokens
@@ -19,9 +21,9 @@ SPLITS = HIDDEN_TENSOR, WIDTH_TENSOR = "expert_dim", "model_dim"
 MeshAxes = Mapping[str, str | tuple[str, ...]]  # logical axis -> the axis of the mesh, or several, major first
 
 
-def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the axes of one dimension of a `PartitionSpec`, major first."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+def axes_of(*entries: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the axes of some dimensions of a `PartitionSpec`, major first."""
+    return tuple(axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry or ()))
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,7 @@ ONE_DEVICE = LogicalMesh()
 def split_over(mesh: LogicalMesh, num: int, what: str) -> int:
     """Count the tokens or sequences that each device gets of so many, which must divide evenly."""
     shards = mesh.size(*TOKEN_AXES)
-    if num % shards:
-        degrees = " × ".join(f"{axis}_parallelism={mesh.size(axis)}" for axis in TOKEN_AXES)
-        raise ValueError(
-            f"{num} {what} cannot be split over {degrees} = {shards} parts; use a multiple of {shards}, or fewer parts"
-        )
+    check_divides(what, num, " × ".join(f"{axis}_parallelism" for axis in TOKEN_AXES), shards)
     return num // shards
 
 
@@ -104,19 +102,12 @@ def logical_mesh(mesh: AnyMesh | None, mesh_axes: MeshAxes | None = None) -> Log
             f"expected a mesh whose axes are of AxisType.Auto, got {kinds}; make it with "
             f"axis_types=(jax.sharding.AxisType.Auto,) * {len(names)}"
         )
-    if mesh_axes is None:
-        if names != AXES:
-            raise ValueError(
-                f"expected a mesh with the axes {AXES}, got {names}; raggedmoe.Plan(...).mesh() makes one, or "
-                "say which axes are which: mesh_axes={'expert': ..., 'fsdp': ...}"
-            )
-        return LogicalMesh(mesh)
-    if unknown := sorted(set(mesh_axes) - set(AXES)):
-        raise ValueError(f"mesh_axes: expected keys out of {', '.join(AXES)}, got {', '.join(unknown)}")
-    assigned = {axis: axes_of(mesh_axes.get(axis)) for axis in AXES}
-    used = [name for axes in assigned.values() for name in axes]
-    if absent := [name for name in used if name not in names]:
-        raise ValueError(f"mesh_axes: expected axes of the mesh, {', '.join(names)}, got {', '.join(absent)}")
-    if twice := sorted({name for name in used if used.count(name) > 1}):
-        raise ValueError(f"mesh_axes: expected each axis of the mesh once, got {', '.join(twice)} again")
-    return LogicalMesh(mesh, tuple(assigned.items()))
+    roles = {axis: axes_of(axis if mesh_axes is None else mesh_axes.get(axis)) for axis in AXES}
+    used = axes_of(*roles.values())
+    fits = names == AXES if mesh_axes is None else set(mesh_axes) <= set(AXES)
+    if not fits or len(set(used) & set(names)) < len(used):
+        raise ValueError(
+            f"expected a mesh with the axes {AXES}, as raggedmoe.Plan(...).mesh() makes one, or mesh_axes that say "
+            f"which of its axes these are, each once; got axes {names} and mesh_axes={mesh_axes}"
+        )
+    return LogicalMesh(mesh, tuple(roles.items()))

@@ -1,4 +1,4 @@
-"""Where a decoder's activations and dense weights are on a mesh while they are used. XLA moves them there.
+"""Where a decoder's dense weights are on a mesh while they are used. XLA moves them there.
 
 A weight is stored in parts, as the plan says. A layer that uses it has it whole but for the tensor axis: its parts are
 gathered in the type of the activations just before, one layer at a time, and its gradient goes back in parts.
@@ -19,10 +19,10 @@ from jax.custom_derivatives import linear_call
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from raggedmoe.kernels.arrays import accumulator, pvary_like
+from raggedmoe.kernels.arrays import accumulator, pvary_over
 from raggedmoe.kernels.qarray import QArray
 from raggedmoe.params import Params, ParamSpec, Specs
-from raggedmoe.sharding.axes import FSDP, TENSOR, TOKEN_AXES, LogicalMesh, axes_of
+from raggedmoe.sharding.axes import FSDP, TOKEN_AXES, LogicalMesh, axes_of
 from raggedmoe.sharding.rules import WIDTH_AXES, partition, stored_partition
 from raggedmoe.sharding.stage import TOKENS, stage
 
@@ -33,14 +33,11 @@ def all_gather_dense_weights(weights: Params, specs: Specs, mesh: LogicalMesh, d
     What is quantised is gathered as it is stored. Routed experts and routers stay where they are: the MoE layer's
     stages gather them.
     """
-    if mesh.mesh is None:
-        return weights
     gathered = dict(weights)
     for name, spec in specs.items():
-        if name not in weights or spec.contracts is None or "expert" in spec.axes:
+        if name not in weights or spec.contracts is None or "expert" in spec.axes or mesh.mesh is None:
             continue
-        weight = weights[name]
-        weight = weight if isinstance(weight, QArray) else weight.astype(dtype)
+        weight = weights[name] if isinstance(weights[name], QArray) else weights[name].astype(dtype)
         stored = stored_partition(name, spec, weight, mesh)
         gathered[name] = jax.tree.map(functools.partial(_gather_weight, mesh), weight, stored)
     return gathered
@@ -53,11 +50,10 @@ _SHAPING = ("reshape", "transpose", "squeeze", "slice", "dynamic_slice", "broadc
 
 def save_all_but_gathered_weights(mesh: LogicalMesh) -> Callable[..., bool]:
     """Make the policy, for `jax.checkpoint`, to keep all but gathered weights, in whatever shape they are used."""
-    fsdp = set(mesh.axes(FSDP))
 
     def is_saved(primitive: Any, *_: Any, **params: Any) -> bool:
         if primitive.name.startswith("all_gather"):
-            return not fsdp & set(params["axis_name"])
+            return not set(mesh.axes(FSDP)) & set(params["axis_name"])
         return primitive.name != "linear_call" and primitive.name not in _SHAPING
 
     return is_saved
@@ -73,40 +69,8 @@ def _gather_weight(mesh: LogicalMesh, weight: jax.Array, stored: PartitionSpec) 
     used = PartitionSpec(*(tuple(axis for axis in axes_of(entry) if axis not in WIDTH_AXES) for entry in stored))
     if not jnp.issubdtype(weight.dtype, jnp.floating):  # values of 8 bits, which have no gradient
         return mesh.constrain(weight, used)
-    return linear_call(
-        lambda _, weight: mesh.constrain(weight, used),
-        lambda _, cotangent: mesh.constrain(cotangent, stored),
-        (),
-        weight,
-    )
-
-
-def sharded_attention(
-    attention: Callable[..., jax.Array],
-    mesh: LogicalMesh,
-    query: Float[Array, "B S N H"],
-    key: Float[Array, "B L M H"],
-    value: Float[Array, "B L M W"],
-    options: dict[str, jax.Array | None],
-) -> Float[Array, "B S N W"]:
-    """Compute attention on each device for its own sequences and heads, as XLA cannot divide a Pallas kernel.
-
-    Heads are split over the tensor axis where it divides their numbers, or where all query heads read one key head.
-    ``options``: the positions, segments and sinks.
-    """
-    num_queries, num_keys, num_ranks = query.shape[2], key.shape[2], mesh.size(TENSOR)
-    keys_divide = num_keys % num_ranks == 0
-    of_queries = TENSOR if num_queries % num_ranks == 0 and (keys_divide or num_keys == 1) else None
-    of_keys = of_queries if keys_divide else None
-    queries, keys = (PartitionSpec(TOKEN_AXES, None, heads, None) for heads in (of_queries, of_keys))
-    more = {"positions": TOKENS, "segments": TOKENS, "sinks": PartitionSpec(of_queries)}
-
-    # Unchecked, as kernels of others do not say over which axes their results vary.
-    @stage(query=queries, key=keys, value=keys, options=more, result=queries, checked=False)
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array, options: dict[str, Any]) -> jax.Array:
-        return attention(query, key, value, **options)
-
-    return mesh.run(attend, query, key, value, options)
+    lay_out, of_gradient = (lambda _, array, at=at: mesh.constrain(array, at) for at in (used, stored))
+    return linear_call(lay_out, of_gradient, (), weight)
 
 
 @dataclass(frozen=True)
@@ -115,52 +79,47 @@ class TableSharding:
 
     mesh: LogicalMesh
     spec: PartitionSpec  # The partition of the table over the logical axes.
-    num_entries: int  # The entries of each tensor rank: V of them, or its own part.
     entry_axes: tuple[str, ...]  # The mesh's axes that entries are split over; none: every rank has all of them.
-    width_axes: tuple[str, ...]  # The mesh's axes that widths are split over.
 
     def gather_width(self, part: jax.Array) -> jax.Array:
-        """Gather this rank's entries ``[V/tensor D]`` from the parts that its devices store."""
-        return lax.all_gather(part, self.width_axes, axis=1, tiled=True)
+        """Gather this rank's entries ``[V/tensor D]`` from the parts that its devices store.
 
-    def scatter_gradient(self, gradient: jax.Array) -> jax.Array:
-        """Add up the gradients ``[V/tensor D]`` of all devices' tokens, and return the part that is stored here."""
-        # Scattered first, so that the sum over the other axes is of the part alone.
-        gradient = lax.psum_scatter(gradient, self.width_axes, scatter_dimension=1, tiled=True)
-        return lax.psum(gradient, tuple(axis for axis in self.mesh.axes(*TOKEN_AXES) if axis not in self.width_axes))
+        Backward, gradients are scattered first, so that the sum over other axes is of the part that is stored here.
+        """
+        part = pvary_over(part, self.mesh.axes(*TOKEN_AXES))
+        return lax.all_gather(part, self.mesh.axes(*axes_of(self.spec[1])), axis=1, tiled=True)
 
-    def local_ids(self, ids: jax.Array) -> jax.Array:
+    def local_ids(self, ids: jax.Array, entries: jax.Array) -> jax.Array:
         """Return the tokens' places among this rank's entries; out of range if they are another's."""
-        return ids - (lax.axis_index(self.entry_axes) * self.num_entries if self.entry_axes else 0)
+        return ids - lax.axis_index(self.entry_axes) * entries.shape[0]
 
 
 def table_sharding(mesh: LogicalMesh, shape: tuple[int, ...]) -> TableSharding:
     """Return the sharding of a table of this shape, by the rules that split all parameters."""
     spec = partition("table", ParamSpec(shape=shape, dtype=None, axes=("vocab", "model_dim")), mesh)
-    return TableSharding(mesh, spec, shape[0] // mesh.size(*axes_of(spec[0])), *map(axes_of, mesh.spec(spec)))
+    return TableSharding(mesh, spec, mesh.axes(*axes_of(spec[0])))
 
 
 def embedding_lookup(
     table: Float[Array, "V D"], ids: Int[Array, "B S"], dtype: Any, sharding: TableSharding
 ) -> Float[Array, "B S D"]:
-    """Look up the tokens' vectors in a table that is split over the mesh, in the type of the activations."""
+    """Look up the tokens' vectors in a table that is split over the mesh, in the type of the activations.
+
+    Backward, their gradients are added up in float32 at least.
+    """
 
     @stage(ids=TOKENS, part=sharding.spec, result=TOKENS)
     def look_up(ids: jax.Array, part: jax.Array) -> jax.Array:
-        entries, here = sharding.gather_width(part.astype(dtype)), sharding.local_ids(jnp.clip(ids, 0, last_id))
+        entries, here = sharding.gather_width(part), sharding.local_ids(ids, part)
+        is_here = (here >= 0) & (here < part.shape[0])
         vectors = jnp.take(entries, here, axis=0, mode="clip")
-        if not sharding.entry_axes:
-            return vectors
-        is_here = (here >= 0) & (here < sharding.num_entries)
         return lax.psum(jnp.where(is_here[..., None], vectors, 0), sharding.entry_axes)
 
-    @stage(ids=TOKENS, cotangent=TOKENS, result=sharding.spec)
     def add_gradients(ids: jax.Array, cotangent: jax.Array) -> jax.Array:
-        wide = cotangent.astype(accumulator(cotangent.dtype)).reshape(-1, table.shape[1])
-        here = sharding.local_ids(jnp.clip(ids, 0, last_id)).reshape(-1)
-        here = jnp.where(here < 0, sharding.num_entries, here)  # out of range: added to nothing
-        zeros = pvary_like(jnp.zeros((sharding.num_entries, table.shape[1]), wide.dtype), wide, here)
-        return sharding.scatter_gradient(zeros.at[here].add(wide, mode="drop")).astype(table.dtype)
+        wide = jax.ShapeDtypeStruct(table.shape, accumulator(cotangent.dtype))
+        (gradient,) = jax.linear_transpose(functools.partial(run, ids), wide)(cotangent.astype(wide.dtype))
+        return gradient.astype(table.dtype)
 
-    last_id, run = table.shape[0] - 1, sharding.mesh.run
-    return linear_call(functools.partial(run, look_up), functools.partial(run, add_gradients), ids, table)
+    run = functools.partial(sharding.mesh.run, look_up)
+    ids = jnp.clip(ids, 0, table.shape[0] - 1)
+    return linear_call(lambda ids, table: run(ids, table.astype(dtype)), add_gradients, ids, table)

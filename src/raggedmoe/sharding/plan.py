@@ -10,7 +10,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from raggedmoe.kernels.qarray import QuantizedForm
-from raggedmoe.names import check_known
+from raggedmoe.names import check_known, refuse_conflicts
 from raggedmoe.params import ParamSpec, Specs, divisors
 from raggedmoe.sharding.axes import AXES, DATA, SPLITS, TOKEN_AXES, LogicalMesh, MeshAxes, axes_of, logical_mesh
 from raggedmoe.sharding.rules import Shardings, param_shardings, partition, stored_partition
@@ -74,7 +74,7 @@ class Plan:
     @property
     def num_token_shards(self) -> int:
         """Parts that the tokens of a batch are split into."""
-        return math.prod(self.sizes[name] for name in TOKEN_AXES)
+        return self._logical_mesh.size(*TOKEN_AXES)
 
     def resolve(self, num_devices: int, num_slices: int | None = None) -> "Plan":
         """Fill in -1, and require that the plan uses so many devices at most.
@@ -82,46 +82,33 @@ class Plan:
         ``num_slices`` that the devices are of, if they say so: a host's devices may stand for any number of slices.
         """
         slices = (num_slices or 1) if self.slices == -1 else self.slices
-        if num_slices not in (None, slices):
-            raise ValueError(
-                f"{SLICES}={slices}, but the devices are of {num_slices} slices; use {SLICES}={num_slices}, or leave "
-                "it out for all of them"
-            )
+        what = f"devices of {num_slices} slices"
+        refuse_conflicts({SLICES: slices}, [(num_slices not in (None, slices), SLICES, what, "-1 takes them all")])
         plan = replace(self, slices=slices)
         used, shown = plan.least.num_devices, {name: size for name, size in plan._degrees.items() if size > 1}
         text = " × ".join(f"{name}={size}" for name, size in shown.items()) or "all degrees 1"
-        if plan.open and num_devices % used:
+        if plan.open:
+            fits, fitting = num_devices % used == 0, f"one of {divisors(num_devices)}"
+        elif num_slices is not None and num_slices > 1:
+            fits, fitting = used == num_devices, f"{num_devices}, as a mesh of several slices has all their devices"
+        else:
+            fits, fitting = used <= num_devices, f"at most {num_devices}"
+        if not fits:
             raise ValueError(
-                f"{num_devices} devices cannot be divided by {text} = {used}, so {plan.open[0]}_parallelism=-1 has "
-                f"no whole number; use degrees whose product is one of {divisors(num_devices)}"
-            )
-        if used > num_devices:
-            raise ValueError(
-                f"{text} = {used} devices, but there are {num_devices}; use degrees whose product is at most "
-                f"{num_devices}"
+                f"{text} = {used} devices, but there are {num_devices}; use degrees whose product is {fitting}"
             )
         return replace(plan, **dict.fromkeys(plan.open, num_devices // used))  # type: ignore[arg-type]
 
     def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
         """Make the mesh of these devices or of the first of all that there are. Only its data axis crosses slices."""
         devices = list(jax.devices() if devices is None else devices)
-        if len(devices) < self.num_devices:
-            raise ValueError(f"the plan needs {self.num_devices} devices, found {len(devices)}")
         num_slices = count_slices(devices)
+        plan = self.resolve(len(devices), num_slices)
         if (num_slices or 1) == 1:
-            grid = np.array(devices[: self.num_devices]).reshape(tuple(self.sizes.values()))
-        elif (num_slices, len(devices)) != (self.slices, self.num_devices):
-            raise ValueError(
-                f"expected a plan for all {len(devices)} devices of {num_slices} slices, got {self.num_devices} of "
-                f"{self.slices}; use slices={num_slices}, and degrees that take all devices of a slice"
-            )
+            grid = np.array(devices[: plan.num_devices]).reshape(tuple(plan.sizes.values()))
         else:
-            grid = mesh_utils.create_hybrid_device_mesh(
-                [getattr(self, name) for name in AXES],
-                [self.slices if name == DATA else 1 for name in AXES],
-                devices,
-                allow_split_physical_axes=True,
-            )
+            in_slice, slices = [getattr(plan, name) for name in AXES], [plan.slices, 1, 1, 1]
+            grid = mesh_utils.create_hybrid_device_mesh(in_slice, slices, devices, allow_split_physical_axes=True)
         return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def logical_mesh(self, devices: Sequence[jax.Device] | None = None) -> LogicalMesh:
@@ -144,26 +131,20 @@ class Plan:
         """
         return param_shardings(replace(logical_mesh(mesh, mesh_axes), tensor_split=self.tensor_split), specs)
 
-    def device_bytes(self, name: str, spec: ParamSpec, form: QuantizedForm | None = None) -> int:
-        """Count the bytes of a parameter on one device: of an array of its type, or as it is stored quantised."""
-        if form is None:
-            return self.device_elements(name, spec) * np.dtype(spec.dtype).itemsize
-        parts = self.quantized_parts(name, spec, form)
-        return sum(num // math.prod(self.sizes[axis] for axis in axes) for num, axes in parts)
-
-    def quantized_parts(self, name: str, spec: ParamSpec, form: QuantizedForm) -> list[tuple[int, tuple[str, ...]]]:
-        """Return the bytes of a quantised parameter's values and of its scales, and the axes that split each."""
-        stored = form.struct(spec.shape)
-        places = stored_partition(name, spec, stored, self._logical_mesh)
-        return [
-            (part.size * part.dtype.itemsize, tuple(axis for entry in place for axis in axes_of(entry)))
-            for part, place in ((stored.qvalue, places.qvalue), (stored.scale, places.scale))
-        ]
-
     def device_elements(self, name: str, spec: ParamSpec) -> int:
         """Count the elements of a parameter on one device."""
-        axes = [axis for entry in self.spec(name, spec) for axis in axes_of(entry)]
-        return spec.num_elements // math.prod(self.sizes[axis] for axis in axes)
+        return spec.num_elements // self._logical_mesh.size(*axes_of(*self.spec(name, spec)))
+
+    def device_bytes(self, name: str, spec: ParamSpec, form: QuantizedForm | None = None) -> int:
+        """Count the bytes of a parameter on one device: of an array of its type, or as it is stored quantised."""
+        return sum(num // self._logical_mesh.size(*axes) for num, axes in self.stored_parts(name, spec, form))
+
+    def stored_parts(self, name: str, spec: ParamSpec, form: QuantizedForm | None) -> list[tuple[int, tuple[str, ...]]]:
+        """Return the bytes of a parameter, or of a quantised one's values and scales, and the axes that split each."""
+        stored = jax.ShapeDtypeStruct(spec.shape, spec.dtype) if form is None else form.struct(spec.shape)
+        places = jax.tree.leaves(stored_partition(name, spec, stored, self._logical_mesh))
+        arrays = jax.tree.leaves(stored)
+        return [(array.size * array.dtype.itemsize, axes_of(*place)) for array, place in zip(arrays, places)]
 
 
 def count_slices(devices: Sequence[jax.Device]) -> int | None:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -32,11 +33,12 @@ class UnevenSplitError(ValueError):
         super().__init__(f"{name}: its {dim}={size} is not divisible by {by}; a product may be in {self.fitting}")
 
 
-def partition(name: str, spec: ParamSpec, mesh: LogicalMesh) -> PartitionSpec:
+def partition(name: str, spec: ParamSpec, mesh: LogicalMesh, *, small: bool = False) -> PartitionSpec:
     """Say how a parameter is split over the logical axes of a mesh.
 
     What does not divide stays whole, but for routed experts: there it is an error, as they are nearly all of a model.
-    Their adapters are split like them, by whichever width they have.
+    What is ``small`` beside them, adapters and the scales of quantised ones, is split like them by whichever width it
+    has, but may stay whole over FSDP, which gathers it before use anyway.
     """
     routed, splits = is_routed(name, spec), dict[str, tuple[str, ...]]()
     if routed:
@@ -47,11 +49,11 @@ def partition(name: str, spec: ParamSpec, mesh: LogicalMesh) -> PartitionSpec:
     elif len([dim for dim in spec.axes if dim != "layer"]) > 1:  # not norms and biases: small, and whole everywhere
         for dims, over in ((WIDTH_DIMS, WIDTH_AXES), (TENSOR_DIMS, (TENSOR,))):
             splits.update(dict.fromkeys([dim for dim in dims if dim in spec.axes][:1], over))
-    entries = []
+    entries, small = [], small or "lora_rank" in spec.axes
     for dim, size in zip(spec.axes, spec.shape):
         axes = splits.get(dim, ())
         while size % mesh.size(*axes):
-            if routed and "lora_rank" not in spec.axes:
+            if routed and not (small and (size == 1 or axes[-1] == FSDP)):
                 degrees = {axis: mesh.size(axis) for axis in axes if mesh.size(axis) > 1}
                 raise UnevenSplitError(name, dim, size, degrees)
             axes = axes[:-1]
@@ -60,37 +62,16 @@ def partition(name: str, spec: ParamSpec, mesh: LogicalMesh) -> PartitionSpec:
 
 
 def stored_partition(name: str, spec: ParamSpec, array: Any, mesh: LogicalMesh) -> Any:
-    """Say how a parameter is split as it is stored: as `partition` says, and of a quantised one values and scales.
+    """Say how a parameter is split as it is stored: an array, or the values and scales of a quantised one.
 
-    A scale has its values' axes. It is split as they are where each part has whole blocks, and else is whole along that
-    dimension, which is gathered before use. What the tensor axis splits of routed experts is used in parts, so blocks
-    must not be cut; dense weights XLA divides, which takes a part of a block as well.
+    Each is a parameter with the same axes. A byte of two values cannot be split; nor, by the tensor axis, a block of
+    routed experts that shares a scale, as their parts are used as they are. Dense weights XLA divides, blocks too.
     """
-    whole = partition(name, spec, mesh)
     if not isinstance(array, QArray):
-        return whole
-    scales = []
-    for dim, entry, stored, num in zip(spec.axes, whole, array.qvalue.shape, array.scale.shape):
-        axes = axes_of(entry)
-        if stored % mesh.size(*axes):
-            raise ValueError(
-                f"{name}: its {dim} is stored as {stored} bytes, of two values each, which are not divisible by "
-                f"{_degrees(axes, mesh)}"
-            )
-        while num % mesh.size(*axes):
-            axes = axes[:-1]
-        cut = [axis for axis in axes_of(entry) if axis == TENSOR and axis not in axes and mesh.size(axis) > 1]
-        if cut and num > 1 and is_routed(name, spec):
-            raise ValueError(
-                f"{name}: its {dim} has {num} blocks that share a scale, which are not divisible by "
-                f"{_degrees(axes_of(entry), mesh)}"
-            )
-        scales.append(axes)
-    return QArray(whole, PartitionSpec(*scales), None, array.qtype)
-
-
-def _degrees(axes: tuple[str, ...], mesh: LogicalMesh) -> str:
-    return " × ".join(f"{axis}_parallelism={mesh.size(axis)}" for axis in axes if mesh.size(axis) > 1)
+        return partition(name, spec, mesh)
+    values = partition(f"bytes of {name}", replace(spec, shape=array.qvalue.shape), mesh)
+    scales = partition(f"scales of {name}", replace(spec, shape=array.scale.shape), mesh, small=True)
+    return QArray(values, scales, None, array.qtype)
 
 
 def param_shardings(mesh: LogicalMesh, specs: Specs) -> Shardings:
@@ -103,25 +84,20 @@ def all_gather_params(params: dict[str, Any], specs: Specs, mesh: LogicalMesh, r
 
     Backward, the gradients are summed and split again the same way: one reduce-scatter for each all-gather.
     """
-    if mesh.mesh is None:
-        return params
     stored = {name: stored_partition(name, specs[name], array, mesh) for name, array in params.items()}
 
     @stage(parts=stored, result=result)
     def all_gather_weights(parts: dict[str, Any]) -> dict[str, Any]:
-        def gather(dims: tuple[str, ...], part: jax.Array, spec: PartitionSpec) -> jax.Array:
+        def gather(part: jax.Array, spec: PartitionSpec) -> jax.Array:
             # Each device's own before the gather: backward, the sum over the other axes is of the part that is kept.
             weight = pvary_over(part, mesh.axes(*axes_of(result[0])))
-            for i, (dim, entry) in enumerate(zip(dims, spec)):
-                axes = mesh.axes(*(axis for axis in axes_of(entry) if axis in WIDTH_AXES and dim != "expert"))
-                weight = lax.all_gather(weight, axes, axis=i, tiled=True)
+            for i, axes in enumerate(map(axes_of, spec)):
+                # Without FSDP beside it the expert axis splits the experts themselves, which stay where they are.
+                over = [axis for axis in axes if axis in WIDTH_AXES and FSDP in axes]
+                weight = lax.all_gather(weight, mesh.axes(*over), axis=i, tiled=True)
             return weight
 
-        # Of a quantised weight, values and scales.
-        return {
-            name: jax.tree.map(functools.partial(gather, specs[name].axes), part, stored[name])
-            for name, part in parts.items()
-        }
+        return jax.tree.map(gather, parts, stored)
 
     return mesh.run(all_gather_weights, params)
 

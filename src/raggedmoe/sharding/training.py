@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from raggedmoe.kernels.qarray import QArray
 from raggedmoe.params import Params, Specs, check_divides
 from raggedmoe.sharding.axes import TOKEN_AXES, LogicalMesh, even_parts
-from raggedmoe.sharding.rules import param_shardings, stored_partition
+from raggedmoe.sharding.rules import stored_partition
 from raggedmoe.sharding.stage import REPLICATED, TOKENS
 
 TRANSFER_BYTES = 2**28  # of a parameter at a time between hosts
@@ -22,14 +22,12 @@ PARTS_OF_TOKENS = PartitionSpec(None, TOKEN_AXES)
 
 def state_shapes(mesh: LogicalMesh, template: Any, specs: Specs) -> Any:
     """Add its sharding to each shape of a state: the optimizer's moments lie where their parameters do."""
-    shardings, whole = param_shardings(mesh, specs), mesh.sharding(REPLICATED)
 
     def with_sharding(path: Any, leaf: Any) -> Any:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-        if isinstance(leaf, QArray):
-            places = stored_partition(names[-1], specs[names[-1]], leaf, mesh)
-            return jax.tree.map(lambda part, place: part.update(sharding=mesh.sharding(place)), leaf, places)
-        return leaf.update(sharding=shardings.get(names[-1], whole) if names else whole)
+        is_param = bool(names) and names[-1] in specs
+        places = stored_partition(names[-1], specs[names[-1]], leaf, mesh) if is_param else REPLICATED
+        return jax.tree.map(lambda part, place: part.update(sharding=mesh.sharding(place)), leaf, places)
 
     return jax.tree_util.tree_map_with_path(with_sharding, template, is_leaf=lambda leaf: isinstance(leaf, QArray))
 
@@ -44,12 +42,9 @@ def batch_shapes(mesh: LogicalMesh, batch: Any, parts: int | None = None) -> Any
 
 def in_micro_batches(batch: Any, parts: int) -> Any:
     """Set the micro-batches of a batch ``[B S]`` apart: ``[parts B/parts S]``."""
-
-    def split(array: Any) -> Any:
+    for array in jax.tree.leaves(batch):
         check_divides("batch_size", array.shape[0], "gradient_accumulation_steps", parts)
-        return array.reshape(parts, -1, *array.shape[1:])
-
-    return jax.tree.map(split, batch)
+    return jax.tree.map(lambda array: array.reshape(parts, -1, *array.shape[1:]), batch)
 
 
 def local_rows(mesh: LogicalMesh, num_rows: int, parts: int) -> list[int] | None:
@@ -64,13 +59,12 @@ def local_rows(mesh: LogicalMesh, num_rows: int, parts: int) -> list[int] | None
 
 def put(arrays: Any, shapes: Any) -> Any:
     """Put arrays where their shapes say: whole ones that every process has, or of a batch only its `local_rows`."""
-
-    def put_array(array: Any, shape: jax.ShapeDtypeStruct) -> Any:
-        if shape.sharding is None:
-            return array
-        return jax.make_array_from_process_local_data(shape.sharding, np.asarray(array), shape.shape)
-
-    return jax.tree.map(put_array, arrays, shapes)
+    make = jax.make_array_from_process_local_data
+    return jax.tree.map(
+        lambda a, shape: a if shape.sharding is None else make(shape.sharding, np.asarray(a), shape.shape),
+        arrays,
+        shapes,
+    )
 
 
 def check_all_take_part(mesh: LogicalMesh) -> None:

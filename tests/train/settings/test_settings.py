@@ -253,7 +253,7 @@ def test_a_bad_word_is_refused_with_what_to_do(words, message):
         (["quantization=fp8", "moe_backend=cpu_native"], "with moe_backend='cpu_native': its fused kernel rounds"),
         (["moe_fp8_weights=true", "moe_use_kernel_agent_ffn=true"], "with moe_backend='expert_ffn': its fused kernel"),
         (["quantization=int8", "moe_backend=megablox"], "megablox .forward. takes no quantised operands; use auto"),
-        (["quantization=int8", "width_chunks=2"], "with width_chunks=2: a part of a row would have a scale of its own"),
+        (["quantization=int8", "width_chunks=2"], "with width_chunks=2: what shares a scale would be cut"),
         (
             ["quantization=int8", "moe_backend=dense"],
             "quantization=int8 and moe_backend=dense .* contradict each other",

@@ -96,10 +96,10 @@ def transposed_matmul(lhs, rhs, bounds, out_dtype=None, *, hardware: Hardware, t
         if factor is not None:  # one number, which XLA multiplies into what reads the result
             sums = transposed_matmul(lhs, rhs, bounds, jnp.float32, hardware=hardware, tiles=tiles)
             return (sums * factor).astype(out_dtype)
-    return _transposed(lhs, rhs, bounds, out_dtype, hardware, tiles)
+    return _run_transposed(lhs, rhs, bounds, out_dtype, hardware, tiles)
 
 
-def _transposed(lhs, rhs, bounds, out_dtype, hardware, tiles):
+def _run_transposed(lhs, rhs, bounds, out_dtype, hardware, tiles):
     from raggedmoe.kernels.grouped_matmul import pallas_tpu_transposed_kernel as kernel
 
     sizes = lhs.shape[1], rhs.shape[1]
@@ -117,7 +117,7 @@ def _transposed(lhs, rhs, bounds, out_dtype, hardware, tiles):
         tiles = transposed_tiles_for(problem, hardware)
     if tiles is None:  # as above, for either; in fours, so that there is a tile to divide them by
         lhs, rhs = (jnp.pad(array, [(0, 0), (0, -array.shape[1] % (4 * LANES))]) for array in (lhs, rhs))
-        return _transposed(lhs, rhs, bounds, out_dtype, hardware, None)[:, : sizes[0], : sizes[1]]
+        return _run_transposed(lhs, rhs, bounds, out_dtype, hardware, None)[:, : sizes[0], : sizes[1]]
     packed = tiles.cut.packed
     return kernel.transposed_matmul(
         pad_rows(lhs, packed), pad_rows(rhs, packed), bounds, tiles=tiles, out_dtype=out_dtype

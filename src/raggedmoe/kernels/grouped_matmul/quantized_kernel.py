@@ -129,10 +129,10 @@ class QuantizedCode:
             values = matrix[piece]
             if self.how.matrices == "mxfp4":
                 values = unpack_4_bits(values)
-            self.buffers.widened[place] = self._scaled(widen(values, self.how.multiplied), slot, part, columns)
+            self.buffers.widened[place] = self._multiply_scales(widen(values, self.how.multiplied), slot, part, columns)
         return self.buffers.widened[place]
 
-    def _scaled(self, values, slot, part, columns: slice):
+    def _multiply_scales(self, values, slot, part, columns: slice):
         """Multiply widened values by the scales of their blocks."""
         if self.how.scaled != VALUES:
             return values

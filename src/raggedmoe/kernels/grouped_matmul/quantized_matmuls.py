@@ -148,7 +148,7 @@ def _select(
     if config.cotangents is not None:
         wide_cotangent = jax.ShapeDtypeStruct(cotangent.shape, wide)
         of_rows = jax.eval_shape(lambda g: _quantize_cotangent_rows(config, g, None, None), wide_cotangent)
-        of_groups = jax.eval_shape(lambda g: _stored(g, _ones(g), str(config.cotangents), None), wide_cotangent)
+        of_groups = jax.eval_shape(lambda g: _encode(g, _ones(g), str(config.cotangents), None), wide_cotangent)
     folds = config.cotangents is not None and config.block is None
     read_rows = _without_scale(rows) if folds and isinstance(rows, QArray) else rows
     placed = placement(*jax.tree.leaves((lhs, weights)), group_sizes)
@@ -199,8 +199,10 @@ class _Operands:
 def _compute(static: _StaticPart, lhs: Any, weights: Any, bounds: Any, amax: Amax) -> tuple[Any, Any]:
     config, nothing = static.config, (None,) * len(weights)
     live = group_of_row(bounds, lhs.shape[0])[1]
-    of_rows, row_scale = _delayed(static, "rows", amax.rows, jnp.where(live[:, None], lhs, 0))
-    of_weights = [_delayed(static, "weights", before, weight) for before, weight in zip(amax.weights, weights)]
+    of_rows, row_scale = _current_and_scale(static, "rows", amax.rows, jnp.where(live[:, None], lhs, 0))
+    of_weights = [
+        _current_and_scale(static, "weights", before, weight) for before, weight in zip(amax.weights, weights)
+    ]
     scales = tuple(scale for _, scale in of_weights)
     operands = _Operands(
         rows=_quantize_rows(config, lhs, row_scale),
@@ -213,7 +215,7 @@ def _compute(static: _StaticPart, lhs: Any, weights: Any, bounds: Any, amax: Ama
     return sums, (operands,)
 
 
-def _delayed(static: _StaticPart, operand: str, before: Any, array: Any) -> tuple[Any, Any]:
+def _current_and_scale(static: _StaticPart, operand: str, before: Any, array: Any) -> tuple[Any, Any]:
     """Return the largest value of an operand and the scale that its history makes; None twice: it has none."""
     if before is None:
         return None, None
@@ -233,7 +235,7 @@ def _compute_gradients(static: _StaticPart, residuals: Any, cotangents: Any) -> 
         keys = [None, None] if key is None else [jax.random.fold_in(key, 2 * number + i) for i in range(2)]
         # What stands in rows without a group, NaN too, must not enter a scale.
         cotangent = jnp.where(here[:, None], cotangent, 0)
-        current, scale = _delayed(static, "cotangents", amax.cotangents[number], cotangent)
+        current, scale = _current_and_scale(static, "cotangents", amax.cotangents[number], cotangent)
         largest.append(current)
         # A constant scale is of cotangents times what is folded into them; a history is of cotangents alone.
         of_rows = of_groups = config.cotangent_scale
@@ -294,7 +296,7 @@ def _weight_gradient(static, rows, bounds, group, here, cotangent, key, scale):
         rows = _without_scale(rows)
     scale = _group_scale(config, cotangent, bounds, group, here, scale)  # [G O]
     of_rows = jnp.take(scale, group, axis=0)
-    out = product(rows, _stored(cotangent, of_rows, qtype, key, _ones(cotangent)))
+    out = product(rows, _encode(cotangent, of_rows, qtype, key, _ones(cotangent)))
     return out * (scale[:, :, None] if static.transpose_rhs else scale[:, None, :])
 
 
@@ -350,11 +352,11 @@ def _num_blocks(config: QuantConfig, size: int) -> int:
 
 def _quantize(array: Array, qtype: str, scale_shape: tuple[int, ...], constant: Scale, key: Any = None) -> QArray:
     if constant is None:
-        return _stored(array, absmax_scale(array, qtype, scale_shape), qtype, key)
-    return _stored(array, constant_scale(array, constant, scale_shape), qtype, key)
+        return _encode(array, absmax_scale(array, qtype, scale_shape), qtype, key)
+    return _encode(array, constant_scale(array, constant, scale_shape), qtype, key)
 
 
-def _stored(array: Array, scale: Array, qtype: str, key: Any, kept: Array | None = None) -> QArray:
+def _encode(array: Array, scale: Array, qtype: str, key: Any, kept: Array | None = None) -> QArray:
     """Quantise an array in the form that kernels read; ``kept`` are the scales that they are given, if others."""
     return QArray(encode_bits(array, scale, qtype, key), scale if kept is None else kept, None, qtype)
 

@@ -41,7 +41,7 @@ def forward(lhs, rhs, bounds, *, transpose_rhs, out_dtype, hardware):
         lhs, rhs = _their_arrays(lhs, rhs, transpose_rhs)
         precision = lax.Precision.DEFAULT
     elif isinstance(lhs, QArray) or isinstance(rhs, QArray):
-        lhs, rhs = _widened(lhs, rhs)
+        lhs, rhs = _widen(lhs, rhs)
         precision = _precision(lhs.dtype)
     kernel = functools.partial(gmm, precision=precision, out_dtype=out_dtype)
     with external_gmm.compile_target(hardware):
@@ -57,7 +57,7 @@ def _is_native(lhs: MatmulOperand, rhs: MatmulOperand, transpose_rhs: bool, hard
     return lhs.scale.shape[1] == 1 and rhs.scale.shape[2 if transpose_rhs else 1] == 1
 
 
-def _widened(*operands):
+def _widen(*operands):
     return tuple(dequantize(operand, jnp.float32).astype(jnp.float32) for operand in operands)
 
 
@@ -78,7 +78,7 @@ def transposed_matmul(lhs, rhs, bounds, out_dtype=None, *, hardware):
     """Compute ``out[g] = lhs_gᵀ @ rhs_g`` over the rows of each group: ``[R I], [R O] -> [G I O]``."""
     out_dtype = lhs.dtype if out_dtype is None else out_dtype
     if isinstance(lhs, QArray) or isinstance(rhs, QArray):
-        lhs, rhs = _widened(lhs, rhs)
+        lhs, rhs = _widen(lhs, rhs)
     if hardware.platform == "gpu":
         return tokamax_gpu.transposed_matmul(lhs, rhs, bounds)
     from tokamax._src.ops.ragged_dot.pallas_mosaic_tpu_kernel import tgmm

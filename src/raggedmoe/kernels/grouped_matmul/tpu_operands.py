@@ -96,7 +96,7 @@ def operands_why_not(lhs: MatmulOperand, rhs: MatmulOperand, transpose_rhs: bool
         )
     if lhs.scale is not None and lhs.scale.shape[1] > 1:
         return f"it takes rows with one scale each, and lhs has {lhs.scale.shape[1]}"
-    if _scaled(lhs, rhs, transpose_rhs) == VALUES and max(_block(rhs)) < SUBLANES:
+    if _where_scaled(lhs, rhs, transpose_rhs) == VALUES and max(_block(rhs)) < SUBLANES:
         rows, columns = (size // num for size, num in zip(rhs.shape[1:], rhs.scale.shape[1:]))
         return (
             f"it takes scales of blocks of which one side is a multiple of {SUBLANES}, and those of rhs are of "
@@ -105,7 +105,7 @@ def operands_why_not(lhs: MatmulOperand, rhs: MatmulOperand, transpose_rhs: bool
     return None
 
 
-def _scaled(lhs: MatmulOperand, rhs: MatmulOperand, transpose_rhs: bool) -> str:
+def _where_scaled(lhs: MatmulOperand, rhs: MatmulOperand, transpose_rhs: bool) -> str:
     sum_dim = 2 if transpose_rhs else 1
     if rhs.scale is None or rhs.scale.shape[sum_dim] == 1:
         return SUMS
@@ -126,7 +126,7 @@ def _block(rhs: MatmulOperand) -> tuple[int, int]:
 
 def multiplication(lhs: MatmulOperand, rhs: MatmulOperand, transpose_rhs: bool, hardware: Hardware) -> Multiplication:
     """Decide how operands that the kernel takes are multiplied on a chip."""
-    scaled = _scaled(lhs, rhs, transpose_rhs)
+    scaled = _where_scaled(lhs, rhs, transpose_rhs)
     if scaled == ROWS:  # rows times scales are float32
         return Multiplication(rows="float32", matrices=rhs.values_type, multiplied="float32", scaled=ROWS)
     types: dict[str, Any] = {"rows": lhs.values_type, "matrices": rhs.values_type, "scaled": scaled}

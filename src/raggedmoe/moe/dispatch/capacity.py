@@ -25,7 +25,7 @@ def prepare(routing: RouteOutput, settings: StageSettings) -> RouteMetadata:
         metadata = prepare_expert_choice(routing)
     else:
         config, num_sequences = settings.config, settings.num_sequences
-        capacity = config.sequence_capacity(routing.mask.shape[0] // num_sequences)
+        capacity = config.capacity(routing.mask.shape[0] // num_sequences)
         metadata = prepare_token_choice(routing, config.num_experts, capacity, num_sequences)
     assert metadata.used is not None
     used, held = to_experts(metadata.used, settings), num_held(settings)

@@ -44,8 +44,8 @@ def find_tables(paths: Sequence[str], split: str | None) -> dict[str, tuple[str,
     Each is found once, by whatever paths and links: a row that is read twice could be trained on and held out.
     """
     roots = [as_path(path) for path in paths]
-    found = [file for root in roots for file in select_tables(root, list_files_below(root, SUFFIXES), split)]
-    return {real_place(path): (name, path) for name, path in reversed(found)}
+    tables = [file for root in roots for file in select_tables(root, list_files_below(root, SUFFIXES), split)]
+    return {real_place(path): (name, path) for name, path in reversed(tables)}
 
 
 def read_hf_files(config: DataConfig, paths: Sequence[str], tokenizer: TextTokenizer) -> Corpus:

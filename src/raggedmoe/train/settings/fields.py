@@ -315,16 +315,16 @@ _SECTION_CLASSES: list[Any] = []  # all that were made
 
 def _no_field(cls: Any, name: str) -> str:
     """Say that a section has no such field, and which section has the setting of that name."""
-    own = {entry.name: entry.default_factory for entry in dataclasses.fields(cls)}
+    sections = {entry.name: entry.default_factory for entry in dataclasses.fields(cls)}
     for holder in _SECTION_CLASSES:
         for declared in section_settings(holder):
             if name not in (declared.field, declared.name):
                 continue
-            inside = [field for field, made in own.items() if made is holder]
+            inside = [field for field, made in sections.items() if made is holder]
             usage = f"{holder.__name__}({declared.field}=…)"
             return f"{cls.__name__} has no {name}; use {f'{inside[0]}={usage}' if inside else usage}"
     near = close_names(name, [declared.field for made in _SECTION_CLASSES for declared in section_settings(made)])
-    hint = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(own)}"
+    hint = f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(sections)}"
     return f"{cls.__name__} has no {name}; {hint}"
 
 

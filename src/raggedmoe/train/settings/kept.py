@@ -49,7 +49,7 @@ def _why_not(
     try:
         check_execution(model.moe_layer, execution.moe, kept)
         for name, form in forms.items():
-            plan.quantized_parts(name, specs[name], form)
+            plan.stored_parts(name, specs[name], form)
     except ValueError as error:  # of these a block of a scale, or a byte of two values, would be cut
         return str(error)
     return quantizes_why_not("grouped_matmul", execution.moe.kernel_choice.grouped_matmul)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 
@@ -14,7 +14,7 @@ from raggedmoe.models.config import ModelConfig, check_execution
 from raggedmoe.models.execution import ModelExecution
 from raggedmoe.models.parameters import check_lora, param_specs
 from raggedmoe.models.sizes import FIELDS, OTHERS, resize
-from raggedmoe.moe.config import RouterConfig
+from raggedmoe.moe.config import RouterConfig, Selection
 from raggedmoe.moe.execution import ACROSS_RANKS, MoEExecution
 from raggedmoe.params import divisors
 from raggedmoe.sharding.plan import Plan
@@ -237,14 +237,10 @@ def _make_router(config: TrainConfig, router: RouterConfig) -> RouterConfig:
         router = replace(router, aux_loss_weight=0.0)
     if overrides.routing is not None and overrides.routing != router.selection:
         # What ranks experts means nothing where chance does.
-        router = replace(router, selection=overrides.routing, selection_bias=False, num_groups=1, groups_per_token=1)
-    if overrides.aux_loss is not None:
-        router = replace(router, aux_loss=overrides.aux_loss)
-    if overrides.aux_loss_weight is not None:
-        router = replace(router, aux_loss_weight=overrides.aux_loss_weight)
-    if overrides.z_loss_weight is not None:
-        router = replace(router, z_loss_weight=overrides.z_loss_weight)
-    return router
+        selection = cast(Selection, overrides.routing)
+        router = replace(router, selection=selection, selection_bias=False, num_groups=1, groups_per_token=1)
+    words = {name: getattr(overrides, name) for name in ("aux_loss", "aux_loss_weight", "z_loss_weight")}
+    return replace(router, **{name: value for name, value in words.items() if value is not None})
 
 
 def _check_expert_choice(config: TrainConfig) -> None:

@@ -6,15 +6,15 @@ A setting that MaxText has too has its name there; `raggedmoe.interop.maxtext` t
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from raggedmoe.kernels.qarray import LHS_FORMATS
 from raggedmoe.kernels.quant_config import QUANTIZATIONS, QuantConfig
 from raggedmoe.kernels.registry import BACKWARD, FORWARD, Choice, Directions, Ordered
 from raggedmoe.lora import GROUPS, ROUTERS
 from raggedmoe.models.execution import SAVED_NAMES
-from raggedmoe.moe.config import ROUTER_WORDS
-from raggedmoe.moe.execution import BACKENDS, canonical_backend
+from raggedmoe.moe.config import Selection
+from raggedmoe.moe.execution import BACKENDS, OLDER_BACKENDS
 from raggedmoe.sharding.axes import SPLITS
 from raggedmoe.sharding.plan import Plan
 from raggedmoe.train.settings.data_section import (
@@ -142,7 +142,7 @@ class ModelOverrides(Section):
     normalization_layer_epsilon: float | None = setting(default=None, help="Epsilon of RMSNorm", above=0)
     logits_via_embedding: bool | None = setting(default=None, help="Whether the output head is the embedding (tied)")
     routing: str | None = setting(
-        default=None, help="How experts are selected; none: as the model has", choices=ROUTER_WORDS["selection"]
+        default=None, help="How experts are selected; none: as the model has", choices=get_args(Selection)
     )
     capacity_factor: float | None = setting(
         default=None,
@@ -307,7 +307,7 @@ class ExecutionSettings(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "moe_backend", canonical_backend(self.moe_backend))
+        object.__setattr__(self, "moe_backend", OLDER_BACKENDS.get(self.moe_backend, self.moe_backend))
         if self.quantization_history is not None and self.quantization_block is not None:
             raise ValueError(
                 f"quantization_history={self.quantization_history} makes one scale for a whole operand, and "

@@ -6,7 +6,7 @@ from typing import Any
 
 from raggedmoe.interop import maxtext
 from raggedmoe.interop.maxtext_defaults import is_same
-from raggedmoe.moe.execution import canonical_backend
+from raggedmoe.moe.execution import OLDER_BACKENDS
 from raggedmoe.names import close_names
 from raggedmoe.train.settings.config import SETTINGS, Source, TrainConfig, config_of
 from raggedmoe.train.settings.fields import BOOLS
@@ -31,7 +31,7 @@ class _Reading:
             text, called=word.full_name if text == word.text else f"{word.assignment}: {name}"
         )
         if name == "moe_backend":
-            parsed = canonical_backend(parsed)
+            parsed = OLDER_BACKENDS.get(parsed, parsed)
         if name in self.values and self.values[name] != parsed:
             if name in self.typed and not word.is_typed:
                 return

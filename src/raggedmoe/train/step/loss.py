@@ -90,6 +90,7 @@ def _value_and_gradients(
     hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, *, sharding: TableSharding
 ) -> tuple[jax.Array, tuple]:
     stored_dtype, wide = head.dtype, accumulator(hidden.dtype)
+    _, scatter_gradient = jax.vjp(sharding.gather_width, head.astype(wide))
     head = sharding.gather_width(head.astype(hidden.dtype))
     product = functools.partial(jnp.einsum, precision=matmul_precision(hidden.dtype), preferred_element_type=wide)
 
@@ -108,7 +109,7 @@ def _value_and_gradients(
     )
     (total, d_head), d_rows = lax.scan(body, start, _chunks(head, hidden, targets, weights))
     d_hidden = d_rows.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
-    return _sum_over_tokens(total, sharding), (d_hidden, sharding.scatter_gradient(d_head).astype(stored_dtype))
+    return _sum_over_tokens(total, sharding), (d_hidden, scatter_gradient(d_head)[0].astype(stored_dtype))
 
 
 def _backward(sharding: TableSharding, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple:
@@ -129,7 +130,7 @@ def _losses(
     peak = _reduce_over_vocab(lax.pmax, logits.max(axis=1, keepdims=True), sharding)
     exponentials = jnp.exp(logits - peak)
     sums = _reduce_over_vocab(lax.psum, exponentials.sum(axis=1, keepdims=True), sharding)
-    is_target = jnp.arange(head.shape[0])[None] == sharding.local_ids(targets)[:, None]
+    is_target = jnp.arange(head.shape[0])[None] == sharding.local_ids(targets, head)[:, None]
     if sharding.mesh.mesh is None:
         target_logit = jnp.take_along_axis(logits, targets[:, None], axis=1)
     else:  # it may be another rank's

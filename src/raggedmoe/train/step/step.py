@@ -162,7 +162,7 @@ def batch_gradients(
     def body(number: Any, batch: Batch, weights: MicroBatchWeights) -> tuple[dict[str, jax.Array], Losses]:
         own_key = jax.random.fold_in(key, number)
         (_, losses), gradients = take(trained, others, batch, weights, config, own_key, mesh)
-        return {name: widen_to_float32(gradient) for name, gradient in gradients.items()}, losses
+        return jax.tree.map(widen_to_float32, gradients), losses
 
     if parts == 1:
         return body(0, *jax.tree.map(lambda a: a[0], (micro, weights)))
@@ -182,7 +182,7 @@ def _add_up(total: tuple[Params, Losses], part: tuple[Params, Losses]) -> tuple[
     """Add a micro-batch's gradients and losses; of a history the largest values of any of them count."""
     (gradients, losses), (more, more_losses) = total, part
     both = {
-        name: (jnp.maximum if is_amax_history(name) else jnp.add)(value, more[name])
+        name: jax.tree.map(jnp.maximum if is_amax_history(name) else jnp.add, value, more[name])
         for name, value in gradients.items()
     }
     return both, jax.tree.map(jnp.add, losses, more_losses)
