@@ -67,12 +67,12 @@ def test_a_layer_that_needs_arrays_says_why(config, execution, message):
 
 @pytest.mark.parametrize("backend", ["auto", "ragged_dot", "dense"])
 def test_shared_experts_may_be_quantised_beside_any_experts(backend):
-    """Values, and gradients of the tokens, are those of what they stand for; one expert's experts are arrays."""
+    """Values, and gradients of the tokens, are those of what they stand for; the routed experts are arrays."""
     config = replace(CONFIG, experts=replace(CONFIG.experts, num_shared=2, shared_gate=True))
     meant, execution = init_params(config.param_specs(), jax.random.key(0)), MoEExecution(moe_backend=backend)
     stored = dict(meant)
     for name in ("shared_wi_0", "shared_wi_1", "shared_wo"):
-        values, scale = meant[name].astype(jnp.float8_e4m3fn), jnp.exp2(jnp.arange(16.0) - 3).reshape(8, 2)
+        values, scale = meant[name].astype(jnp.float8_e4m3fn), jnp.exp2(jnp.arange(16.0) % 3 - 2).reshape(8, 2)
         stored[name] = QArray(values, scale)  # of 64 × 16
         meant[name] = values.astype(jnp.float32) * scale.repeat(8, 0).repeat(8, 1)
     x = jax.random.normal(jax.random.key(1), (2, 6, 16))
