@@ -3,13 +3,30 @@
 import json
 import sys
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from raggedmoe import interop
-from tests.interop.folders import GOLDEN, SINGLE, bits, change_json, change_tensors, copied, stored, write_checkpoint
+from raggedmoe.kernels.dequantize import dequantize
+from raggedmoe.kernels.qarray import QArray
+from raggedmoe.models.generate import generate
+from tests.interop.folders import (
+    GOLDEN,
+    SINGLE,
+    bits,
+    change_json,
+    change_tensors,
+    copied,
+    header_and_data,
+    quantised_in,
+    stored,
+    stored_quantised,
+    write_checkpoint,
+    write_raw,
+)
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 DOWN = "model.layers.1.mlp.experts.5.down_proj.weight"
@@ -113,6 +130,68 @@ def test_fp8_factors_may_be_bfloat16(tmp_path):
     loaded = interop.load(write_checkpoint(tmp_path / "narrow", config, {**tensors, **narrow})).params
     for name, array in interop.load(wide).params.items():
         np.testing.assert_array_equal(bits(loaded[name]), bits(array), err_msg=name)
+
+
+def e8m0_folder(folder, block):
+    """The fp8 checkpoint with scales of exponents alone, each file's bytes by hand; and what its matrices mean."""
+    _, config, meant, tensors = fp8_folder(folder / "any", block)
+    config["quantization_config"]["scale_fmt"] = "ue8m0"
+    rng = np.random.default_rng(1)
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        if name.endswith("_scale_inv"):
+            weight = name.removesuffix("_scale_inv")
+            codes = rng.integers(110, 125, tensor.shape, np.uint8)
+            factors = np.asarray([[2.0 ** (int(code) - 127) for code in row] for row in codes], np.float32)
+            meant[weight] = fp8_matrix(tensors[weight].view(np.uint8), factors, block)
+            tensor, dtype = codes, "F8_E8M0"
+        else:
+            dtype = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}[tensor.dtype.name]
+        raw = np.ascontiguousarray(tensor).tobytes()
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    (folder / "e8m0").mkdir()
+    (folder / "e8m0" / "config.json").write_text(json.dumps(config))
+    write_raw(folder / "e8m0" / SINGLE, json.dumps(header).encode(), data)
+    del config["quantization_config"]
+    return folder / "e8m0", write_checkpoint(folder / "plain", config, meant)
+
+
+# Of blocks of 9 × 7 the last ones are cut, and so are those that heads begin in.
+@pytest.mark.parametrize("block", [(128, 128), (16, 16), (9, 7)])
+def test_fp8_factors_may_be_exponents_alone(block, tmp_path):
+    """As newer DeepSeek checkpoints have them (ue8m0). Kept, they are a byte each; written, they are the same bytes."""
+    folder, plain = e8m0_folder(tmp_path, block)
+    loaded, kept, expected = interop.load(folder), interop.load(folder, keep_quantised=True), interop.load(plain)
+    quantised = quantised_in(expected.params, "fp8")
+    for name, array in expected.params.items():
+        np.testing.assert_array_equal(bits(loaded.params[name]), bits(array), err_msg=name)
+        held = kept.params[name]
+        assert isinstance(held, QArray) == (name in quantised)
+        if name in quantised:
+            assert held.scale.dtype == np.uint8
+            held = jax.jit(lambda stored: dequantize(stored, jnp.float32))(held).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(bits(held), bits(array), err_msg=name)
+    interop.save(kept, tmp_path / "again")
+    before, after = (stored_quantised(where) for where in (folder, tmp_path / "again"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype, name
+        np.testing.assert_array_equal(bits(after[name]), bits(tensor), err_msg=name)
+    prompts = [[5, 9, 2, 17], [3, 1]]
+    texts = [list(generate(model, prompts, max_new_tokens=12)) for model in (kept, loaded)]
+    assert texts[0] == texts[1]
+
+
+def test_an_exponent_that_is_no_number_makes_its_block_none(tmp_path):
+    folder, _ = e8m0_folder(tmp_path, (16, 16))
+    header, data = header_and_data(folder / SINGLE)
+    start = header[f"{DOWN}_scale_inv"]["data_offsets"][0]
+    write_raw(folder / SINGLE, json.dumps(header).encode(), data[:start] + b"\xff" + data[start + 1 :])
+    down = np.asarray(interop.load(folder).params["stacks.1.0.moe.wo"][0, 5], np.float32)  # [F D], stored [D F]
+    assert np.isnan(down[:16, :16]).all()
+    assert np.isfinite(down[16:]).all()
+    assert np.isfinite(down[:, 16:]).all()
 
 
 def test_pieces_that_do_not_end_at_a_block_give_the_same_weights(tmp_path, monkeypatch):

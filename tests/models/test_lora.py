@@ -145,14 +145,13 @@ def test_the_loss_is_that_of_merged_weights(single):
     assert abs(float(value) - float(expected)) <= 32 * EPS * abs(float(expected))
 
 
-def test_every_adapters_and_routers_gradient_is_that_of_the_merged_weights(single):
-    """By the chain rule, in NumPy: of ``W + s B A`` with the gradient G of W, ``s Bᵀ G`` and ``s G Aᵀ``."""
-    config, params, ids, _, gradients = single
-    plain = dataclasses.replace(config, lora=None)
-    merged = {name: jnp.asarray(array, jnp.float32) for name, array in merged_in_float64(config, params).items()}
-    of_weights = jax.device_get(quick_jit(jax.grad(loss_of(plain, ids, EINSUM)))(merged))
+def of_adapters(config, params, of_weights):
+    """The gradients of adapters and routers by those of the merged weights, by the chain rule in NumPy.
+
+    Of ``W + s B A`` with the gradient G of W, they are ``s Bᵀ G`` and ``s G Aᵀ``.
+    """
     scale, expected = config.lora.alpha / config.lora.rank, {}
-    for name, spec in param_specs(plain).items():
+    for name, spec in param_specs(dataclasses.replace(config, lora=None)).items():
         if name.rpartition(".")[2].startswith("router_kernel"):
             expected[name] = of_weights[name].astype(np.float64)
         if f"{name}{B}" not in params:
@@ -171,13 +170,18 @@ def test_every_adapters_and_routers_gradient_is_that_of_the_merged_weights(singl
             of_second[at] = scale * (rows @ g.T).reshape(second[at].shape)
         expected[first_name] = expected.get(first_name, 0) + of_first
         expected[f"{name}{B}"] = of_second
+    return expected
+
+
+def test_every_adapters_and_routers_gradient_is_that_of_the_merged_weights(single):
+    config, params, ids, _, gradients = single
+    plain = dataclasses.replace(config, lora=None)
+    merged = {name: jnp.asarray(array, jnp.float32) for name, array in merged_in_float64(config, params).items()}
+    expected = of_adapters(config, params, jax.device_get(quick_jit(jax.grad(loss_of(plain, ids, EINSUM)))(merged)))
     trained, _ = split(config, params)
     assert expected.keys() == trained.keys()
-    for name, gradient in expected.items():
-        assert np.abs(gradient).max() > 0, name
-        # Sums over all tokens in two orders, through two layers and the head.
-        bound = 64 * math.sqrt(ROWS * LENGTH) * EPS * np.abs(gradient).max()
-        assert np.abs(gradients[name] - gradient).max() <= bound, name
+    assert all(np.abs(gradient).max() > 0 for gradient in expected.values())
+    assert_near(gradients, expected)
 
 
 STRATEGIES = {
@@ -198,6 +202,7 @@ def test_every_strategy_has_the_adapters_loss_and_gradients(single, name):
 
 
 def assert_near(found, expected):
+    """Within the roundings of sums over all tokens in two orders, through two layers and the head."""
     for name, gradient in jax.device_get(expected).items():
         bound = 64 * math.sqrt(ROWS * LENGTH) * EPS * np.abs(gradient).max()
         assert np.abs(np.asarray(found[name]) - gradient).max() <= bound, name

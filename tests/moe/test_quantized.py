@@ -69,7 +69,29 @@ def test_a_layer_that_needs_arrays_says_why(config, execution, message):
         moe_route_and_compute(jnp.ones((4, 16)), stored, config, execution)
 
 
-def test_only_the_experts_may_be_quantised():
+@pytest.mark.parametrize("backend", ["auto", "ragged_dot", "dense"])
+def test_shared_experts_may_be_quantised_beside_any_experts(backend):
+    """Values, and gradients of the tokens, are those of what they stand for; the routed experts are arrays."""
+    config = replace(CONFIG, experts=replace(CONFIG.experts, num_shared=2, shared_gate=True))
+    meant, execution = init_params(config.param_specs(), jax.random.key(0)), MoEExecution(moe_backend=backend)
+    stored = dict(meant)
+    for name in ("shared_wi_0", "shared_wi_1", "shared_wo"):
+        values, scale = meant[name].astype(jnp.float8_e4m3fn), jnp.exp2(jnp.arange(16.0) % 3 - 2).reshape(8, 2)
+        stored[name] = QArray(values, scale)  # of 64 × 16
+        meant[name] = values.astype(jnp.float32) * scale.repeat(8, 0).repeat(8, 1)
+    x = jax.random.normal(jax.random.key(1), (2, 6, 16))
+
+    def loss(x, params):
+        out = MoE(config, params=params, execution=execution)(x).output
+        return jnp.sum(jnp.sin(out)), out
+
+    (found, by_x), (want, of_meant) = ([*jax.grad(loss, has_aux=True)(x, params)][::-1] for params in (stored, meant))
+    assert np.abs(of_meant).max() > 0
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * np.abs(want).max())
+    np.testing.assert_allclose(by_x, of_meant, rtol=0, atol=1e-5 * np.abs(of_meant).max())
+
+
+def test_the_router_may_not_be_quantised():
     stored, _ = stored_params("int8")
     stored["router_kernel"] = QArray(jnp.ones((4, 16), jnp.int8), jnp.ones((4, 1)))
     with pytest.raises(ValueError, match="expected arrays as router_kernel, got quantised ones; dequantise them"):
