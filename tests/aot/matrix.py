@@ -39,7 +39,7 @@ CALLS = {
 }
 # With quantised operands: those that take some are asked for one on each chip, another on the next.
 QUANTIZED = {
-    "grouped_matmul": ("int8-channel", "fp8-block", "mxfp4", "int8-rows", "fp8-rows"),
+    "grouped_matmul": ("int8-channel", "fp8-block", "mxfp4", "int8-rows", "fp8-rows", "mxfp4-down"),
     "expert_ffn": ("fp8-block", "int8-channel"),
 }
 

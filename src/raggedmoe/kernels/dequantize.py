@@ -46,8 +46,9 @@ def decode_scale(scale, wide):
     """Convert scales; of shared exponents, the last code is NaN, and the first 2⁻¹²⁷, which may be flushed to zero."""
     if scale.dtype != jnp.uint8:
         return scale.astype(wide)
-    bits = jnp.maximum(scale.astype(jnp.int32) << 23, np.int32(1 << 22))  # 2⁻¹²⁷ is not normal
-    return jnp.where(scale == 255, jnp.nan, lax.bitcast_convert_type(bits, jnp.float32)).astype(wide)
+    code = scale.astype(jnp.int32)
+    bits = jnp.maximum(code << 23, np.int32(1 << 22))  # 2⁻¹²⁷ is not normal
+    return jnp.where(code == 255, jnp.nan, lax.bitcast_convert_type(bits, jnp.float32)).astype(wide)
 
 
 def gradient_type(operand):

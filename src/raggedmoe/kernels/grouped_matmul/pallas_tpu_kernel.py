@@ -150,7 +150,7 @@ def _kernel(
 ):
     out, *scratch = refs[len(scales) :]
     steps, buffers = Steps(*scratch[:7]), _Buffers(*scratch[7:14])
-    tile = pl.program_id(0) if out.shape[1] > tiles.out else 0
+    tile: Any = pl.program_id(0) if out.shape[1] > tiles.out else 0
     quantized = QuantizedCode(
         scales=Scales(**dict(zip(scales, refs))),
         buffers=QuantizedBuffers(**dict(zip(scale_buffers, scratch[14:], strict=True))),

@@ -104,6 +104,7 @@ QUANTIZED_SPECS = (
     ),
     _quantized("fp8-e5m2-expert", formats=("float8_e5m2",), rhs_format="float8_e5m2", rhs_blocks=(0, 0)),
     _quantized("mxfp4", formats=("mxfp4",), rhs_format="mxfp4", rhs_blocks=(32, 1), transpose=True),
+    _quantized("mxfp4-down", formats=("mxfp4",), rhs_format="mxfp4", rhs_blocks=(32, 1), offset=1, groups=3),
     _quantized("int8-rows", formats=("int8",), rhs_format="int8", lhs_format="int8", transpose=True),
     _quantized("fp8-rows", formats=("float8_e4m3fn",), rhs_format="float8_e4m3fn", lhs_format="float8_e4m3fn"),
     _mixtral("mixtral-int8", formats=("int8",), rhs_format="int8"),

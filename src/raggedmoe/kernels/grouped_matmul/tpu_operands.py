@@ -215,9 +215,10 @@ def split_blocks(scales: Scales, how: Multiplication, tiles: Tiles, transpose_rh
     groups, *nums = scales.blocks.shape
     sizes = (tiles.out, tiles.inner) if transpose_rhs else (tiles.inner, tiles.out)
     rows, columns = (size // block for size, block in zip(sizes, how.block))
-    split = scales.blocks.reshape(groups, nums[0] // rows, rows, nums[1] // columns, columns)
-    order = (0, 1, 3, 2, 4) if transpose_rhs else (0, 3, 1, 2, 4)
-    return scales._replace(blocks=split.transpose(order))
+    split = scales.blocks.reshape(groups, nums[0] // rows, 1, rows, nums[1])
+    if nums[1] > columns:  # otherwise nothing moves: XLA would copy all of it for a transposition of ones
+        split = scales.blocks.reshape(groups, nums[0] // rows, rows, nums[1] // columns, columns).swapaxes(2, 3)
+    return scales._replace(blocks=split if transpose_rhs else split.swapaxes(1, 2))
 
 
 def values_of(operand: Any) -> jax.Array:
