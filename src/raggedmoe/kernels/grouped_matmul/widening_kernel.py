@@ -5,6 +5,7 @@ stored once for several of them, a byte of two values of four bits or the scale 
 lanes by a gather along the lanes (`jnp.take_along_axis`), of 32-bit words that hold several rows.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
@@ -68,7 +69,7 @@ def spread_lanes(array, repeats: int, first: int, width: int):
 def _spread_register(array, repeats: int, start: int, lanes: int):
     """Fill one vector register's lanes, so many of them: a gather is inside a register of the source."""
     registers = range(start // repeats // LANES, (start + lanes - 1) // repeats // LANES + 1)
-    found = []
+    found: list[jax.Array] = []
     for register in registers:
         source = array[:, register * LANES : (register + 1) * LANES]
         if source.shape[1] < LANES:
