@@ -18,7 +18,7 @@ from raggedmoe.interop.kept_weights import check_are_arrays
 from raggedmoe.interop.progress import bytes_bar
 from raggedmoe.interop.safetensors_file import NewTensor
 from raggedmoe.interop.writing import SHARD_BYTES, new_folder, replaced_objects, write_json, write_tensors
-from raggedmoe.kernels.qarray import QArray
+from raggedmoe.kernels.qarray import cast_array
 from raggedmoe.models.companions import AdapterBase, Companions
 from raggedmoe.models.config import ModelConfig
 from raggedmoe.models.config_json import from_json, to_json
@@ -152,9 +152,7 @@ def load(
 
 def cast_arrays(params: Params, specs: Specs) -> Params:
     """Cast parameters to the types that are declared; those that stayed quantised have none."""
-    return {
-        name: value if isinstance(value, QArray) else value.astype(specs[name].dtype) for name, value in params.items()
-    }
+    return {name: cast_array(value, specs[name].dtype) for name, value in params.items()}
 
 
 def _read_description(folder: AnyPath) -> tuple[ModelConfig, dict[str, Any], AdapterBase | None]:

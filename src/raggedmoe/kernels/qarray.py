@@ -91,6 +91,11 @@ class QuantizedForm:
         )
 
 
+def cast_array(array: Any, dtype: Any) -> Any:
+    """Cast an array to the type that it is multiplied or kept in; what is quantised stays so."""
+    return array if isinstance(array, Quantized) else array.astype(dtype)
+
+
 def check_operand(
     operation: str, name: str, operand: Any, dims: str, formats: tuple[str, ...] = FORMATS
 ) -> Array | QArray:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from raggedmoe.kernels.arrays import accumulator
 from raggedmoe.kernels.dense_matmul import dense_matmul, matmul_per_head, merge_rows
-from raggedmoe.kernels.qarray import Quantized
+from raggedmoe.kernels.qarray import Quantized, cast_array
 from raggedmoe.lora import B, dense_adapter, first_matrix
 from raggedmoe.params import Params
 
@@ -31,7 +31,7 @@ def wide_project(x: Float[Array, "... I"], weight: Weight) -> Float[Array, "..."
 
 def _project(x: Float[Array, "... I"], weight: Any, out_dtype: Any) -> Float[Array, "..."]:
     *outs, inner = weight.shape
-    rows, matrix = x.reshape(-1, inner), merge_rows(_as_type(weight, x.dtype))
+    rows, matrix = x.reshape(-1, inner), merge_rows(cast_array(weight, x.dtype))
     return dense_matmul(rows, matrix, transpose_rhs=True, out_dtype=out_dtype).reshape(*x.shape[:-1], *outs)
 
 
@@ -42,7 +42,7 @@ def project_back(x: Float[Array, "..."], weight: Weight) -> Float[Array, "..."]:
 
 def _project_back(x: Float[Array, "..."], weight: Any, out_dtype: Any) -> Float[Array, "..."]:
     *inner, out = weight.shape
-    rows, matrix = x.reshape(-1, math.prod(inner)), merge_rows(_as_type(weight, x.dtype))
+    rows, matrix = x.reshape(-1, math.prod(inner)), merge_rows(cast_array(weight, x.dtype))
     product = dense_matmul(rows, matrix, transpose_rhs=False, out_dtype=out_dtype)
     return product.reshape(*x.shape[: x.ndim - len(inner)], out)
 
@@ -83,10 +83,5 @@ def linear_per_head(
 def per_head(x: Float[Array, "B S N I"], weight: Weight, *, back: bool = False) -> Float[Array, "B S N O"]:
     """Multiply every head by a matrix of its own, ``weight [N, O, I]``, or with ``back`` ``[N, I, O]``."""
     rows = jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 1, 0)
-    out = matmul_per_head(rows, _as_type(weight, x.dtype), transpose_rhs=not back)
+    out = matmul_per_head(rows, cast_array(weight, x.dtype), transpose_rhs=not back)
     return jnp.moveaxis(out, 0, 1).reshape(*x.shape[:3], -1)
-
-
-def _as_type(weight: Any, dtype: Any) -> Any:
-    """Cast an array to the type that it is multiplied in; what is quantised stays so."""
-    return weight if isinstance(weight, Quantized) else weight.astype(dtype)

@@ -49,9 +49,8 @@ class RouterConfig:
     # What ranks a token's groups: the sum of their two best scores, or their "max".
     group_score: Literal["top2_sum", "max"] = "top2_sum"
     jitter: float = 0.0  # The router's input is multiplied by uniform noise in 1 ± jitter, where a key is given.
-    aux_loss: Literal["batch", "sequence"] = (
-        "batch"  # What the balance loss is taken over: the whole "batch", or each "sequence".
-    )
+    # What the balance loss is taken over: the whole "batch", or each "sequence".
+    aux_loss: Literal["batch", "sequence"] = "batch"
     # What the balance loss takes for probabilities: scores over their sum ("normalized"), or a "softmax" of the scores
     # that rank experts, the selection bias included.
     aux_loss_probabilities: Literal["normalized", "softmax"] = "normalized"

@@ -19,7 +19,7 @@ from raggedmoe.kernels.expert_ffn.activations import ACTIVATIONS
 from raggedmoe.kernels.expert_ffn.matmuls import add_bias
 from raggedmoe.kernels.grouped_matmul.api import group_bounds, grouped_matmul
 from raggedmoe.kernels.grouped_matmul.quantized_matmuls import grouped_matmuls
-from raggedmoe.kernels.qarray import Quantized
+from raggedmoe.kernels.qarray import cast_array
 from raggedmoe.lora import add_grouped_adapter, dense_adapter
 from raggedmoe.moe.amax_history import DOWN, UP
 from raggedmoe.moe.config import strategy_name
@@ -129,8 +129,7 @@ def shared_experts(x: Float[Array, "T D"], params: Params, activation: str) -> F
     wide, dtype = accumulator(x.dtype), x.dtype
 
     def multiply(rows: Float[Array, "T I"], name: str, kept: str) -> Float[Array, "T O"]:
-        weight, added = params[name], dense_adapter(rows, params, name)
-        weight = weight if isinstance(weight, Quantized) else weight.astype(dtype)
+        weight, added = cast_array(params[name], dtype), dense_adapter(rows, params, name)
         sums = dense_matmul(rows, weight, transpose_rhs=name != "wo", out_dtype=wide)
         return checkpoint_name(sums if added is None else sums + added, kept)
 

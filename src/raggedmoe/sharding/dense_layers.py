@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from raggedmoe.kernels.arrays import accumulator, pvary_over
-from raggedmoe.kernels.qarray import QArray
+from raggedmoe.kernels.qarray import cast_array
 from raggedmoe.params import Params, ParamSpec, Specs
 from raggedmoe.sharding.axes import FSDP, TOKEN_AXES, LogicalMesh, axes_of
 from raggedmoe.sharding.rules import WIDTH_AXES, partition, stored_partition
@@ -37,7 +37,7 @@ def all_gather_dense_weights(weights: Params, specs: Specs, mesh: LogicalMesh, d
     for name, spec in specs.items():
         if name not in weights or spec.contracts is None or "expert" in spec.axes or mesh.mesh is None:
             continue
-        weight = weights[name] if isinstance(weights[name], QArray) else weights[name].astype(dtype)
+        weight = cast_array(weights[name], dtype)
         stored = stored_partition(name, spec, weight, mesh)
         gathered[name] = jax.tree.map(functools.partial(_gather_weight, mesh), weight, stored)
     return gathered
