@@ -106,12 +106,16 @@ def test_experts_with_quantised_weights_are_those_of_what_they_stand_for(case):
 
 
 @pytest.mark.product
+@pytest.mark.parametrize("scale", [*GRANULARITIES, "exponents"])
 @pytest.mark.parametrize("qtype", FORMATS)
 @pytest.mark.parametrize("name", takers("grouped_matmul"))
-def test_right_results_of_a_matmul_use_at_least_a_fiftieth_of_the_bound(name, qtype):
-    call = draw_matmul(0, rhs=qtype, dtype="float32")
+def test_right_results_of_a_matmul_use_at_least_a_fiftieth_of_the_bound(name, qtype, scale):
+    call = draw_matmul(0, rhs=qtype, rhs_scale=scale, dtype="float32")
     shares = shares_of_bound(call, run(call, name))
-    assert {quantity: share for quantity, share in shares.items() if not 0.02 < share <= 1} == {}
+    assert all(share <= 1 for share in shares.values())
+    # A scale of a whole matrix, or of a column of all inputs, has a gradient in whose sum most terms cancel.
+    cancels = {"drhs"} if scale in ("expert", "other-channel") else set()
+    assert {quantity: share for quantity, share in shares.items() if not share > 0.02 and quantity not in cancels} == {}
 
 
 @pytest.mark.product
