@@ -12,7 +12,7 @@ from raggedmoe.train.data.rows import token_rows
 from raggedmoe.train.loop.text_loss import text_loss
 from tests.cli.test_generate import byte_level_tokenizer
 from tests.interop.folders import GOLDEN, copied
-from tests.interop.test_kept_experts import powers_of_two
+from tests.interop.test_kept_weights import powers_of_two
 
 TEXT = b"the quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 3
 
@@ -80,7 +80,7 @@ def test_what_is_wrong_is_said_before_anything_is_written(words, message, ragged
     assert not (tmp_path / "out").exists()
 
 
-def test_kept_quantised_experts_generate_the_text_of_widened_ones(raggedmoe, tmp_path):
+def test_kept_quantised_matrices_generate_the_text_of_widened_ones(raggedmoe, tmp_path):
     folder = powers_of_two(tmp_path)
     texts = []
     for options in ((), ("--keep-quantised",)):
@@ -93,4 +93,4 @@ def test_kept_quantised_experts_generate_the_text_of_widened_ones(raggedmoe, tmp
         "generate", GOLDEN / "mixtral", "--ids", "--prompt", "5", "--max-new-tokens", 1, "--keep-quantised"
     )
     assert code == 2
-    assert "expected experts that are quantised" in error
+    assert "expected matrices that are quantised" in error

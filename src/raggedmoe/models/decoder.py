@@ -249,7 +249,7 @@ def run_stack(
     return x, memory or {}, in_order
 
 
-def _of_layer(arrays: Params, repeat: int) -> dict[str, jax.Array]:
+def _of_layer(arrays: Params, repeat: int) -> dict[str, Any]:
     return {name: layers[repeat] for name, layers in arrays.items()}
 
 

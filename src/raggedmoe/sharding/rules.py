@@ -37,8 +37,8 @@ def partition(name: str, spec: ParamSpec, mesh: LogicalMesh, *, small: bool = Fa
     """Say how a parameter is split over the logical axes of a mesh.
 
     What does not divide stays whole, but for routed experts: there it is an error, as they are nearly all of a model.
-    What is ``small`` beside them, adapters and the scales of quantised ones, is split like them by whichever width it
-    has, but may stay whole over FSDP, which gathers it before use anyway.
+    What is small beside them is split like them by whichever width it has: adapters, and the scales of quantised ones,
+    ``small``, which may stay whole over FSDP alone, as it gathers them before use anyway.
     """
     routed, splits = is_routed(name, spec), dict[str, tuple[str, ...]]()
     if routed:
@@ -49,11 +49,11 @@ def partition(name: str, spec: ParamSpec, mesh: LogicalMesh, *, small: bool = Fa
     elif len([dim for dim in spec.axes if dim != "layer"]) > 1:  # not norms and biases: small, and whole everywhere
         for dims, over in ((WIDTH_DIMS, WIDTH_AXES), (TENSOR_DIMS, (TENSOR,))):
             splits.update(dict.fromkeys([dim for dim in dims if dim in spec.axes][:1], over))
-    entries, small = [], small or "lora_rank" in spec.axes
+    entries, is_adapter = [], "lora_rank" in spec.axes
     for dim, size in zip(spec.axes, spec.shape):
         axes = splits.get(dim, ())
         while size % mesh.size(*axes):
-            if routed and not (small and (size == 1 or axes[-1] == FSDP)):
+            if routed and not is_adapter and not (small and (size == 1 or axes[-1] == FSDP)):
                 degrees = {axis: mesh.size(axis) for axis in axes if mesh.size(axis) > 1}
                 raise UnevenSplitError(name, dim, size, degrees)
             axes = axes[:-1]

@@ -206,7 +206,10 @@ def test_a_replaced_configuration_is_the_one_that_was_there(config):
         ),
         (["capacity_facto=1"], "did you mean capacity_factor or"),
         (["quantization=int4"], "quantization=int4: nothing is trained in 4 bits; use quantization=int8"),
-        (["quantization=te_fp8_delayedscaling"], "Transformer Engine is not used; use quantization=fp8"),
+        (
+            ["quantization=te_fp8_delayedscaling"],
+            "its delayed scales are those of quantization=fp8 quantization_history=1024",
+        ),
         (["quantization=nanoo_fp8"], "AMD's fp8 is not built; use quantization=fp8"),
         (["quantization=fp9"], "quantization: expected one of none, fp8_full, fp8, int8, .*, got 'fp9'"),
         (
