@@ -3,7 +3,7 @@
 XLA frees what a program needs when it ends, and allocates it anew for the next call. glibc gives such memory back to
 the system at once, so a training step on a CPU spends a third of its time in the page faults of memory that it had a
 moment ago (docs/log.md). With `glibc.malloc.hugetlb=1` malloc asks for pages of 2 MB, of which there are 512 times
-fewer. Pieces below 1 GiB come from one heap, of whose end up to 512 MiB stay when they are free; one for all threads,
+fewer. Pieces below 256 MiB come from one heap, of whose end up to 512 MiB stay when they are free; one for all threads,
 as those of other threads are 64 MiB at most. glibc reads this when a process starts and not later. So the command
 starts itself again in the same process, with arguments and process number as they were.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 TUNABLES, LARGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 KEPT_HEAP = (
     "glibc.malloc.arena_max=1",
-    f"glibc.malloc.mmap_threshold={1 << 30}",
+    f"glibc.malloc.mmap_threshold={1 << 28}",
     f"glibc.malloc.trim_threshold={1 << 29}",
 )
 FIRST_GLIBC = (2, 35)
