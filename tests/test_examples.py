@@ -79,7 +79,9 @@ def test_a_big_run_is_planned(run):
     assert printed.count("(fits)") == 2
     sent = [float(number) for number in re.findall(r"layer ([\d.]+) GB", printed)]
     assert sent[0] > sent[1] > 0
-    assert re.search(r"^expert +3: expert_parallelism=3 = 3 devices, but there are 512; use degrees whose", printed, re.M)
+    assert re.search(
+        r"^expert +3: expert_parallelism=3 = 3 devices, but there are 512; use degrees whose", printed, re.M
+    )
 
 
 def test_the_docs_name_every_example():
