@@ -164,6 +164,16 @@ def test_gradients_are_clipped_as_optax_clips_them(largest):
         np.testing.assert_allclose(mu, value, rtol=4 * np.finfo(np.float32).eps, err_msg=name)
 
 
+def test_clipping_leaves_each_gradients_type():
+    """A model of float64 has a router of float32, whose moments stay so; here with the types that need no setting."""
+    config = OptimizerConfig(gradient_clipping_threshold=0.1, schedule_steps=STEPS).for_run(STEPS)
+    types = {"matrix": jnp.float32, "norm": jnp.bfloat16, "bias": jnp.float32}
+    gradients = {name: jnp.asarray(value, types[name]) for name, value in drawn(1).items()}
+    optimizer = make_optimizer(config, SPECS)
+    _, state = optimizer.update(gradients, optimizer.init(gradients), gradients)
+    assert {name: mu.dtype for name, mu in state[1][0].mu.items()} == {name: jnp.dtype(t) for name, t in types.items()}
+
+
 @pytest.mark.parametrize(("largest", "of", "root"), [(0.0, "matrices", 0.0), (1.0, "all", 1e-3)])
 def test_five_steps_are_those_of_a_plain_loop(largest, of, root):
     config = OptimizerConfig(

@@ -86,7 +86,8 @@ def _clip_by_global_norm(largest: float) -> optax.GradientTransformation:
         gradients: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         norm = optax.tree.norm(gradients)
-        return optax.tree.scale(jnp.where(norm > largest, largest / norm, 1.0), gradients), state
+        factor = jnp.where(norm > largest, largest / norm, 1.0)
+        return jax.tree.map(lambda gradient: gradient * factor.astype(gradient.dtype), gradients), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
